@@ -1,0 +1,96 @@
+"""Structured logging: one line per event, as JSON or for people, with role, node and the request being served."""
+
+import json as json_format
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final, TextIO
+
+from telemetry.errors import UnknownLogLevel
+
+_REQUEST_ID: ContextVar[str] = ContextVar("moonpool_request_id", default="")
+_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Marks the handler as ours, so that configuring again replaces it and leaves others alone."""
+
+
+def configure(
+    role: str, node_id: str, level: str = "info", *, json: bool = False, stream: TextIO | None = None
+) -> None:
+    """Send the root logger's records to `stream` (standard error by default), as JSON lines when `json` is set.
+
+    Called once per process by whoever starts a role; a second call replaces the first. Fields given through
+    `extra={...}` are kept. Raises UnknownLogLevel.
+    """
+    if level.lower() not in _LEVELS:
+        raise UnknownLogLevel(f"log level {level!r} is none of {', '.join(_LEVELS)}")
+    handler = _Handler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_JsonFormatter(role, node_id) if json else _TextFormatter(role, node_id))
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, _Handler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+@contextmanager
+def request(request_id: str) -> Iterator[None]:
+    """Records made inside, and in tasks started inside, carry this request id."""
+    token = _REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        _REQUEST_ID.reset(token)
+
+
+def current_request_id() -> str:
+    """The request being served here; empty outside of `request`."""
+    return _REQUEST_ID.get()
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str, node_id: str) -> None:
+        super().__init__()
+        self._role, self._node_id = role, node_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "role": self._role,
+            "node": self._node_id,
+        }
+        if request_id := _REQUEST_ID.get():
+            line["request_id"] = request_id
+        line |= {key: value for key, value in _extra(record).items() if key not in line}
+        line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json_format.dumps(line, ensure_ascii=False, default=str)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, role: str, node_id: str) -> None:
+        super().__init__()
+        # One role per node is common: "frontend frontend-0" says nothing that "frontend-0" does not.
+        self._who = node_id if node_id.startswith(role) else f"{role} {node_id}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        fields = {"request_id": _REQUEST_ID.get(), **_extra(record)}
+        shown = "".join(f" {key}={value}" for key, value in fields.items() if value != "")
+        # A line break inside a client's text must not look like a record of its own.
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        text = f"{when} {record.levelname:<7} {self._who} {record.name}: {message}{shown}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text

@@ -1,0 +1,94 @@
+"""What a front door measures of its requests, under vLLM's metric names so that existing dashboards work.
+
+A registry belongs to one application: nothing here registers itself anywhere by being imported.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+# vLLM's buckets (vllm/v1/metrics/loggers.py), so that quantiles over both systems are comparable.
+# fmt: off
+_TTFT_S: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)
+_ITL_S: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+_REQUEST_S: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)
+# fmt: on
+_TOKENS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of its own with this process's CPU, memory and file descriptors in it."""
+    registry = CollectorRegistry(auto_describe=True)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The registry's contents in the format that the `Accept` header asks for, and its content type."""
+    encoder, content_type = choose_encoder(accept)
+    return encoder(registry), content_type
+
+
+class RequestMetrics:
+    """Instruments for one model's requests as the front door sees them; times in seconds, sizes in tokens."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", _ITL_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting before the prefill.", _REQUEST_S)
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.", _REQUEST_S)
+        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.", _REQUEST_S)
+        self.load = histogram("moonpool:request_load_time_seconds", "Loading reused KV.", _REQUEST_S)
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
+        )
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that were served.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens received from the cluster.")
+        self.prefix_cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV pool.")
+        self.prefix_cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
+        self.attempts = counter("moonpool:request_attempts", "Placements of requests, first ones and further ones.")
+        self.retries = counter("moonpool:request_retries", "Further attempts after a worker was lost or failed.")
+        self.duplicate_tokens = counter("moonpool:duplicate_tokens", "Tokens received again and ignored.")
+        self.slow_clients = counter("moonpool:slow_clients", "Requests cancelled as their client read too slowly.")
+        self.in_flight = Gauge(
+            "moonpool:requests_in_flight", "Requests now held by this frontend.", ["model_name"], registry=registry
+        ).labels(model_name)
+        self._success = Counter(
+            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
+        )
+        self._rejected = Counter(
+            "moonpool:requests_rejected", "Requests refused, by reason.", ["model_name", "reason"], registry=registry
+        )
+        self._model_name = model_name
+        for reason in FINISH_REASONS:  # present from the start: a rate over a series that appears late misses its first
+            self._success.labels(model_name, reason)
+
+    def finished(self, reason: str) -> None:
+        """Count one request's end; `reason` is one of FINISH_REASONS."""
+        if reason not in FINISH_REASONS:
+            raise ValueError(f"finish reason {reason!r} is none of {FINISH_REASONS}")
+        self._success.labels(self._model_name, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count one refused request; `reason` must come from a fixed set, never from a client."""
+        self._rejected.labels(self._model_name, reason).inc()

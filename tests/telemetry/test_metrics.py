@@ -1,0 +1,94 @@
+"""Metrics: names, labels and values as a scraper reads them."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from telemetry import NodeSample, NodesCollector, RequestMetrics, exposition, new_registry
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(registry: object) -> Samples:
+    text, content_type = exposition(registry, "text/plain")  # type: ignore[arg-type]
+    assert content_type.startswith("text/plain")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+def test_request_metrics_have_vllms_names() -> None:
+    registry = new_registry()
+    metrics = RequestMetrics(registry, "tiny")
+    metrics.ttft.observe(0.03)
+    metrics.itl.observe(0.02)
+    metrics.prompt_tokens.inc(7)
+    metrics.prefix_cache_queries.inc(7)
+    metrics.prefix_cache_hits.inc(4)
+    metrics.finished("stop")
+    metrics.rejected("ttft")
+    samples = scrape(registry)
+    assert samples[key("vllm:time_to_first_token_seconds_count", model_name="tiny")] == 1
+    assert samples[key("vllm:time_to_first_token_seconds_bucket", model_name="tiny", le="0.04")] == 1
+    assert samples[key("vllm:time_to_first_token_seconds_bucket", model_name="tiny", le="0.02")] == 0
+    assert samples[key("vllm:inter_token_latency_seconds_sum", model_name="tiny")] == 0.02
+    assert samples[key("vllm:prompt_tokens_total", model_name="tiny")] == 7
+    assert samples[key("vllm:prefix_cache_queries_total", model_name="tiny")] == 7
+    assert samples[key("vllm:prefix_cache_hits_total", model_name="tiny")] == 4
+    assert samples[key("vllm:request_success_total", model_name="tiny", finished_reason="stop")] == 1
+    assert samples[key("vllm:request_success_total", model_name="tiny", finished_reason="length")] == 0
+    assert samples[key("moonpool:requests_rejected_total", model_name="tiny", reason="ttft")] == 1
+
+
+def test_two_applications_in_one_process_do_not_share_numbers() -> None:
+    first, second = new_registry(), new_registry()
+    RequestMetrics(first, "tiny").generation_tokens.inc(5)
+    RequestMetrics(second, "tiny")
+    name = key("vllm:generation_tokens_total", model_name="tiny")
+    assert (scrape(first)[name], scrape(second)[name]) == (5, 0)
+
+
+def test_finish_reason_outside_the_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="'vanished'"):
+        RequestMetrics(new_registry(), "tiny").finished("vanished")
+
+
+def test_openmetrics_is_served_when_asked_for() -> None:
+    text, content_type = exposition(new_registry(), "application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert text.endswith(b"# EOF\n")
+
+
+def test_nodes_are_exported_with_node_and_role() -> None:
+    samples = [
+        NodeSample("p0", "prefill", num_running=1, num_waiting=3, capacity_tokens=100, free_tokens=25),
+        NodeSample("d0", "decode", counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0}),
+        NodeSample("pool0", "pool", draining=True, counters={"kv_pull_bytes": 5.0, "blocks evicted": 1.0}),
+    ]
+    registry = new_registry()
+    registry.register(NodesCollector(lambda: samples))
+    seen = scrape(registry)
+    assert seen[key("vllm:num_requests_waiting", node="p0", role="prefill")] == 3
+    assert seen[key("vllm:kv_cache_usage_perc", node="p0", role="prefill")] == 0.75
+    assert key("vllm:kv_cache_usage_perc", node="d0", role="decode") not in seen
+    assert seen[key("moonpool:kv_bytes_moved_total", node="d0", role="decode", path="pull")] == 10
+    assert seen[key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", path="pull")] == 5
+    assert seen[key("moonpool:digest_mismatches_total", node="d0", role="decode")] == 2
+    assert seen[key("moonpool:blocks_evicted_total", node="pool0", role="pool")] == 1
+    assert seen[key("moonpool:node_draining", node="pool0", role="pool")] == 1
+    samples.clear()
+    assert key("moonpool:node_up", node="p0", role="prefill") not in scrape(registry)
+
+
+def test_counters_of_one_name_from_several_nodes_form_one_family() -> None:
+    samples = [NodeSample(f"d{i}", "decode", counters={"generation_tokens": float(i)}) for i in range(3)]
+    registry = new_registry()
+    registry.register(NodesCollector(lambda: samples))
+    text, _ = exposition(registry, "text/plain")
+    assert text.count(b"# TYPE moonpool:generation_tokens_total counter") == 1
+    assert scrape(registry)[key("moonpool:generation_tokens_total", node="d2", role="decode")] == 2
