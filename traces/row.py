@@ -1,0 +1,54 @@
+"""The plain data of a trace: a row and an ordered collection of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id of Mooncake's traces stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a trace.
+
+    `timestamp_ms`: milliseconds from the start of the trace. `input_length`, `output_length`: tokens.
+    `hash_ids`: one id per block of the prompt, the last may be partial; ids are of chained hashes, so an equal id means
+    an equal prefix up to and including that block. `index`: place of the row in the trace it was read from.
+    """
+
+    index: int
+    timestamp_ms: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    def full_blocks(self, block_tokens: int = BLOCK_TOKENS) -> int:
+        """Number of ids that stand for a whole block."""
+        return self.input_length // block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Rows in order of arrival. `notices`: what a reader of the report should know about how the rows came to be."""
+
+    source: str
+    rows: tuple[TraceRow, ...]
+    block_tokens: int = BLOCK_TOKENS
+    notices: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[TraceRow]:
+        return iter(self.rows)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return (self.rows[-1].timestamp_ms - self.rows[0].timestamp_ms) / 1000 if self.rows else 0.0
+
+    def with_rows(self, rows: tuple[TraceRow, ...], notice: str) -> Trace:
+        """The same trace reduced to `rows`, with a notice that says how."""
+        return replace(self, rows=rows, notices=(*self.notices, notice))

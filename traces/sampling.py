@@ -1,0 +1,68 @@
+"""Smaller traces out of larger ones, with the reuse inside them kept. Pure.
+
+Rows that share a prefix must be kept or dropped together, or a sample would lose the reuse that the trace has. In the
+conversation trace id 0 (the system prompt) is in every row, so the family of a row is its second id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from traces.errors import EmptySelection, TraceError
+from traces.row import Trace, TraceRow
+
+FamilyKey = tuple[str, int]
+
+SAMPLING_SEED = 8
+"""Of the first 300 seeds the one whose tenth of the conversation trace is most like the whole of it: 1,217 requests, block
+and token hit rates, mean prompt and mean output within 1.2 % of the whole trace's. (Others' hit rates vary by +-0.06.)"""
+
+
+def family_keys(trace: Trace) -> list[FamilyKey]:
+    """The prefix family of every row, in row order.
+
+    A row of one id is a family with the others of the same id, unless longer rows begin with that id too: then the id
+    stays in the sample anyway, and each such row is a family of its own.
+    """
+    roots = {row.hash_ids[0] for row in trace if len(row.hash_ids) > 1}
+
+    def key(row: TraceRow) -> FamilyKey:
+        if len(row.hash_ids) > 1:
+            return "second", row.hash_ids[1]
+        first = row.hash_ids[0]
+        return ("row", row.index) if first in roots else ("first", first)
+
+    return [key(row) for row in trace]
+
+
+def sample_families(trace: Trace, fraction: float, *, seed: int = SAMPLING_SEED) -> Trace:
+    """Keep `fraction` of the prefix families (rounded, at least one).
+
+    They are chosen by a hash of (seed, family): deterministic, and a smaller fraction's are a subset of a larger one's.
+    """
+    if not 0 < fraction <= 1:
+        raise TraceError(f"cannot sample a fraction of {fraction} of the families; expected more than 0, at most 1")
+    keys = family_keys(trace)
+    families = sorted(set(keys), key=lambda family: (_rank(family, seed), family))
+    kept = set(families[: max(1, round(fraction * len(families)))])
+    rows = tuple(row for row, family in zip(trace, keys, strict=True) if family in kept)
+    return trace.with_rows(rows, f"{len(kept)} of {len(families)} prefix families sampled (seed {seed})")
+
+
+def first_requests(trace: Trace, limit: int) -> Trace:
+    """The first `limit` requests."""
+    if limit < 1:
+        raise TraceError(f"cannot limit a trace to {limit} requests; expected at least 1")
+    return trace.with_rows(trace.rows[:limit], f"limited to the first {limit} requests")
+
+
+def first_seconds(trace: Trace, duration_s: float) -> Trace:
+    """The requests of the first `duration_s` seconds of the trace's own time."""
+    rows = tuple(row for row in trace if row.timestamp_ms < duration_s * 1000)
+    if not rows:
+        raise EmptySelection(f"no request arrives in the first {duration_s:g} s of {trace.source}")
+    return trace.with_rows(rows, f"limited to the first {duration_s:g} s")
+
+
+def _rank(family: FamilyKey, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed}:{family[0]}:{family[1]}".encode(), digest_size=16).digest()

@@ -1,0 +1,92 @@
+"""What an infinite cache could reuse of a trace, and how long its requests are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from traces.row import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseStatistics:
+    """Prefix reuse of an infinite cache; every request's blocks are inserted at its arrival, in order.
+
+    `block_hit_rate`: hits over references, in blocks, the partial tails included.
+    `full_block_hit_rate`: the same over blocks that are full.
+    `token_hit_rate`: tokens of reused full blocks over all prompt tokens, one token of each prompt always computed
+    (without it there is no first output token): what a paged prefix cache can serve.
+    """
+
+    requests: int
+    block_references: int
+    unique_blocks: int
+    block_hit_rate: float
+    full_block_hit_rate: float
+    prompt_tokens: int
+    output_tokens: int
+    token_hit_rate: float
+
+
+class InfiniteCache:
+    """A prefix cache that forgets nothing: the yardstick of every hit rate."""
+
+    def __init__(self) -> None:
+        # An id's value is its predecessor: equal ids of a trace that is not chained must not count as equal prefixes.
+        self._parent: dict[int, int] = {}
+
+    def match_and_insert(self, block_ids: Sequence[int]) -> int:
+        """How many leading blocks are known; afterwards all are."""
+        hits, matching, parent = 0, True, -1
+        for block_id in block_ids:
+            matching = matching and self._parent.get(block_id) == parent
+            hits += matching
+            self._parent[block_id] = parent
+            parent = block_id
+        return hits
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+
+def reusable_tokens(hit_blocks: int, prompt_tokens: int, block_tokens: int) -> int:
+    """Prompt tokens that `hit_blocks` cached leading blocks spare: full blocks, and never the prompt's last token."""
+    return block_tokens * min(hit_blocks, max(prompt_tokens - 1, 0) // block_tokens)
+
+
+def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: int) -> float:
+    """ReuseStatistics.token_hit_rate of (block ids, prompt tokens) pairs in order of arrival."""
+    cache, reused, total = InfiniteCache(), 0, 0
+    for block_ids, prompt_tokens in prompts:
+        full = block_ids[: prompt_tokens // block_tokens]
+        reused += reusable_tokens(cache.match_and_insert(full), prompt_tokens, block_tokens)
+        total += prompt_tokens
+    return reused / total if total else 0.0
+
+
+def reuse_statistics(trace: Trace) -> ReuseStatistics:
+    """The trace's own figures, at its own block size."""
+    cache, references, hits, full_references, full_hits, prompt_tokens, output_tokens, reused = (
+        InfiniteCache(),
+        *[0] * 7,
+    )
+    for row in trace:
+        hit = cache.match_and_insert(row.hash_ids)
+        full = row.full_blocks(trace.block_tokens)
+        references += len(row.hash_ids)
+        hits += hit
+        full_references += full
+        full_hits += min(hit, full)
+        prompt_tokens += row.input_length
+        output_tokens += row.output_length
+        reused += reusable_tokens(min(hit, full), row.input_length, trace.block_tokens)
+    return ReuseStatistics(
+        requests=len(trace),
+        block_references=references,
+        unique_blocks=len(cache),
+        block_hit_rate=hits / references if references else 0.0,
+        full_block_hit_rate=full_hits / full_references if full_references else 0.0,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        token_hit_rate=reused / prompt_tokens if prompt_tokens else 0.0,
+    )
