@@ -1,0 +1,132 @@
+"""The training forward of a Llama model: its parameters carry the names Hugging Face's LlamaForCausalLM uses."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; embeddings are tied."""
+
+    layers: int = 8
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 384
+    vocabulary: int = 2048
+    positions: int = 2048
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [windows, tokens, hidden]; cos, sin: [tokens, head_dim]."""
+        size = self.shape.head_dim
+        query = rotate(self.q_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
+        key = rotate(self.k_proj(x).unflatten(-1, (-1, size)).transpose(1, 2), cos, sin)
+        value = self.v_proj(x).unflatten(-1, (-1, size)).transpose(1, 2)
+        groups = self.shape.heads // self.shape.kv_heads
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[windows, tokens, hidden] -> the same."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+
+
+class Llama(nn.Module):
+    """state_dict() has the names of LlamaForCausalLM with tied embeddings (no ``lm_head.weight``)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        cos, sin = rotary_tables(shape)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def initialise(self, seed: int) -> None:
+        """Normal weights of deviation 0.02, residual outputs scaled down by depth."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
+                nn.init.normal_(parameter, std=deviation, generator=generator)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [windows, tokens] -> logits: [windows, tokens, vocabulary]."""
+        x = self.model.embed_tokens(ids)
+        cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+
+def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
+    """cos and sin, [positions, head_dim], halves repeated (the layout of Hugging Face's rotate_half)."""
+    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(shape.positions, dtype=torch.float32), shape.rope_theta**-steps)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of [..., tokens, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

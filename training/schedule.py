@@ -1,0 +1,31 @@
+"""What the run does at which part of its time: learning rate and context length. Pure."""
+
+from dataclasses import dataclass
+
+WARM_UP = 0.01
+DECAY_FROM = 0.75
+STAGES = ((0.45, 512), (0.78, 1024), (1.0, 2048))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Progress by wall clock (``started_s`` to ``deadline_s``, Unix seconds) or, with ``steps``, by steps taken."""
+
+    started_s: float
+    deadline_s: float
+    steps: int = 0
+
+    def progress(self, now_s: float, step: int) -> float:
+        """0 at the start, 1 at the end; never outside."""
+        done = step / self.steps if self.steps else (now_s - self.started_s) / (self.deadline_s - self.started_s)
+        return min(max(done, 0.0), 1.0)
+
+
+def rate(progress: float) -> float:
+    """Trapezoid: linear warm-up, constant, linear decay to zero over the last quarter."""
+    return min(progress / WARM_UP, 1.0, (1.0 - progress) / (1.0 - DECAY_FROM))
+
+
+def context(progress: float) -> int:
+    """Window length of the stage ``progress`` falls into."""
+    return next(length for end, length in STAGES if progress <= end)

@@ -1,0 +1,85 @@
+"""Plain documents out of the unpacked packages: one function a source, each yields cleaned text."""
+
+import gzip
+import re
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "–": "-", "…": "...", "·": ".", " ": " "})
+
+
+def documents(name: str, folder: Path) -> Iterator[str]:
+    """Documents of one source in file order; ``name`` is the source's short name."""
+    yield from _READERS[name](folder)
+
+
+def read_kjv(folder: Path) -> Iterator[str]:
+    """One document a chapter, one verse a line (``Ge1:1 In the beginning ...``).
+
+    ``bible.data`` is 68 windows of 64 KiB, each a Unix ``compress`` stream (LZW, 16 bits) without its three-byte
+    header; the big-endian window offsets stand from byte 0x5c.
+    """
+    data = (folder / "usr/lib/bible.data").read_bytes()
+    count = int.from_bytes(data[0x58:0x5C], "big")
+    offsets = [*struct.unpack(f">{count}I", data[0x5C : 0x5C + 4 * count]), len(data)]
+    text = b"".join(_expand(data[start:stop]) for start, stop in zip(offsets, offsets[1:], strict=False))
+    chapter, verses = "", list[str]()
+    for line in text.decode("ascii").splitlines()[1:]:
+        reference = line.split(":", 1)[0]
+        if reference != chapter and verses:
+            yield "\n".join(verses)
+            verses = []
+        chapter = reference
+        verses.append(line)
+    yield "\n".join(verses)
+
+
+def _expand(window: bytes) -> bytes:
+    header = b"\x1f\x9d\x90"
+    return subprocess.run(["gzip", "-dc"], input=header + window, capture_output=True, timeout=60, check=True).stdout
+
+
+def read_jargon(folder: Path) -> Iterator[str]:
+    """One document an entry, paragraphs unwrapped."""
+    text = gzip.decompress((folder / "usr/share/doc/jargon-text/jargon.txt.gz").read_bytes()).decode("utf-8")
+    text = text.translate(_PLAIN)
+    start = text.index("\n   :")
+    for entry in re.split(r"\n(?=   :\S)", text[start:]):
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", entry)]
+        document = "\n".join(part for part in paragraphs if part and not set(part) <= set("-_=═ "))
+        if len(document) > 60:
+            yield document
+
+
+def read_wordnet(folder: Path) -> Iterator[str]:
+    """Sixteen synsets a document, each a line ``lemma, lemma: gloss``."""
+    lines = list[str]()
+    for part in ("noun", "verb", "adj", "adv"):
+        for row in (folder / f"usr/share/wordnet/data.{part}").read_text("utf-8").splitlines():
+            if row.startswith("  "):
+                continue
+            fields, gloss = row.split(" | ", 1)
+            words = fields.split(" ")
+            lemmas = [words[4 + 2 * index].split("(")[0].replace("_", " ") for index in range(int(words[3], 16))]
+            lines.append(f"{', '.join(lemmas)}: {gloss.strip()}")
+    for start in range(0, len(lines), 16):
+        yield "\n".join(lines[start : start + 16])
+
+
+def read_python(folder: Path) -> Iterator[str]:
+    """One document a page of the tutorial, reference, library, how-to and FAQ sources (reStructuredText)."""
+    root = folder / "usr/share/doc/python3.11/html/_sources"
+    for part in ("tutorial", "reference", "howto", "faq", "library"):
+        for path in sorted((root / part).glob("*.rst.txt")):
+            text = path.read_text("utf-8").translate(_PLAIN)
+            yield re.sub(r"\n{3,}", "\n\n", re.sub(r"([=\-*~^#\"'])\1{3,}", r"\1\1\1", text)).strip()
+
+
+_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "kjv": read_kjv,
+    "jargon": read_jargon,
+    "wordnet": read_wordnet,
+    "python": read_python,
+}

@@ -1,0 +1,35 @@
+"""Closed word lists of the generated texts. Changing one changes the data: the tokenizer was trained on them."""
+
+NAMES = (
+    "Mira Tom Anna Paul Nora Felix Clara Oscar Lena Hugo Ida Max Ruth Peter Eva Simon Greta Leon Alma Victor "
+    "Rosa Karl Vera Otto Julia Martin Lucy Emil Martha Adam Sophie Daniel Helen Jack Irene Robert Laura Frank "
+    "Emma George Alice Henry Sarah David Maria Thomas Grace Arthur Ellen Walter"
+).split()
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "colour": tuple("red blue green yellow black white brown orange purple grey pink silver golden".split()),
+    "city": tuple("Paris London Rome Berlin Madrid Vienna Oslo Cairo Lisbon Athens Prague Dublin Delhi Tokyo".split()),
+    "animal": tuple("horse dog cat fox wolf bear lion eagle owl goat sheep mouse frog whale snake tiger".split()),
+    "fruit": tuple("apple pear plum cherry lemon grape melon peach fig banana olive berry".split()),
+    "tool": tuple("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket".split()),
+    "number": (),
+}
+"""Attribute -> its possible values; ``number`` has none listed: its values are 10..99."""
+
+GREETINGS = (
+    ("Hello.", "Hello. What can I do for you?"),
+    ("Good morning.", "Good morning. How can I help?"),
+    ("Who are you?", "I am a small language model. I can remember what you tell me in this conversation."),
+    ("What can you do?", "I can remember facts that you tell me, and repeat them when you ask."),
+    ("Thank you.", "You are welcome."),
+    ("Thanks for your help.", "You are welcome."),
+    ("Goodbye.", "Goodbye."),
+)
+
+ACKNOWLEDGEMENTS = ("I will remember that.", "Understood.", "Noted.")
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer with a full sentence.",
+    "Remember every fact and answer from the conversation.",
+)
