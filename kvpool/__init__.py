@@ -1,0 +1,32 @@
+"""The distributed KV pool: what KV is and how it is addressed, the pool node, its client, and the directory."""
+
+from kvpool.address import (
+    Namespace,
+    Provenance,
+    chain_keys,
+    chain_seed,
+    keys_from_bytes,
+    keys_u64,
+    kv_namespace,
+    parent_keys,
+)
+from kvpool.digest import layer_digests, layer_digests_at, seal_digest
+from kvpool.errors import KvPoolError
+from kvpool.spec import KvGroup, KvSpec
+
+__all__ = [
+    "KvGroup",
+    "KvPoolError",
+    "KvSpec",
+    "Namespace",
+    "Provenance",
+    "chain_keys",
+    "chain_seed",
+    "keys_from_bytes",
+    "keys_u64",
+    "kv_namespace",
+    "layer_digests",
+    "layer_digests_at",
+    "parent_keys",
+    "seal_digest",
+]

@@ -1,0 +1,141 @@
+"""The layer digest: 64 bits per (block, group, layer) that a producer sends and a reader verifies. Arithmetic only.
+
+Definition (final; a kernel elsewhere must agree bit for bit). A layer of a slot is bytes
+`[kv_head][k|v][token][head_dim]`. Each token row (one head, K or V, one token) has `row_nbytes = head_dim * itemsize`
+bytes and is cut into `W = ceil(row_nbytes / 4)` little-endian uint32 words; where row_nbytes is no multiple of 4, the
+row's last word is filled with zero bytes at its upper end. Word `w` of token `t` of part `p` (0 = K, 1 = V) of head `h`
+has the index
+
+    index = ((h * 2 + p) * block_tokens + t) * W + w          (< 2**32)
+
+which is its position among the uint32 words of the layer wherever row_nbytes is a multiple of 4. Then, modulo 2**64,
+
+    mix(word, index):  x = (index << 32 | word) + 0x9E3779B97F4A7C15
+                       x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9
+                       x = (x ^ x >> 27) * 0x94D049BB133111EB
+                       x = x ^ x >> 31
+    digest = sum of mix(word, index) over all words of tokens 0 <= t < valid_tokens
+
+mix is SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014), a bijection of 64 bits: one changed word always
+changes the digest, and zeros count. Addition is commutative, so tokens, heads and words may be summed in any order, by
+any number of threads, and the digest of tokens [0, b) is that of [0, a) plus that of [a, b). The digest of no tokens is
+0. It detects corruption and reuse of memory; it is no defence against a writer who forges KV on purpose.
+
+A seal is the digest of digests: `seal_digest` takes a block's layer digests in order, all groups.
+"""
+
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvpool.errors import SpecError
+from kvpool.spec import KvSpec
+
+__all__ = ["layer_digests", "layer_digests_at", "seal_digest", "warm_up"]
+
+_SEAL_CONTEXT = "moonpool v1 2026 seal"
+
+
+def layer_digests(
+    slots: NDArray[np.uint8],
+    spec: KvSpec,
+    group: int,
+    valid_tokens: NDArray[np.int32],
+    layers: slice | None = None,
+    *,
+    first_tokens: NDArray[np.int32] | None = None,
+) -> NDArray[np.uint64]:
+    """Digests uint64 [n_blocks, n_layers] of whole slots uint8 [n_blocks, slot_nbytes(group)], rows maybe strided.
+
+    `layers` picks layers of the group (the rest of each slot is not read), `valid_tokens` [n_blocks] how many leading
+    tokens count, `first_tokens` [n_blocks] leaves out the tokens before it. Runs without the GIL. Raises SpecError.
+    """
+    slot_nbytes = spec.slot_nbytes(group)
+    if slots.ndim != 2 or slots.dtype != np.uint8 or slots.shape[1] != slot_nbytes:
+        raise SpecError(f"slots is {slots.dtype} of shape {slots.shape}: expected uint8 [n, {slot_nbytes}]")
+    if len(slots) == 0:
+        memory, stride = np.empty(0, np.uint8), 0
+    elif slots.strides[1] == 1 and slots.strides[0] >= slot_nbytes:
+        stride = slots.strides[0]
+        nbytes = stride * (len(slots) - 1) + slot_nbytes
+        memory = np.lib.stride_tricks.as_strided(slots, (nbytes,), (1,), writeable=False)
+    else:
+        memory, stride = np.ascontiguousarray(slots).reshape(-1), slot_nbytes
+    offsets = np.arange(len(slots), dtype=np.int64) * stride
+    return layer_digests_at(memory, offsets, spec, group, valid_tokens, layers, first_tokens=first_tokens)
+
+
+def layer_digests_at(
+    memory: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    spec: KvSpec,
+    group: int,
+    valid_tokens: NDArray[np.int32],
+    layers: slice | None = None,
+    *,
+    first_tokens: NDArray[np.int32] | None = None,
+) -> NDArray[np.uint64]:
+    """As `layer_digests`, of the slots that start at byte `offsets` [n_blocks] of `memory` uint8 [nbytes]: no copy.
+
+    Fastest where the slots start at multiples of 4 bytes and a token row is a multiple of 4 bytes.
+    """
+    offsets = np.ascontiguousarray(offsets, np.int64)
+    stop = np.ascontiguousarray(valid_tokens, np.int64)
+    start = np.zeros_like(stop) if first_tokens is None else np.ascontiguousarray(first_tokens, np.int64)
+    _check(memory, offsets, spec, group, start, stop)
+    first, last, step = (layers or slice(None)).indices(spec.num_layers(group))
+    chosen = np.arange(first, last, step, dtype=np.int64)
+    digests = np.zeros((len(offsets), len(chosen)), np.uint64)
+    layer_nbytes, runs = spec.layer_nbytes(group), spec.groups[group].kv_heads * 2
+    row_nbytes = spec.token_row_nbytes(group)
+    aligned = row_nbytes % 4 == 0 and memory.ctypes.data % 4 == 0 and not np.any(offsets % 4)
+    digest_words, digest_bytes = _kernels()
+    if aligned:
+        words = memory[: len(memory) // 4 * 4].view(np.uint32)
+        digest_words(words, offsets // 4, chosen * (layer_nbytes // 4), runs, spec.block_tokens, row_nbytes // 4,
+                      start, stop, digests)  # fmt: skip
+    else:
+        digest_bytes(memory, offsets, chosen * layer_nbytes, runs, spec.block_tokens, row_nbytes, start, stop, digests)
+    return digests
+
+
+def seal_digest(digests: NDArray[np.uint64] | list[NDArray[np.uint64]]) -> int:
+    """One 64-bit hash of a block's layer digests, in order; for several groups a list of arrays, in group order."""
+    parts = digests if isinstance(digests, list) else [digests]
+    data = b"".join(np.ascontiguousarray(part, "<u8").tobytes() for part in parts)
+    return int.from_bytes(blake3(data, derive_key_context=_SEAL_CONTEXT).digest(length=8), "little")
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, what `layer_digests` runs on: about a second when it was never compiled."""
+    _kernels()
+
+
+def _check(
+    memory: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    spec: KvSpec,
+    group: int,
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+) -> None:
+    if memory.ndim != 1 or memory.dtype != np.uint8 or (len(memory) and memory.strides != (1,)):
+        raise SpecError(f"memory is {memory.dtype} of shape {memory.shape}: expected contiguous uint8 [nbytes]")
+    if not len(offsets) == len(start) == len(stop) or offsets.ndim != 1:
+        raise SpecError(f"{len(offsets)} slots, but {len(stop)} valid_tokens and {len(start)} first_tokens")
+    if len(offsets) == 0:
+        return
+    end = int(offsets.max()) + spec.slot_nbytes(group)
+    if int(offsets.min()) < 0 or end > len(memory):
+        raise SpecError(f"slots reach from {offsets.min()} to {end}, outside of {len(memory)} bytes of memory")
+    if start.min() < 0 or stop.max() > spec.block_tokens or np.any(start > stop):
+        raise SpecError(f"token ranges must lie in 0..{spec.block_tokens}, first_tokens <= valid_tokens")
+
+
+def _kernels() -> tuple[Any, Any]:
+    # numba takes half a second to import, and a process that only computes addresses never needs it.
+    from kvpool.digest_kernels import digest_kernels
+
+    return digest_kernels()

@@ -1,0 +1,83 @@
+"""The compiled loops of `kvpool.digest`, which defines what they compute. Nothing here checks its arguments."""
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_kernels"]
+
+GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+
+_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = np.uint64(GAMMA), np.uint64(MULTIPLIER_1), np.uint64(MULTIPLIER_2)
+_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+
+
+@functools.cache
+def digest_kernels() -> tuple[Any, Any]:
+    """(kernel over uint32 words, kernel over bytes), both without the GIL, compiled or loaded at the first call.
+
+    Arguments: memory as words or bytes; slot and layer offsets, rows and lengths in the same unit; the tokens to count
+    from `start` to `stop`; `out` uint64 [n_slots, n_layers].
+    """
+    int64s, out = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
+    scalars = (types.int64, types.int64, types.int64)
+
+    def compiled(function: Any, element: Any) -> Any:
+        memory = types.Array(element, 1, "C", readonly=True)
+        signature = types.void(memory, int64s, int64s, *scalars, int64s, int64s, out)
+        return numba.njit(signature, nogil=True, cache=True)(function)
+
+    return compiled(_digest_words, types.uint32), compiled(_digest_bytes, types.uint8)
+
+
+def _mix_word(word: Any, index: Any) -> Any:
+    x = (np.uint64(index) << _S32 | np.uint64(word)) + _GAMMA
+    x = (x ^ (x >> _S30)) * _MULTIPLIER_1
+    x = (x ^ (x >> _S27)) * _MULTIPLIER_2
+    return x ^ (x >> _S31)
+
+
+_mix = numba.njit(inline="always")(_mix_word)
+
+
+def _digest_words(
+    words: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_words: Any, start: Any, stop: Any, out: Any
+) -> None:
+    for i in range(len(slots)):
+        # A block whose tokens all count is one run; otherwise each (head, part) is one.
+        whole = start[i] == 0 and stop[i] == block_tokens
+        num_runs = 1 if whole else runs
+        run_words = (runs * block_tokens if whole else stop[i] - start[i]) * row_words
+        for j in range(len(layers)):
+            total = np.uint64(0)
+            for run in range(num_runs):
+                first = (run * block_tokens + start[i]) * row_words
+                base = slots[i] + layers[j] + first
+                row = words[base : base + run_words]
+                for k in range(len(row)):
+                    total += _mix(row[k], first + k)
+            out[i, j] = total
+
+
+def _digest_bytes(
+    memory: Any, slots: Any, layers: Any, runs: Any, block_tokens: Any, row_nbytes: Any, start: Any, stop: Any, out: Any
+) -> None:
+    row_words = (row_nbytes + 3) // 4
+    for i in range(len(slots)):
+        for j in range(len(layers)):
+            total = np.uint64(0)
+            for run in range(runs):
+                for token in range(start[i], stop[i]):
+                    row = run * block_tokens + token
+                    base = slots[i] + layers[j] + row * row_nbytes
+                    for w in range(row_words):
+                        word = np.uint64(0)
+                        for b in range(min(4, row_nbytes - 4 * w)):
+                            word |= np.uint64(memory[base + 4 * w + b]) << np.uint64(8 * b)
+                        total += _mix(word, row * row_words + w)
+            out[i, j] = total

@@ -1,0 +1,167 @@
+"""What a model's KV cache is made of, and how many bytes each part takes. Sizes and layout only, no addresses.
+
+Canonical layout of a slot (one block of one group), everywhere outside kernels, contiguous and little-endian:
+`[layer_in_group][kv_head][k|v][token][head_dim]`. Any range of layers, and within a layer any range of heads, is one
+run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.errors import SpecError
+from moonpool_proto.v1 import common_pb2
+
+__all__ = ["DTYPE_NBYTES", "KvGroup", "KvSpec"]
+
+DTYPE_NBYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+# Offsets of words within a layer's slot must fit 32 bits: the digest mixes them into the upper half of a word.
+MAX_LAYER_NBYTES = 1 << 32
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers whose KV is laid out and paged alike. `kind` is "full" or "window"; `window` counts tokens, 0 for full."""
+
+    kind: str
+    window: int
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
+        if self.kind not in ("full", "window"):
+            raise SpecError(f"KvGroup.kind is {self.kind!r}: expected 'full' or 'window'")
+        if (self.kind == "window") != (self.window > 0):
+            raise SpecError(f"KvGroup of kind {self.kind!r} has window {self.window}: 0 for full, positive for window")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) != len(self.layers):
+            raise SpecError(f"KvGroup.layers is {self.layers}: expected distinct layer numbers, at least one")
+        if self.kv_heads < 1 or self.head_dim < 1:
+            raise SpecError(f"KvGroup has kv_heads {self.kv_heads} and head_dim {self.head_dim}: both must be positive")
+        if self.dtype not in DTYPE_NBYTES:
+            raise SpecError(f"KvGroup.dtype is {self.dtype!r}: expected one of {', '.join(DTYPE_NBYTES)}")
+
+    @property
+    def token_row_nbytes(self) -> int:
+        """Bytes of one token's K, or V, in one head of one layer."""
+        return self.head_dim * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token in the whole group: K and V, all heads, all layers."""
+        return len(self.layers) * self.kv_heads * 2 * self.token_row_nbytes
+
+
+@dataclass(frozen=True)
+class KvSpec:
+    """The groups of a model's KV, and the tokens per block. Group arguments `g` are indices into `groups`."""
+
+    groups: tuple[KvGroup, ...]
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not self.groups:
+            raise SpecError("KvSpec has no groups")
+        if self.block_tokens < 1:
+            raise SpecError(f"KvSpec.block_tokens is {self.block_tokens}: must be positive")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if len(set(layers)) != len(layers):
+            raise SpecError(f"KvSpec has a layer in two groups: {[group.layers for group in self.groups]}")
+        for g in range(len(self.groups)):
+            if self.layer_nbytes(g) >= MAX_LAYER_NBYTES:
+                raise SpecError(
+                    f"KvSpec group {g}: a layer of a block takes {self.layer_nbytes(g)} bytes, 4 GiB or more"
+                )
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    def num_layers(self, g: int) -> int:
+        """Layers in group `g`."""
+        return len(self.groups[g].layers)
+
+    def token_row_nbytes(self, g: int) -> int:
+        """Bytes of one token's K, or V, in one head of one layer of group `g`."""
+        return self.groups[g].token_row_nbytes
+
+    def layer_nbytes(self, g: int) -> int:
+        """Bytes of one layer of one block of group `g`."""
+        group = self.groups[g]
+        return group.kv_heads * 2 * self.block_tokens * group.token_row_nbytes
+
+    def slot_nbytes(self, g: int) -> int:
+        """Bytes of one block of group `g`: all its layers."""
+        return self.num_layers(g) * self.layer_nbytes(g)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block over all groups."""
+        return sum(self.slot_nbytes(g) for g in range(self.num_groups))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV of one token over all groups."""
+        return sum(group.token_nbytes for group in self.groups)
+
+    def to_proto(self) -> common_pb2.KvSpec:
+        return common_pb2.KvSpec(
+            groups=[_group_to_proto(group) for group in self.groups], block_tokens=self.block_tokens
+        )
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.KvSpec) -> "KvSpec":
+        """Raises SpecError when the message describes no possible spec."""
+        return cls(_groups_from_proto(message.groups), message.block_tokens)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data, for State replies; `from_json` reads it back."""
+        groups = [
+            {
+                "kind": group.kind,
+                "window": group.window,
+                "layers": list(group.layers),
+                "kv_heads": group.kv_heads,
+                "head_dim": group.head_dim,
+                "dtype": group.dtype,
+            }
+            for group in self.groups
+        ]
+        return {"groups": groups, "block_tokens": self.block_tokens}
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> "KvSpec":
+        """Raises SpecError when `data` is not what `to_json` makes."""
+        try:
+            groups = data["groups"]
+            if not isinstance(groups, list):
+                raise TypeError(f"groups is a {type(groups).__name__}")
+            block_tokens = int(str(data["block_tokens"]))
+            return cls(tuple(KvGroup(**{**group, "layers": tuple(group["layers"])}) for group in groups), block_tokens)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SpecError(f"not a KvSpec: {error!r}") from error
+
+
+def _group_to_proto(group: KvGroup) -> common_pb2.KvGroup:
+    return common_pb2.KvGroup(
+        kind=group.kind,
+        window=group.window,
+        layers=group.layers,
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
+        dtype=group.dtype,
+    )
+
+
+def _groups_from_proto(groups: Sequence[common_pb2.KvGroup]) -> tuple[KvGroup, ...]:
+    return tuple(KvGroup(g.kind, g.window, tuple(g.layers), g.kv_heads, g.head_dim, g.dtype) for g in groups)
