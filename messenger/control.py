@@ -1,0 +1,221 @@
+"""gRPC glue shared by every role: servers, channels, calls with deadlines, and the main loop. No service lives here.
+
+Targets are gRPC's: "unix:/dir/name.sock" or "host:port".
+"""
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import uvloop
+
+from messenger import unix_path
+from messenger.errors import (
+    AddressInUse,
+    BindFailed,
+    ControlDeadlineExceeded,
+    ControlError,
+    InvalidArgument,
+    Refused,
+    Unavailable,
+)
+
+__all__ = [
+    "AddressInUse",
+    "BindFailed",
+    "ControlError",
+    "ControlServer",
+    "DeadlineExceeded",
+    "Refused",
+    "Unavailable",
+    "call",
+    "open_channel",
+    "run",
+    "start_server",
+]
+
+DeadlineExceeded = ControlDeadlineExceeded
+
+MAX_MESSAGE_NBYTES = 256 << 20
+
+_MESSAGE_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_SERVER_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    # Without this two servers could share a port, and each would get half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+_CHANNEL_OPTIONS = [
+    *_MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Targets are the cluster's own: a proxy from the environment must not see them.
+    ("grpc.enable_http_proxy", 0),
+    # Two channels to one target must not share a connection that is in back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+T = TypeVar("T")
+
+
+class ControlServer:
+    """A started gRPC server; `target` is where it listens, with the real port."""
+
+    def __init__(self, server: grpc.aio.Server, target: str) -> None:
+        self.target = target
+        self._server = server
+        self._path = _unix_path(target)
+        self._identity = unix_path.identity(self._path) if self._path else None
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Take no new calls, give the running ones `grace` seconds, then cancel them."""
+        await self._server.stop(grace)
+        # A successor may listen at the same path already: only our own socket is removed.
+        if self._path is not None and self._identity is not None and unix_path.identity(self._path) == self._identity:
+            self._path.unlink(missing_ok=True)
+
+    async def wait_for_termination(self) -> None:
+        """Until `stop` has ended."""
+        await self._server.wait_for_termination()
+
+
+async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None]) -> ControlServer:
+    """Start a server at `listen_target`; `add` registers the servicers. Port 0 picks a free port.
+
+    Raises AddressInUse when somebody listens there, BindFailed when it cannot be listened at, InvalidArgument for
+    a target of another form.
+    """
+    path = _unix_path(listen_target)
+    host_port = _split_host_port(listen_target) if path is None else None
+    if path is not None:
+        unix_path.claim(path)
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    add(server)
+    try:
+        port = server.add_insecure_port(listen_target)
+    except RuntimeError as error:
+        await server.stop(None)
+        raise _bind_error(listen_target, host_port, error) from error
+    await server.start()
+    return ControlServer(server, listen_target if host_port is None else f"{host_port[0]}:{port}")
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
+    if _unix_path(target) is None:
+        _split_host_port(target)
+    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+
+
+async def call(rpc: Awaitable[T], *, what: str, target: str, deadline_s: float | None) -> T:
+    """Await a unary call (or one `read`/`write` of a stream) and turn its failure into a ControlError.
+
+    `what` names the call in the error, e.g. "Conductor.Schedule". The call is cancelled at the deadline.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await rpc
+    except TimeoutError as error:
+        raise ControlDeadlineExceeded(
+            f"no answer within {deadline_s:.3g} s", what=what, target=target, code="DEADLINE_EXCEEDED"
+        ) from error
+    except grpc.aio.AioRpcError as error:
+        raise control_error(error, what=what, target=target) from error
+
+
+def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> ControlError:
+    """The ControlError for gRPC's error: for loops over streams, which cannot go through `call`."""
+    code = error.code()
+    kinds: dict[grpc.StatusCode, type[ControlError]] = {
+        grpc.StatusCode.UNAVAILABLE: Unavailable,
+        grpc.StatusCode.CANCELLED: Unavailable,
+        grpc.StatusCode.DEADLINE_EXCEEDED: ControlDeadlineExceeded,
+    }
+    return kinds.get(code, Refused)(error.details() or "no details given", what=what, target=target, code=code.name)
+
+
+def run(main: Coroutine[Any, Any, T], *, stop: asyncio.Event | None = None) -> T | None:
+    """Run `main` on a fresh uvloop until it returns.
+
+    SIGINT and SIGTERM set `stop`, from which `main` is expected to return; a second signal, or the first one when no
+    `stop` is given, cancels `main`, and None is returned.
+    """
+
+    async def supervised() -> T | None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(main)
+        signalled = False
+
+        def on_signal() -> None:
+            nonlocal signalled
+            if stop is None or stop.is_set():
+                signalled = True
+                task.cancel()
+            else:
+                stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if signalled:
+                return None
+            raise
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(supervised())
+
+
+def _unix_path(target: str) -> Path | None:
+    if not target.startswith("unix:"):
+        return None
+    path = target.removeprefix("unix:")
+    path = "/" + path.lstrip("/") if path.startswith("//") else path
+    if not path:
+        raise InvalidArgument(f"target {target!r} names no path: expected unix:/dir/name.sock")
+    return Path(path)
+
+
+def _split_host_port(target: str) -> tuple[str, int]:
+    host, colon, port = target.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgument(f"target {target!r} is neither unix:/dir/name.sock nor host:port")
+    return host, int(port)
+
+
+def _bind_error(target: str, host_port: tuple[str, int] | None, error: RuntimeError) -> AddressInUse | BindFailed:
+    """gRPC says only "Failed to bind": ask the kernel why."""
+    if host_port is not None:
+        host, port = host_port
+        try:
+            infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in infos:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+                    probe.listen(1)
+        except OSError as cause:
+            if cause.errno == errno.EADDRINUSE:
+                return AddressInUse(f"cannot listen at {target}: the port is in use; stop its owner or take another")
+            return BindFailed(f"cannot listen at {target}: {cause}")
+    return BindFailed(f"cannot listen at {target}: {error}")
