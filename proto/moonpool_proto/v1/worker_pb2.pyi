@@ -432,6 +432,7 @@ class ReserveReply(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     held_blocks: _builtins.int
     """the decode node already has blocks [0, held_blocks)"""
@@ -441,6 +442,10 @@ class ReserveReply(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlots]:
         """one offset per block of the prompt (the partial one included)"""
 
+    @_builtins.property
+    def endpoint(self) -> _common_pb2.Endpoint:
+        """the decode node's messenger"""
+
     def __init__(
         self,
         *,
@@ -448,10 +453,11 @@ class ReserveReply(_message.Message):
         key: Global___RemoteKey | None = ...,
         held_blocks: _builtins.int = ...,
         groups: _abc.Iterable[Global___BlockSlots] | None = ...,
+        endpoint: _common_pb2.Endpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

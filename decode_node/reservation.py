@@ -1,0 +1,73 @@
+"""One reservation on the decode node: slots under an epoch, which blocks have arrived, and when the request may join.
+
+A block has arrived when every layer of it was verified against its producer's digest. Lives on the event loop, but for
+`announce`, which the messenger's thread calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from messenger import Endpoint, RemoteKey
+from worker.request import Request
+
+
+class Reservation:
+    """Slots for `request`; blocks below `held_blocks` were already here."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        epoch: int,
+        slots: list[int],
+        held_blocks: int,
+        num_layers: int,
+        block_tokens: int,
+        key: RemoteKey,
+        writer: Endpoint,
+    ) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.slots = slots
+        self.held_blocks = held_blocks
+        self.key = key
+        self.writer = writer
+        self.num_blocks = -(-len(request.prompt) // block_tokens)
+        self._block_tokens = block_tokens
+        self._arrived = np.zeros((num_layers, self.num_blocks), dtype=bool)
+        self._arrived[:, :held_blocks] = True
+        self._pending = 0
+        self._pending_lock = threading.Lock()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self.first_token: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        self.fenced = False  # the writer's key is revoked: nothing more can land
+        self.gone: str | None = None  # why nothing more can be committed
+
+    def valid_tokens(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
+        """How many tokens of each prompt block are valid: all, but for a partial last block."""
+        return np.minimum(len(self.request.prompt) - blocks * self._block_tokens, self._block_tokens).astype(np.int32)
+
+    def announce(self) -> None:
+        """Something landed and will be verified; `landed` follows. Any thread."""
+        with self._pending_lock:
+            self._pending += 1
+            self._settled.clear()
+
+    def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
+        """Verification of announced bytes is over; `right` [blocks] or [layers, blocks]."""
+        self._arrived[np.ix_(layers, blocks)] = right
+        with self._pending_lock:
+            self._pending -= 1
+            if self._pending == 0:
+                self._settled.set()
+
+    async def missing_blocks(self) -> list[int]:
+        """Waits until nothing announced is unverified; the blocks that are not here, or not right."""
+        await self._settled.wait()
+        return [int(b) for b in np.flatnonzero(~self._arrived.all(axis=0))]

@@ -1,0 +1,224 @@
+"""The decode node: takes pages under an epoch, receives and verifies KV, joins the request to the running batch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from decode_node.arrivals import Arrivals
+from decode_node.reservation import Reservation
+from messenger import Endpoint
+from messenger.control import start_server
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE
+from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED, Held
+from moonpool_proto.v1.worker_pb2 import (
+    AbortReply,
+    AbortRequest,
+    BlockSlots,
+    CommitReply,
+    CommitRequest,
+    RemoteKey,
+    ReserveReply,
+    ReserveRequest,
+)
+from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from worker.config import WorkerConfig
+from worker.errors import RequestFailed, RequestRefused
+from worker.node import WorkerNode
+from worker.request import Request, Sequence
+from worker.servicer import WorkerFace
+from worker.serving import serve_until
+from worker.settle import settled
+
+log = logging.getLogger(__name__)
+
+
+class DecodeFace(WorkerFace):
+    """Takes a request from its prefilled KV to its last token."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(WorkerNode(config, ROLE_DECODE))
+        self._arrivals = Arrivals(self.node)
+        self._epochs = itertools.count(1)
+        self._open: dict[int, Reservation] = {}
+        loop = asyncio.get_running_loop()
+        self.node.messenger.on_peer_lost(
+            lambda node_id, incarnation: loop.call_soon_threadsafe(self._writer_lost, node_id, incarnation)
+        )
+
+    def accept(self, request: Request) -> None:
+        raise RequestRefused("wrong_role", f"{self.node.config.node_id} is a decode node; it takes no prompts")
+
+    def close(self) -> None:
+        self._arrivals.close()
+
+    async def Reserve(
+        self, request: ReserveRequest, context: grpc.aio.ServicerContext[ReserveRequest, ReserveReply]
+    ) -> ReserveReply:
+        node = self.node
+        try:
+            if node.draining.is_set():
+                raise RequestRefused("draining", f"{node.config.node_id} is draining")
+            parsed = Request.from_proto(
+                request.request,
+                vocab_size=node.model.config.vocab_size,
+                max_model_len=node.max_model_len,
+                block_tokens=node.config.block_tokens,
+            )
+            if not node.streams.is_attached(parsed.frontend_id):
+                raise RequestRefused("not_attached", f"frontend {parsed.frontend_id} has no token stream here")
+        except RequestRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
+        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        job = node.run_job(parsed, self._serve(parsed, request, reserved))
+        try:
+            await asyncio.wait([job, reserved], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the prefill node has hung up
+            job.cancel()
+            raise
+        if not reserved.done():
+            await context.abort(grpc.StatusCode.ABORTED, "the reservation was cancelled or could not be made")
+        reservation = reserved.result()
+        blocks = reservation.slots[: reservation.num_blocks]
+        return ReserveReply(
+            epoch=reservation.epoch,
+            key=RemoteKey(packed=reservation.key.pack()),
+            held_blocks=reservation.held_blocks,
+            groups=[BlockSlots(offsets=node.memory.offsets(g, blocks)) for g in range(node.memory.num_groups)],
+            endpoint=node.endpoint.to_proto(),
+        )
+
+    async def Commit(
+        self, request: CommitRequest, context: grpc.aio.ServicerContext[CommitRequest, CommitReply]
+    ) -> CommitReply:
+        reservation = self._open.get(request.epoch)
+        if reservation is None:
+            return CommitReply(error=f"epoch {request.epoch} is not open on {self.node.config.node_id}")
+        missing = await reservation.missing_blocks()
+        if reservation.gone is not None:
+            return CommitReply(error=reservation.gone)
+        if missing:
+            return CommitReply(missing_blocks=missing)
+        if not reservation.first_token.done():
+            reservation.first_token.set_result((request.first_index, request.first_token))
+        return CommitReply(joined=True)
+
+    async def Abort(self, request: AbortRequest, context: object) -> AbortReply:
+        reservation = self._open.get(request.epoch)
+        if reservation is not None and not reservation.first_token.done():
+            reservation.gone = "aborted by the prefill node"
+            reservation.first_token.cancel()
+        return AbortReply()
+
+    def _writer_lost(self, node_id: str, incarnation: int) -> None:
+        for reservation in list(self._open.values()):
+            writer = reservation.writer
+            if (writer.node_id, writer.incarnation) == (node_id, incarnation) and not reservation.first_token.done():
+                reservation.gone = f"prefill node {node_id} is gone"
+                reservation.first_token.cancel()
+
+    async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
+        node = self.node
+        block_tokens = node.config.block_tokens
+        held = node.slots.match(request.keys)
+        node.slots.hold(held)
+        slots = list(held)
+        reservation: Reservation | None = None
+        try:
+            slots += await node.take_slots(-(-request.peak_tokens // block_tokens) - len(held))
+            reservation = self._open_reservation(request, reserve, slots, len(held))
+            reserved.set_result(reservation)
+            first = await self._receive(reservation, reserve)
+            if first is not None:
+                await self._decode(reservation, *first)
+        finally:
+            if reservation is None:
+                node.give_slots(slots)
+            else:
+                await self._close_reservation(reservation)
+
+    def _open_reservation(
+        self, request: Request, reserve: ReserveRequest, slots: list[int], held_blocks: int
+    ) -> Reservation:
+        node = self.node
+        first, last = min(slots), max(slots)
+        base = node.memory.offsets(0, [first])[0]
+        end = node.memory.offsets(node.memory.num_groups - 1, [last + 1])[0]
+        reservation = Reservation(
+            request,
+            epoch=(node.incarnation & 0x7FFFFFFF) << 32 | next(self._epochs),
+            slots=slots,
+            held_blocks=held_blocks,
+            num_layers=len(node.memory.place_of_layer),
+            block_tokens=node.config.block_tokens,
+            key=node.messenger.grant(node.memory.region, int(base), int(end - base), read=False, write=True),
+            writer=Endpoint.from_proto(reserve.writer),
+        )
+        self._open[reservation.epoch] = reservation
+        self._arrivals.open(reservation)
+        node.held[request.request_id] = Held(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            committed_tokens=len(slots) * node.config.block_tokens,
+        )
+        return reservation
+
+    async def _receive(self, reservation: Reservation, reserve: ReserveRequest) -> tuple[int, int] | None:
+        """Pull what is to be pulled and wait for the commit. None: the writer gave up or is gone."""
+        pulling = asyncio.ensure_future(self._arrivals.pull(reservation, list(reserve.pulls)))
+        try:
+            return await asyncio.shield(reservation.first_token)
+        except asyncio.CancelledError:
+            if reservation.gone is None:
+                raise
+            return None
+        finally:
+            if not pulling.done():
+                pulling.cancel()
+            await settled(asyncio.ensure_future(asyncio.wait([pulling])))
+            if not pulling.cancelled():
+                pulling.result()
+
+    async def _decode(self, reservation: Reservation, first_index: int, first_token: int) -> None:
+        node, request = self.node, reservation.request
+        if first_index != request.generated:
+            raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
+        # The writer is done: fenced off now, the slots need no quarantine later.
+        await asyncio.to_thread(node.messenger.revoke, reservation.key)
+        reservation.fenced = True
+        blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
+        await asyncio.to_thread(node.memory.to_device, blocks)
+        node.index_blocks(reservation.slots, request.keys)
+        sequence = Sequence.of(request, reservation.slots, num_computed=len(request.prompt), prefill_only=False)
+        sequence.append(first_token)
+        node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
+        await node.run_in_engine(sequence)
+        keys = node.all_keys(sequence)
+        node.index_blocks(reservation.slots[: len(keys)], keys)
+        await node.pool.store(keys, reservation.slots, len(request.keys))
+
+    async def _close_reservation(self, reservation: Reservation) -> None:
+        node = self.node
+        if reservation.gone is None:
+            reservation.gone = "the request has left this node"
+        self._open.pop(reservation.epoch, None)
+        self._arrivals.shut(reservation)
+        node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
+        if reservation.fenced:
+            node.give_slots(reservation.slots)
+        else:
+            await node.fence_slots(reservation.slots, lambda: node.messenger.revoke(reservation.key))
+
+
+async def serve_decode_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Run a decode node until `stop`."""
+    face = DecodeFace(config)
+    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
+    try:
+        await serve_until(face.node, server, stop, on_ready)
+    finally:
+        face.close()

@@ -1,0 +1,113 @@
+"""The prefill node's side of a hand-off: reserve on the decode node, commit with the first token, abort."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from messenger import Endpoint
+from messenger.control import ControlError, call
+from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
+from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from prefill_node.push import Pusher
+from worker.errors import RequestFailed
+from worker.node import WorkerNode
+from worker.prepare import Prepared
+from worker.request import Request
+
+log = logging.getLogger(__name__)
+
+COMMIT_ROUNDS = 3
+
+
+class Handoff:
+    """One attempt's reservation on one decode node."""
+
+    def __init__(self, node: WorkerNode, request: Request, channel: grpc.aio.Channel) -> None:
+        self._node = node
+        self._request = request
+        self._decode = request.placement.decode
+        self._stub = WorkerStub(channel)
+        self.reservation: ReserveReply | None = None  # until it is committed
+
+    async def reserve(self, work: Prepared) -> None:
+        """Take pages there. Raises RequestFailed suspecting the decode node."""
+        request = self._request
+        reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
+        reserve.request.timeout_s = request.time_left_s
+        for pin in work.pinned:
+            reserve.pulls.append(pin.lease.to_pull_range(pin.first))
+        try:
+            self.reservation = await call(
+                self._stub.Reserve(reserve, timeout=request.time_left_s),
+                what="Reserve",
+                target=self._decode.target,
+                deadline_s=request.time_left_s,
+            )
+        except ControlError as error:
+            raise self._failed("reserve", str(error)) from error
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The decode node's messenger."""
+        assert self.reservation is not None
+        return Endpoint.from_proto(self.reservation.endpoint)
+
+    def remote_offsets(self) -> list[NDArray[np.int64]]:
+        assert self.reservation is not None
+        return [np.array(group.offsets, dtype=np.int64) for group in self.reservation.groups]
+
+    async def commit(self, pusher: Pusher, first_token: int) -> None:
+        """Hand the request over once every block has arrived and was verified there; push again what was not."""
+        assert self.reservation is not None
+        request = self._request
+        for _ in range(COMMIT_ROUNDS):
+            try:
+                await pusher.flush()
+            except RequestFailed as error:
+                raise self._failed(error.code, str(error)) from error
+            commit = CommitRequest(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                epoch=self.reservation.epoch,
+                first_token=first_token,
+                first_index=request.generated,
+                timeout_s=request.time_left_s,
+            )
+            try:
+                reply = await call(
+                    self._stub.Commit(commit, timeout=request.time_left_s),
+                    what="Commit",
+                    target=self._decode.target,
+                    deadline_s=request.time_left_s,
+                )
+            except ControlError as error:
+                raise self._failed("commit", str(error)) from error
+            if reply.joined:
+                self.reservation = None
+                return
+            if reply.error:
+                raise self._failed("commit", reply.error)
+            self._node.counters.add("repushed_blocks", len(reply.missing_blocks))
+            pusher.push_blocks(list(reply.missing_blocks))
+        raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
+
+    async def abort(self) -> None:
+        """Tell the decode node that this writer has stopped. Best effort: it also notices when this node is gone."""
+        if self.reservation is None:
+            return
+        abort = AbortRequest(
+            request_id=self._request.request_id, attempt=self._request.attempt, epoch=self.reservation.epoch
+        )
+        try:
+            await call(self._stub.Abort(abort, timeout=5.0), what="Abort", target=self._decode.target, deadline_s=5.0)
+        except ControlError as error:
+            log.warning("abort was not heard: %s", error)
+
+    def _failed(self, code: str, message: str) -> RequestFailed:
+        return RequestFailed(
+            code, f"decode node {self._decode.node_id}: {message}", suspect_node_id=self._decode.node_id
+        )

@@ -1,0 +1,141 @@
+"""Pushes a request's KV to its decode node, layer by layer, while the prefill goes on.
+
+The engine's thread only says which layer of which tokens is written; digests and writes happen on the pusher's own
+thread. A block goes when it is whole, the partial last one with the prompt's last chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from messenger import Peer, RemoteKey, TransferResult
+from worker.counters import Counters
+from worker.errors import RequestFailed
+from worker.kv_memory import KvMemory
+
+KV_TAG = b"kv"
+
+
+class Pusher:
+    """One request's way to one reservation."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        peer: Peer,
+        executor: ThreadPoolExecutor,
+        counters: Counters,
+        *,
+        epoch: int,
+        key: RemoteKey,
+        slots: Sequence[int],
+        remote: Sequence[NDArray[np.int64]],
+        prompt_len: int,
+        push_from: int,
+        deadline_s: Callable[[], float],
+    ) -> None:
+        """`remote`: per group, the remote byte offset of every prompt block. Blocks below `push_from` are pulled by
+        the decode node itself and pushed only when it asks for them."""
+        self._memory = memory
+        self._peer = peer
+        self._executor = executor
+        self._counters = counters
+        self._epoch, self._key = epoch, key
+        self._slots = np.asarray(slots, dtype=np.int64)
+        self._remote = remote
+        self._prompt_len = prompt_len
+        self._push_from = push_from
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._open: set[Future[None]] = set()
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def layer_written(self, layer: int, start: int, end: int) -> None:
+        """Prompt tokens [start, end) of `layer` are in the cache. Called on the engine's thread."""
+        block_tokens = self._memory.block_tokens
+        last = end // block_tokens if end < self._prompt_len else -(-end // block_tokens)
+        blocks = range(max(self._push_from, start // block_tokens), last)
+        if blocks:
+            self._memory.to_host(self._slots[blocks.start : blocks.stop].tolist(), layer)
+            self._enqueue(layer, list(blocks))
+
+    def push_blocks(self, blocks: Sequence[int]) -> None:
+        """Push all layers of blocks that are already in the cache."""
+        if blocks:
+            self._memory.to_host([int(self._slots[b]) for b in blocks])
+            for layer in self._memory.place_of_layer:
+                self._enqueue(layer, list(blocks))
+
+    def _enqueue(self, layer: int, blocks: list[int]) -> None:
+        done: Future[None] = Future()
+        with self._lock:
+            if self._stopped or self._error is not None:
+                return
+            self._open.add(done)
+        self._executor.submit(self._send, layer, blocks, done)
+
+    def _send(self, layer: int, blocks: list[int], done: Future[None]) -> None:
+        try:
+            began = time.perf_counter()
+            block_tokens = self._memory.block_tokens
+            slots = self._slots[blocks].tolist()
+            valid = np.minimum(self._prompt_len - np.asarray(blocks) * block_tokens, block_tokens).astype(np.int32)
+            digests = self._memory.one_layer_digests(layer, slots, valid)
+            remote = [offsets[blocks] for offsets in self._remote]
+            payload = msgpack.packb(
+                {"e": self._epoch, "l": layer, "b": blocks, "v": valid.tolist(), "d": digests.astype("<u8").tobytes()}
+            )
+            landed = self._peer.write_notify(
+                self._key,
+                self._memory.region,
+                self._memory.layer_slices(layer, slots, remote),
+                KV_TAG,
+                payload,
+                deadline_s=max(0.1, self._deadline_s()),
+            )
+        except Exception as error:
+            self._finish(done, error)
+            return
+        landed.add_done_callback(lambda future: self._landed(future, began, done))
+
+    def _landed(self, future: Future[TransferResult], began: float, done: Future[None]) -> None:
+        error = future.exception()
+        if error is None:
+            self._counters.add_transfer("push", future.result().nbytes, time.perf_counter() - began)
+        self._finish(done, error)
+
+    def _finish(self, done: Future[None], error: BaseException | None) -> None:
+        with self._lock:
+            self._open.discard(done)
+            if error is not None and self._error is None:
+                self._error = error
+        done.set_result(None)
+
+    async def flush(self) -> None:
+        """Wait until everything pushed has landed. Raises RequestFailed naming the decode node if something did not."""
+        await self._settle()
+        if self._error is not None:
+            raise RequestFailed("push", f"KV could not be pushed: {self._error}")
+
+    async def stop(self) -> None:
+        """Push nothing more; returns when no write is under way, whatever became of it."""
+        with self._lock:
+            self._stopped = True
+        await self._settle()
+
+    async def _settle(self) -> None:
+        while True:
+            with self._lock:
+                waiting = [asyncio.wrap_future(future) for future in self._open]
+            if not waiting:
+                return
+            await asyncio.wait(waiting)

@@ -1,0 +1,152 @@
+"""The prefill node: loads reused KV, computes the rest, pushes it layer by layer, hands the request over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from messenger import RemoteKey
+from messenger.control import open_channel, start_server
+from moonpool_proto.v1.common_pb2 import ROLE_PREFILL
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from prefill_node.handoff import Handoff
+from prefill_node.push import Pusher
+from prefill_node.turns import Turn, Turns
+from worker.config import WorkerConfig
+from worker.errors import RequestFailed
+from worker.node import WorkerNode
+from worker.prepare import Prepared, load, prepared, sequence_of
+from worker.request import Request, Sequence
+from worker.servicer import WorkerFace
+from worker.serving import serve_until
+from worker.settle import both, settled
+
+log = logging.getLogger(__name__)
+
+
+class PrefillFace(WorkerFace):
+    """Takes a request from its prompt to its first token, and its KV to the decode node."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(WorkerNode(config, ROLE_PREFILL, self._layer_written))
+        self._pushers: dict[int, Pusher] = {}
+        self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
+        self._turns = Turns(config.prefill_lookahead)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def accept(self, request: Request) -> None:
+        self.node.run_job(request, self._serve(request, time.monotonic()))
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._push_threads.shutdown()
+
+    def _layer_written(self, layer: int, spans: list[tuple[Sequence, int, int]]) -> None:
+        for sequence, start, end in spans:
+            pusher = self._pushers.get(id(sequence))
+            if pusher is not None:
+                pusher.layer_written(layer, start, end)
+
+    async def _serve(self, request: Request, submitted: float) -> None:
+        node = self.node
+        node.held[request.request_id] = Held(
+            request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
+        )
+        try:
+            async with (
+                self._turns.take() as turn,
+                prepared(node, request, submitted=submitted, peak_tokens=len(request.prompt)) as work,
+            ):
+                if request.placement.HasField("decode"):
+                    await self._prefill_and_hand_off(work, turn)
+                else:
+                    await load(node, work)
+                    sequence = await self._prefill(work, turn, None)
+                    await self._store(work, sequence)
+                    if not sequence.finish:
+                        raise RequestFailed("placement", "the request goes on, but no decode node was named")
+        finally:
+            node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
+
+    async def _prefill_and_hand_off(self, work: Prepared, turn: Turn) -> None:
+        node, request = self.node, work.request
+        handoff = Handoff(node, request, self._channel(request.placement.decode.target))
+        pusher: Pusher | None = None
+        try:
+            await both(load(node, work), handoff.reserve(work))
+            pusher = self._pusher(work, handoff)
+            sequence = await self._prefill(work, turn, pusher)
+            store = self._store(work, sequence)
+            if sequence.finish:
+                await store
+            else:
+                await both(handoff.commit(pusher, int(sequence.tokens[sequence.prompt_len])), store)
+        finally:
+            if pusher is not None:
+                await settled(asyncio.ensure_future(pusher.stop()))
+            await settled(asyncio.ensure_future(handoff.abort()))
+
+    def _pusher(self, work: Prepared, handoff: Handoff) -> Pusher:
+        reply = handoff.reservation
+        assert reply is not None
+        request = work.request
+        push_from = max(work.pooled_blocks, reply.held_blocks)
+        pusher = Pusher(
+            self.node.memory,
+            self.node.messenger.connect(handoff.endpoint),
+            self._push_threads,
+            self.node.counters,
+            epoch=reply.epoch,
+            key=RemoteKey.unpack(reply.key.packed),
+            slots=work.slots,
+            remote=handoff.remote_offsets(),
+            prompt_len=len(request.prompt),
+            push_from=push_from,
+            deadline_s=lambda: request.time_left_s,
+        )
+        pusher.push_blocks(range(push_from, work.reused_blocks))
+        return pusher
+
+    async def _prefill(self, work: Prepared, turn: Turn, pusher: Pusher | None) -> Sequence:
+        """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
+        node, request = self.node, work.request
+        sequence = sequence_of(node, work, prefill_only=True)
+        if pusher is not None:
+            self._pushers[id(sequence)] = pusher
+        node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
+        try:
+            await node.run_in_engine(sequence)
+        finally:
+            self._pushers.pop(id(sequence), None)
+        turn.end()
+        reused = work.reused_blocks * node.config.block_tokens
+        node.reporter.prefill(len(request.prompt) - reused, reused, sequence.compute_s)
+        node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
+        return sequence
+
+    async def _store(self, work: Prepared, sequence: Sequence) -> None:
+        keys = self.node.all_keys(sequence)
+        self.node.index_blocks(work.slots[: len(keys)], keys)
+        await self.node.pool.store(keys, work.slots, work.pooled_blocks)
+
+    def _channel(self, target: str) -> grpc.aio.Channel:
+        if target not in self._channels:
+            self._channels[target] = open_channel(target)
+        return self._channels[target]
+
+
+async def serve_prefill_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Run a prefill node until `stop`."""
+    face = PrefillFace(config)
+    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
+    try:
+        await serve_until(face.node, server, stop, on_ready)
+    finally:
+        await face.close()

@@ -1,0 +1,114 @@
+"""The slot pool against a simple model: no slot is ever in two hands."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from worker.policy import OutOfSlots, SlotPool
+
+NUM_SLOTS = 8
+
+
+class SlotPoolMachine(RuleBasedStateMachine):
+    """Requests come, share prefixes, and go in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(NUM_SLOTS)
+        self.requests: list[list[int]] = []
+        self.quarantined: list[int] = []
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def admit(self, prompt: list[int]) -> None:
+        keys = [bytes(prompt[: i + 1]) for i in range(len(prompt))]
+        shared = self.pool.match(keys)
+        self.pool.hold(shared)
+        try:
+            fresh = self.pool.allocate(len(keys) - len(shared))
+        except OutOfSlots:
+            assert self.pool.num_available < len(keys) - len(shared)
+            self.pool.release(shared)
+            return
+        owned = {slot for request in self.requests for slot in request}
+        assert not set(fresh) & (owned | set(shared) | set(self.quarantined))
+        for slot, key in zip(shared + fresh, keys, strict=True):
+            self.pool.index(slot, key)
+        self.requests.append(shared + fresh)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.pool.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
+        slots = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        mine = [s for s in slots if self.pool.is_sole_holder(s)]
+        self.pool.release([s for s in slots if s not in mine])
+        self.pool.quarantine(mine)
+        self.quarantined += mine
+
+    @precondition(lambda self: self.quarantined)
+    @rule()
+    def readmit(self) -> None:
+        self.pool.readmit(self.quarantined)
+        self.quarantined = []
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        assert self.pool.validate() == []
+        held = {slot for request in self.requests for slot in request}
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_available == NUM_SLOTS - len(held) - len(self.quarantined)
+
+
+TestSlotPool = SlotPoolMachine.TestCase
+TestSlotPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_released_blocks_are_found_again() -> None:
+    pool = SlotPool(4)
+    slots = pool.allocate(2)
+    pool.index(slots[0], b"a")
+    pool.index(slots[1], b"b")
+    pool.release(slots)
+    assert pool.match([b"a", b"b", b"c"]) == slots
+
+
+def test_a_gap_in_the_prefix_ends_the_match() -> None:
+    pool = SlotPool(4)
+    slots = pool.allocate(1)
+    pool.index(slots[0], b"b")
+    assert pool.match([b"a", b"b"]) == []
+
+
+def test_the_end_of_a_prefix_is_reused_before_its_head() -> None:
+    pool = SlotPool(2)
+    slots = pool.allocate(2)
+    pool.index(slots[0], b"a")
+    pool.index(slots[1], b"b")
+    pool.release(slots)
+    assert pool.allocate(1) == [slots[1]]
+    assert pool.match([b"a", b"b"]) == [slots[0]]
+
+
+def test_quarantined_slots_are_not_handed_out() -> None:
+    pool = SlotPool(2)
+    slots = pool.allocate(2)
+    pool.index(slots[0], b"a")
+    pool.quarantine(slots)
+    assert pool.match([b"a"]) == []
+    with pytest.raises(OutOfSlots):
+        pool.allocate(1)
+    pool.readmit(slots)
+    assert sorted(pool.allocate(2)) == sorted(slots)
+
+
+def test_releasing_twice_is_refused() -> None:
+    pool = SlotPool(1)
+    slots = pool.allocate(1)
+    pool.release(slots)
+    with pytest.raises(ValueError, match="not held"):
+        pool.release(slots)

@@ -1,0 +1,60 @@
+"""The aggregated worker: prefill and decode in one engine loop (merged steps). The baseline of every live comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from messenger.control import start_server
+from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from worker.config import WorkerConfig
+from worker.node import WorkerNode
+from worker.prepare import load, prepared, sequence_of
+from worker.request import Request
+from worker.servicer import WorkerFace
+from worker.serving import serve_until
+
+
+class AggregatedFace(WorkerFace):
+    """Takes a request from prompt to last token."""
+
+    def accept(self, request: Request) -> None:
+        self.node.run_job(request, self._serve(request, time.monotonic()))
+
+    async def _serve(self, request: Request, submitted: float) -> None:
+        node = self.node
+        report = node.reporter
+        async with prepared(node, request, submitted=submitted, peak_tokens=request.peak_tokens) as work:
+            node.held[request.request_id] = Held(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                committed_tokens=len(work.slots) * node.config.block_tokens,
+                remaining_prefill_tokens=len(request.prompt),
+            )
+            try:
+                await load(node, work)
+                sequence = sequence_of(node, work, prefill_only=False)
+                report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
+                await node.run_in_engine(sequence)
+                report.prefill(
+                    len(request.prompt) - work.reused_blocks * node.config.block_tokens,
+                    work.reused_blocks * node.config.block_tokens,
+                    sequence.compute_s,
+                )
+                report.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
+                keys = node.all_keys(sequence)
+                node.index_blocks(work.slots[: len(keys)], keys)
+                await node.pool.store(keys, work.slots, work.pooled_blocks)
+            finally:
+                report.progress(request.request_id, request.attempt, PHASE_ENDED)
+
+
+async def serve_aggregated(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Run an aggregated worker until `stop`."""
+    node = WorkerNode(config, ROLE_AGGREGATED)
+    face = AggregatedFace(node)
+    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
+    await serve_until(node, server, stop, on_ready)

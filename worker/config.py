@@ -1,0 +1,45 @@
+"""A worker's slice of the configuration; parsed and validated at the edge (`moonpool.config`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from messenger import MessengerConfig
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one engine process (prefill, decode or aggregated) needs to know."""
+
+    node_id: str  # name in the cluster, kept over restarts
+    listen: str  # gRPC target to serve on
+    conductor_target: str  # gRPC target of the conductor
+    pool_target: str  # gRPC target of this host's pool node
+    model_path: Path  # Hugging Face folder
+    served_model_name: str  # the name that requests use
+    device: str = "cpu"  # torch device
+    dtype: str = "auto"  # weights and KV: auto = float32 on CPU, the checkpoint's on a GPU
+    block_tokens: int = 16  # tokens in a block (= an engine slot)
+    capacity_tokens: int = 32768  # tokens of KV the engine's slots hold
+    max_batch: int = 64  # sequences decoded in one step
+    prefill_chunk_tokens: int = 512  # most prompt tokens computed in one step
+    prefill_lookahead: int = 3  # requests being loaded or reserved ahead of the one computed
+    max_model_len: int = 0  # 0 = the model's own
+    threads: int = 1  # CPU threads of the engine
+    lease_s: float = 30.0  # lease on pool blocks while they are read
+    put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
+    messenger: MessengerConfig = field(default_factory=MessengerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "capacity_tokens", "max_batch", "prefill_chunk_tokens", "prefill_lookahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.capacity_tokens % self.block_tokens:
+            raise ValueError(
+                f"capacity_tokens {self.capacity_tokens} is not a multiple of block_tokens {self.block_tokens}"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        return self.capacity_tokens // self.block_tokens

@@ -1,0 +1,186 @@
+"""The engine's own thread: plan, run, sample, report. It shares no thread with I/O.
+
+Commands go in through `submit` and `cancel`; what happened comes out through one callback per step, called on the engine
+thread. Whoever owns the slots may free a sequence's slots only after it was reported as `left`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import ForwardBatch, Model, PagedCache, SequenceChunk, sample
+from worker.policy import BatchLimits, BatchPlan, plan_step
+from worker.request import Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One step, or the removal of cancelled sequences."""
+
+    tokens: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, index, token)
+    left: list[Sequence] = field(default_factory=list)  # out of the loop: finished, handed over or cancelled
+    error: BaseException | None = None  # the step failed; `left` are its victims
+    decode_batch: int = 0
+    decode_context: int = 0
+    prefill_tokens: int = 0
+    seconds: float = 0.0
+
+
+LayerHook = Callable[[int, list[tuple[Sequence, int, int]]], None]
+
+
+class EngineLoop:
+    """Runs the model over the sequences it was given, until closed."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        limits: BatchLimits,
+        on_step: Callable[[StepResult], None],
+        on_layer: LayerHook | None = None,
+    ) -> None:
+        """`on_layer(layer, chunks)` is called on the engine thread once the KV of a layer is written for the prompt
+        chunks (sequence, start, end) of the running step."""
+        self._model = model
+        self._cache = cache
+        self._limits = limits
+        self._on_step = on_step
+        self._on_layer = on_layer
+        self._wake = threading.Condition()
+        self._inbox: deque[Sequence] = deque()
+        self._closing = False
+        self._any_cancelled = False
+        self._decoding: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, sequence: Sequence) -> None:
+        """Hand a sequence over; its slots belong to the loop until it is reported as left."""
+        with self._wake:
+            self._inbox.append(sequence)
+            self._wake.notify()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ask for a sequence to leave; it is reported as left after the running step."""
+        with self._wake:
+            sequence.cancelled = True
+            self._any_cancelled = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._inbox) + len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._take_commands():
+                self._drop_cancelled()
+                plan = plan_step(
+                    [s.remaining for s in self._decoding],
+                    [(s.num_computed, s.prompt_len) for s in self._prefilling],
+                    self._limits,
+                )
+                if not plan.is_empty:
+                    self._step(plan)
+
+    def _take_commands(self) -> bool:
+        with self._wake:
+            while not (self._closing or self._inbox or self._any_cancelled or self._decoding or self._prefilling):
+                self._wake.wait()
+            while self._inbox:
+                sequence = self._inbox.popleft()
+                prefilling = sequence.num_computed < sequence.prompt_len
+                (self._prefilling if prefilling else self._decoding).append(sequence)
+            return not self._closing
+
+    def _drop_cancelled(self) -> None:
+        if not self._any_cancelled:
+            return
+        self._any_cancelled = False
+        gone = [s for s in (*self._decoding, *self._prefilling) if s.cancelled]
+        self._remove(gone)
+        if gone:
+            self._on_step(StepResult(left=gone))
+
+    def _remove(self, gone: list[Sequence]) -> None:
+        ids = {id(s) for s in gone}
+        self._decoding = [s for s in self._decoding if id(s) not in ids]
+        self._prefilling = [s for s in self._prefilling if id(s) not in ids]
+
+    def _step(self, plan: BatchPlan) -> None:
+        began = time.perf_counter()
+        decoding = [self._decoding[i] for i in plan.decode]
+        chunks = [(self._prefilling[c.index], c) for c in plan.prefill]
+        result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
+        rows = decoding + [s for s, c in chunks if c.last]
+        batch = ForwardBatch(
+            [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
+            + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
+        )
+        try:
+            hook = None
+            if self._on_layer is not None and chunks:
+                report, spans = self._on_layer, [(s, c.start, c.end) for s, c in chunks]
+
+                def hook(layer: int) -> None:
+                    report(layer, spans)
+
+            logits = self._model.forward(batch, self._cache, hook)
+            tokens = sample(logits, [s.sampling_row() for s in rows]) if rows else []
+        except Exception as error:
+            log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
+            result.error = error
+            result.left = decoding + [s for s, _ in chunks]
+            self._remove(result.left)
+            self._on_step(result)
+            return
+        result.seconds = time.perf_counter() - began
+        for sequence in decoding:
+            sequence.num_computed += 1
+        result.prefill_tokens = sum(c.end - c.start for _, c in chunks)
+        for sequence, chunk in chunks:
+            sequence.num_computed = chunk.end
+            sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
+        for sequence, token in zip(rows, tokens, strict=True):
+            result.tokens.append((sequence, sequence.next_index, int(token)))
+            sequence.append(int(token))
+        for sequence, chunk in chunks:
+            if chunk.last and not sequence.prefill_only and not sequence.finish:
+                self._prefilling.remove(sequence)
+                self._decoding.append(sequence)
+        result.left = [s for s in decoding if s.finish]
+        result.left += [s for s, c in chunks if c.last and (s.prefill_only or s.finish)]
+        self._remove(result.left)
+        self._on_step(result)
+
+    def _chunk(self, sequence: Sequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
+        used = -(-end // self._limits.block_tokens)
+        return SequenceChunk(
+            token_ids=sequence.tokens[start:end],
+            start=start,
+            slot_tables=(sequence.table[:used],) * len(self._model.kv_groups),
+            want_logits=want_logits,
+        )

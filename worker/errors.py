@@ -1,0 +1,32 @@
+"""Errors of the workers.
+
+WorkerError
+├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
+├── RequestFailed         this attempt failed here; another node may do better
+└── StartupError          the node cannot start with this configuration
+"""
+
+
+class WorkerError(Exception):
+    """Base of all errors raised by a worker."""
+
+
+class RequestRefused(WorkerError):
+    """The request can never be served by this node, whatever its load. `code` is sent to the frontend."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RequestFailed(WorkerError):
+    """One attempt failed; the frontend may retry it elsewhere, avoiding `suspect_node_id` when it is set."""
+
+    def __init__(self, code: str, message: str, *, suspect_node_id: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.suspect_node_id = suspect_node_id
+
+
+class StartupError(WorkerError):
+    """The node cannot start: the message says what was found, what was expected and what to do."""

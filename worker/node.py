@@ -1,0 +1,391 @@
+"""What every worker is made of: model, KV memory, slots, engine loop, token streams, reports. One per process.
+
+All methods run on the event loop; the engine's thread reports through `_on_step`. Slots are owned here: a coroutine takes
+them with `take_slots`, gives them to a sequence for the time of `run_in_engine`, and gives them back with `give_slots`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine import EngineError, ForwardBatch, Model, SamplingRow, SequenceChunk, load_model, sample
+from kvpool import Provenance, chain_keys, kv_namespace
+from messenger import Messenger
+from moonpool_proto.v1.common_pb2 import Role
+from moonpool_proto.v1.conductor_pb2 import Held, Node, NodeReport
+from moonpool_proto.v1.worker_pb2 import Failure, Timing
+from worker.config import WorkerConfig
+from worker.counters import Counters
+from worker.engine_loop import EngineLoop, LayerHook, StepResult
+from worker.errors import RequestFailed, RequestRefused, StartupError
+from worker.kv_memory import KvMemory
+from worker.policy import BatchLimits, OutOfSlots, SlotPool
+from worker.pool_glue import PoolGlue
+from worker.reporter import Reporter
+from worker.request import Request
+from worker.request import Sequence as EngineSequence
+from worker.streams import TokenStreams
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005  # I/O must not wait 5 ms for the interpreter while the engine's thread runs Python
+
+
+class WorkerNode:
+    """The organs of one worker, and the jobs that run on it."""
+
+    def __init__(self, config: WorkerConfig, role: Role, on_layer: LayerHook | None = None) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.config = config
+        self.role = role
+        self.incarnation = secrets.randbits(63)
+        try:
+            self.model: Model = load_model(
+                config.model_path, device=config.device, dtype=config.dtype, threads=config.threads
+            )
+        except EngineError as error:
+            raise StartupError(str(error)) from error
+        own = self.model.config.max_model_len
+        self.max_model_len = min(own, config.max_model_len or own, config.capacity_tokens)
+        self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
+        self.endpoint = self.messenger.start()
+        self.memory = KvMemory(self.model, self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens)
+        self.slots = SlotPool(config.num_slots)
+        self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
+        self.namespace = kv_namespace(self.model.fingerprint, self.memory.spec, Provenance.EXACT)
+        self.pool = PoolGlue(
+            self.memory,
+            self.messenger,
+            self.namespace,
+            own_target=config.pool_target,
+            owner=config.node_id,
+            incarnation=self.incarnation,
+            lease_s=config.lease_s,
+            put_ttl_s=config.put_ttl_s,
+            counters=self.counters,
+        )
+        self.streams = TokenStreams()
+        limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
+        self.engine = EngineLoop(self.model, self.memory.cache, limits, self._on_step_thread, on_layer)
+        self.draining = asyncio.Event()
+        self.held: dict[str, Held] = {}
+        self.timings: dict[int, Timing] = {}
+        self.num_waiting = 0
+        self._jobs: dict[str, tuple[Request, asyncio.Task[None]]] = {}
+        self._leaving: dict[int, asyncio.Future[None]] = {}
+        self._slot_queue: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._reporting: asyncio.Task[None] | None = None
+        self.reporter: Reporter
+
+    def warm_up(self) -> None:
+        """Run every step once, so that the first request does not pay for compilation. Before `start`."""
+        tokens = np.zeros(self.config.block_tokens + 2, dtype=np.int32)
+        slots = self.slots.allocate(2)
+        tables = (np.array(slots, dtype=np.int32),) * len(self.model.kv_groups)
+        row = SamplingRow(1.0, 0.9, 5, 0, 0, 0)
+        with torch.inference_mode():
+            for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
+                chunk = SequenceChunk(tokens[start:end], start, tables, True)
+                logits = self.model.forward(ForwardBatch([chunk, chunk]), self.memory.cache)
+                sample(logits, [row, row])
+        for group in range(self.memory.num_groups):
+            self.memory.slot_digests(group, slots, np.full(2, self.config.block_tokens, dtype=np.int32))
+        self.memory.one_layer_digests(0, slots, np.ones(2, dtype=np.int32))
+        self.slots.release(slots)
+
+    async def start(self, target: str) -> None:
+        """Start the engine and begin to join the conductor as the node that serves on `target`."""
+        self.engine.start()
+        pool_node_id = await self._pool_node_id()
+        node = Node(
+            node_id=self.config.node_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            target=target,
+            endpoint=self.endpoint.to_proto(),
+            host_id=self.endpoint.host_id,
+            pool_node_id=pool_node_id,
+            model=self.config.served_model_name,
+            kv_namespace=self.namespace,
+            spec=self.memory.spec.to_proto(),
+            capacity_tokens=self.config.capacity_tokens,
+            max_model_len=self.max_model_len,
+            max_batch=self.config.max_batch,
+            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
+            kv_bytes_per_token=self.memory.spec.bytes_per_token,
+        )
+        self.reporter = Reporter(node, self.config.conductor_target, self._fill_report, self.draining.set)
+        self._reporting = asyncio.create_task(self.reporter.run())
+
+    async def close(self) -> None:
+        """Cancel what still runs and free everything."""
+        self.draining.set()
+        for request_id in list(self._jobs):
+            await self.cancel(request_id)
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        self.streams.close()
+        await asyncio.to_thread(self.engine.close)
+        await self.pool.close()
+        self.memory.close()
+        await asyncio.to_thread(self.messenger.close)
+
+    async def _pool_node_id(self) -> str:
+        """The pool node's name; asked for until it answers, since all roles start at once."""
+        if not self.config.pool_target:
+            return ""
+        while True:
+            try:
+                return (await self.pool.client(self.config.pool_target).describe()).node_id
+            except Exception as error:
+                log.info("waiting for the pool node at %s: %s", self.config.pool_target, error)
+                await asyncio.sleep(0.1)
+
+    # Jobs: one task per request on this node.
+
+    def run_job(self, request: Request, work: Awaitable[None]) -> asyncio.Task[None]:
+        """Run a request's coroutine; its failure is sent to the frontend, its end frees its name.
+
+        A later attempt of a request that still runs here takes its place, once that one has given everything back.
+        """
+        previous = self._jobs.get(request.request_id)
+        task = asyncio.ensure_future(self._job(request, work, previous[1] if previous else None))
+        self._jobs[request.request_id] = (request, task)
+        return task
+
+    def job_of(self, request_id: str) -> Request | None:
+        job = self._jobs.get(request_id)
+        return job[0] if job else None
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a request's job and wait until it has given everything back."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            job[1].cancel()
+            await asyncio.gather(job[1], return_exceptions=True)
+
+    async def cancel_frontend(self, frontend_id: str) -> None:
+        """A frontend is gone: nobody waits for its requests."""
+        orphans = [r.request_id for r, _ in self._jobs.values() if r.frontend_id == frontend_id]
+        if orphans:
+            log.warning("frontend %s is gone; cancelling its %d requests", frontend_id, len(orphans))
+        await asyncio.gather(*(self.cancel(request_id) for request_id in orphans))
+
+    async def _job(self, request: Request, work: Awaitable[None], previous: asyncio.Task[None] | None) -> None:
+        try:
+            if previous is not None:
+                previous.cancel()
+                await asyncio.gather(previous, return_exceptions=True)
+            await asyncio.wait_for(work, max(0.001, request.time_left_s))
+        except RequestRefused as error:
+            self.fail(request, error.code, str(error), retryable=False)
+        except RequestFailed as error:
+            self.fail(request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
+        except TimeoutError:
+            self.fail(request, "deadline", "the request's deadline has passed", retryable=False)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            log.exception("request %s failed", request.request_id)
+            self.fail(request, "internal", f"{type(error).__name__}: {error}", retryable=True)
+        finally:
+            self.held.pop(request.request_id, None)
+            job = self._jobs.get(request.request_id)
+            if job is not None and job[0] is request:
+                del self._jobs[request.request_id]
+
+    def fail(self, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
+        log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
+        self.streams.send_failure(
+            request.frontend_id,
+            Failure(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                code=code,
+                message=message,
+                retryable=retryable,
+                suspect_node_id=suspect,
+            ),
+        )
+
+    async def wait_idle(self, grace_s: float) -> None:
+        """Wait until the jobs at hand are done, at most `grace_s`."""
+        tasks = [task for _, task in self._jobs.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+
+    # Slots.
+
+    async def take_slots(self, count: int) -> list[int]:
+        """Take `count` slots, first come first served; waits until they are there. Cancellable."""
+        if count > self.config.num_slots:
+            raise RequestRefused(
+                "too_long",
+                f"the request needs {count} blocks of KV; this node has {self.config.num_slots} "
+                f"({self.config.capacity_tokens} tokens, capacity_tokens)",
+            )
+        if not self._slot_queue:
+            try:
+                return self.slots.allocate(count)
+            except OutOfSlots:
+                pass
+        future: asyncio.Future[list[int]] = self._loop.create_future()
+        self._slot_queue.append((count, future))
+        self.num_waiting += 1
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_slots(future.result())
+            raise
+        finally:
+            self.num_waiting -= 1
+            self._serve_slot_queue()
+
+    def give_slots(self, slots: Sequence[int]) -> None:
+        self.slots.release(slots)
+        self._serve_slot_queue()
+
+    async def fence_slots(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
+        """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned."""
+        shared = [s for s in slots if not self.slots.is_sole_holder(s)]
+        mine = [s for s in slots if self.slots.is_sole_holder(s)]
+        self.give_slots(shared)
+        self.slots.quarantine(mine)
+        await asyncio.shield(self._readmit_after(fence, mine))
+
+    async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
+        await asyncio.to_thread(fence)
+        self.slots.readmit(slots)
+        self._serve_slot_queue()
+
+    def _serve_slot_queue(self) -> None:
+        while self._slot_queue:
+            count, future = self._slot_queue[0]
+            if not future.done():
+                if count > self.slots.num_available:
+                    return
+                future.set_result(self.slots.allocate(count))
+            self._slot_queue.popleft()
+
+    # Engine.
+
+    async def run_in_engine(self, sequence: EngineSequence) -> None:
+        """Give a sequence to the engine until it leaves: finished, handed over, or cancelled with the caller.
+
+        On return (also by exception) the engine no longer touches its slots. Raises RequestFailed on an engine error.
+        """
+        leaving: asyncio.Future[None] = self._loop.create_future()
+        self._leaving[id(sequence)] = leaving
+        self.engine.submit(sequence)
+        try:
+            await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            self.engine.cancel(sequence)
+            while not leaving.done():
+                try:
+                    await asyncio.shield(leaving)
+                except asyncio.CancelledError:
+                    continue
+                except RequestFailed:
+                    break
+            raise
+        finally:
+            del self._leaving[id(sequence)]
+            self.timings.pop(id(sequence), None)
+
+    def _on_step_thread(self, result: StepResult) -> None:
+        self._loop.call_soon_threadsafe(self._on_step, result)
+
+    def _on_step(self, result: StepResult) -> None:
+        if result.tokens:
+            timings: dict[str, Timing] = {}
+            for sequence, index, _ in result.tokens:
+                timing = self.timings.pop(id(sequence), None) if index == sequence.request.generated else None
+                if timing is not None:
+                    timing.prefill_s = sequence.compute_s
+                    timings[sequence.request.request_id] = timing
+            self.streams.send_tokens(result.tokens, timings)
+            self.counters.add("generation_tokens", len(result.tokens))
+        if result.decode_batch and not result.prefill_tokens:
+            self.reporter.decode(result.decode_batch, result.decode_context, result.seconds)
+        for sequence in result.left:
+            leaving = self._leaving.get(id(sequence))
+            if leaving is None or leaving.done():
+                continue
+            if result.error is not None:
+                leaving.set_exception(RequestFailed("engine", f"the engine failed: {result.error}"))
+            else:
+                leaving.set_result(None)
+
+    # The pool.
+
+    def index_blocks(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Whole, verified blocks in held slots can be reused by later requests on this node."""
+        for slot, key in zip(slots, keys, strict=False):
+            self.slots.index(slot, key)
+
+    def all_keys(self, sequence: EngineSequence) -> list[bytes]:
+        """Chain keys of every whole block computed so far, prompt and answer."""
+        request = sequence.request
+        block_tokens = self.config.block_tokens
+        known = list(request.keys)
+        rest = sequence.tokens[len(known) * block_tokens : sequence.num_computed]
+        if len(rest) >= block_tokens:
+            parent = known[-1] if known else None
+            more = chain_keys(request.chain_seed, np.ascontiguousarray(rest), block_tokens, parent=parent)
+            known += [row.tobytes() for row in more]
+        return known[: sequence.num_computed // block_tokens]
+
+    # Reports.
+
+    def _fill_report(self, report: NodeReport) -> None:
+        report.num_running = self.engine.num_sequences
+        report.num_waiting = max(0, len(self._jobs) - self.engine.num_sequences)
+        report.free_tokens = self.slots.num_available * self.config.block_tokens
+        report.draining = self.draining.is_set()
+        report.held.extend(self.held.values())
+        for name, value in self.counters.snapshot().items():
+            report.counters[name] = value
+        for name, count in self.messenger.counters().items():
+            report.counters[f"messenger_{name}"] = count
+
+    def validate(self) -> tuple[list[str], dict[str, float]]:
+        """(problems, counts): at rest there are no problems and all counts are zero."""
+        problems = self.slots.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
+        counts: dict[str, float] = {
+            "jobs": len(self._jobs),
+            "slots_held": self.slots.num_held,
+            "slots_quarantined": self.slots.num_quarantined,
+            "slot_waiters": len(self._slot_queue),
+            "engine_sequences": self.engine.num_sequences,
+            "leases": self.pool.num_pinned,
+            "held": len(self.held),
+        }
+        problems += [f"{name} = {count} at rest" for name, count in counts.items() if count]
+        return problems, counts
+
+    def state(self) -> dict[str, object]:
+        return {
+            "node_id": self.config.node_id,
+            "incarnation": self.incarnation,
+            "role": Role.Name(self.role),
+            "model": self.config.served_model_name,
+            "frontends": len(self.streams),
+            "draining": self.draining.is_set(),
+            "time": time.time(),
+            "kv_bytes": self.memory.nbytes,
+            "counters": dict(self.counters.snapshot()),
+            "counts": self.validate()[1],
+        }

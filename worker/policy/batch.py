@@ -1,0 +1,76 @@
+"""What the next engine step computes: the merge step of PPL.LLM, with chunked prefill.
+
+Every decoding sequence advances by one token and the rest of the step's token budget goes to prompts, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of one step. `chunk_tokens` counts prompt tokens; `block_tokens` is what chunk ends are aligned to."""
+
+    max_batch: int
+    chunk_tokens: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute prompt tokens [start, end) of the `index`-th prefilling sequence; `last` = the prompt ends here."""
+
+    index: int
+    start: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Indices of the decoding sequences that step, and the prompt chunks beside them.
+
+    `valid_steps`: how many steps in a row this very plan may be repeated (each decoding sequence advancing by one)
+    as long as no sequence comes, goes or ends; 1 when there is prefill work, which changes with every step.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[PrefillChunk, ...]
+    valid_steps: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and not self.prefill
+
+
+def plan_step(
+    decode_remaining: Sequence[int], prefill_progress: Sequence[tuple[int, int]], limits: BatchLimits
+) -> BatchPlan:
+    """Plan one step.
+
+    Args:
+        decode_remaining: per decoding sequence, oldest first, the tokens it may still generate.
+        prefill_progress: per prefilling sequence, oldest first, (tokens computed, prompt length).
+        limits: the step's bounds.
+    """
+    decode = tuple(range(min(len(decode_remaining), limits.max_batch)))
+    rows = limits.max_batch - len(decode)
+    budget = limits.chunk_tokens
+    chunks: list[PrefillChunk] = []
+    for index, (computed, prompt) in enumerate(prefill_progress):
+        if budget <= 0 or len(chunks) >= rows:
+            break
+        end = min(prompt, computed + budget)
+        if end < prompt:
+            # A block is pushed once it is whole, so a chunk that is not the last one ends on a block border.
+            end -= end % limits.block_tokens
+            if end <= computed:
+                if chunks:
+                    break
+                end = min(prompt, computed - computed % limits.block_tokens + limits.block_tokens)
+        chunks.append(PrefillChunk(index, computed, end, end == prompt))
+        budget -= end - computed
+    valid = 1 if chunks or not decode else min(decode_remaining[i] for i in decode)
+    return BatchPlan(decode, tuple(chunks), max(1, valid))

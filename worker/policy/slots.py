@@ -1,0 +1,140 @@
+"""Who holds which slot of the engine's cache: reference counts, a prefix index over whole blocks, LRU reuse.
+
+A slot is free, held (count > 0), cached (count 0, its content still indexed by chain key) or quarantined (nobody holds
+it, but a remote writer might still reach it). Cached slots are taken for new blocks, the least recently released first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+
+class OutOfSlots(Exception):
+    """Fewer slots can be had than were asked for; nothing was taken."""
+
+
+class SlotPool:
+    """Slots 0..num_slots-1, each standing for one block in every KV group."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free: deque[int] = deque(range(num_slots))
+        self._count = [0] * num_slots
+        self._key: list[bytes | None] = [None] * num_slots
+        self._index: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_slots - self.num_available - len(self._quarantined)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of the longest leading run of `keys` that is indexed. Does not hold them."""
+        found: list[int] = []
+        for key in keys:
+            slot = self._index.get(key)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def is_sole_holder(self, slot: int) -> bool:
+        """Whether exactly one reference is held, so that its holder may put the slot in quarantine."""
+        return self._count[slot] == 1
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """Add a reference to each; a cached slot becomes held."""
+        for slot in slots:
+            if self._count[slot] == 0:
+                del self._cached[slot]
+            self._count[slot] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` empty slots, evicting cached blocks if need be. All or nothing (OutOfSlots)."""
+        if count > self.num_available:
+            raise OutOfSlots(f"{count} slots asked for, {self.num_available} of {self.num_slots} available")
+        taken: list[int] = []
+        while len(taken) < count:
+            if self._free:
+                slot = self._free.popleft()
+            else:
+                slot, _ = self._cached.popitem(last=False)
+                self._forget(slot)
+            self._count[slot] = 1
+            taken.append(slot)
+        return taken
+
+    def index(self, slot: int, key: bytes) -> None:
+        """Say that a held slot now contains the whole block `key`. The first slot of a key stays its holder."""
+        if self._count[slot] == 0:
+            raise ValueError(f"slot {slot} is not held")
+        if key not in self._index and self._key[slot] is None:
+            self._index[key] = slot
+            self._key[slot] = key
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Drop one reference to each, in the order of the blocks; the last blocks are reused first."""
+        for slot in reversed(slots):
+            if self._count[slot] <= 0:
+                raise ValueError(f"slot {slot} is released but not held")
+            self._count[slot] -= 1
+            if self._count[slot] == 0:
+                if self._key[slot] is None:
+                    self._free.append(slot)
+                else:
+                    self._cached[slot] = None
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """Drop the only reference, and keep the slots from reuse until `readmit`. Their content is forgotten."""
+        for slot in slots:
+            if self._count[slot] != 1:
+                raise ValueError(f"slot {slot} has {self._count[slot]} references; one was expected")
+            self._count[slot] = 0
+            self._forget(slot)
+            self._quarantined.add(slot)
+
+    def readmit(self, slots: Sequence[int]) -> None:
+        """The remote writer is fenced off: quarantined slots are free again."""
+        for slot in slots:
+            self._quarantined.remove(slot)
+            self._free.append(slot)
+
+    def validate(self) -> list[str]:
+        """Contradictions in the books; empty when all is well."""
+        problems: list[str] = []
+        free, cached = set(self._free), set(self._cached)
+        held = {slot for slot in range(self.num_slots) if self._count[slot] > 0}
+        if len(free) != len(self._free):
+            problems.append("a slot is free twice")
+        for name, one, two in (
+            ("free and cached", free, cached),
+            ("free and held", free, held),
+            ("cached and held", cached, held),
+            ("quarantined and another state", self._quarantined, free | cached | held),
+        ):
+            if one & two:
+                problems.append(f"slots {sorted(one & two)[:5]} are {name}")
+        if len(free) + len(cached) + len(held) + len(self._quarantined) != self.num_slots:
+            problems.append("a slot is in no state")
+        for key, slot in self._index.items():
+            if self._key[slot] != key:
+                problems.append(f"index points at slot {slot}, which holds another block")
+        problems += [f"cached slot {slot} has no key" for slot in cached if self._key[slot] is None]
+        return problems
+
+    def _forget(self, slot: int) -> None:
+        key = self._key[slot]
+        if key is not None:
+            del self._index[key]
+            self._key[slot] = None

@@ -1,0 +1,80 @@
+"""What precedes a prefill on any worker: find reusable KV, take slots, load and verify."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from moonpool_proto.v1.worker_pb2 import Timing
+from worker.node import WorkerNode
+from worker.pool_glue import Pinned
+from worker.request import Request, Sequence
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Slots for the whole attempt, the first `local_blocks` of them shared with earlier requests of this node."""
+
+    request: Request
+    slots: list[int]
+    local_blocks: int
+    pinned: list[Pinned]
+    began: float
+    queue_s: float
+    reused_blocks: int = 0
+    load_s: float = 0.0
+
+    @property
+    def pooled_blocks(self) -> int:
+        """Leading blocks that are leased at pool nodes, so that others may read them too."""
+        return sum(p.lease.num_blocks for p in self.pinned)
+
+
+@contextlib.asynccontextmanager
+async def prepared(
+    node: WorkerNode, request: Request, *, submitted: float, peak_tokens: int
+) -> AsyncIterator[Prepared]:
+    """Slots and leases for `request`, given back at the end. Load the KV with `load`."""
+    block_tokens = node.config.block_tokens
+    # The last prompt token is always computed: its logits are wanted.
+    reusable = request.keys[: (len(request.prompt) - 1) // block_tokens]
+    local = node.slots.match(reusable)
+    node.slots.hold(local)
+    slots = list(local)
+    pinned: list[Pinned] = []
+    try:
+        slots += await node.take_slots(-(-peak_tokens // block_tokens) - len(local))
+        queue_s = time.monotonic() - submitted
+        pinned = await node.pool.pin(reusable, request.placement)
+        yield Prepared(request, slots, len(local), pinned, time.monotonic(), queue_s)
+    finally:
+        node.give_slots(slots)
+        if pinned:
+            await asyncio.shield(node.pool.unpin(pinned))
+
+
+async def load(node: WorkerNode, work: Prepared) -> None:
+    """Fill the reused blocks' slots from the pool; sets `reused_blocks` to what is there and right."""
+    began = time.monotonic()
+    local, pooled = work.local_blocks, work.pooled_blocks
+    loaded = 0
+    if pooled > local:
+        loaded = await node.pool.load(work.pinned, work.slots[local:pooled], local)
+        if loaded < pooled - local:
+            node.counters.add("recomputed_blocks", pooled - local - loaded)
+    work.reused_blocks = local + loaded
+    node.index_blocks(work.slots[: work.reused_blocks], work.request.keys)
+    work.load_s = time.monotonic() - began
+
+
+def sequence_of(node: WorkerNode, work: Prepared, *, prefill_only: bool) -> Sequence:
+    """The engine's sequence for prepared work, with its timing noted for the first token."""
+    cached = work.reused_blocks * node.config.block_tokens
+    sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only)
+    node.timings[id(sequence)] = Timing(cached_tokens=cached, queue_s=work.queue_s, load_s=work.load_s)
+    node.counters.add("prompt_tokens", len(work.request.prompt))
+    node.counters.add("cached_tokens", cached)
+    return sequence

@@ -1,0 +1,100 @@
+"""Keeps a node joined to the conductor: registers, reports load and measurements, obeys commands, reconnects for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from messenger.control import open_channel
+from moonpool_proto.v1.conductor_pb2 import (
+    DecodeSample,
+    Node,
+    NodeReport,
+    Phase,
+    PrefillSample,
+    Progress,
+    TransferSample,
+)
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+COALESCE_S = 0.02
+RECONNECT_S = 0.2
+MAX_SAMPLES = 256
+
+
+class Reporter:
+    """Collects what happened between two reports and sends it; lives on the event loop."""
+
+    def __init__(
+        self, node: Node, conductor_target: str, fill: Callable[[NodeReport], None], on_drain: Callable[[], None]
+    ) -> None:
+        """`fill(report)` adds the current load, held requests and counters."""
+        self._node = node
+        self._target = conductor_target
+        self._fill = fill
+        self._on_drain = on_drain
+        self._news = asyncio.Event()
+        self._pending = NodeReport()
+        self._last_refusal = ""
+        self.joined = asyncio.Event()
+
+    def progress(self, request_id: str, attempt: int, phase: Phase) -> None:
+        self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
+        self._news.set()
+
+    def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
+        self._pending.prefills.append(
+            PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
+        )
+
+    def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
+        if len(self._pending.decodes) < MAX_SAMPLES:
+            self._pending.decodes.append(DecodeSample(batch=batch, context_tokens=context_tokens, seconds=seconds))
+
+    def transfer(self, path: str, nbytes: int, seconds: float) -> None:
+        if len(self._pending.transfers) < MAX_SAMPLES:
+            self._pending.transfers.append(TransferSample(bytes=nbytes, seconds=seconds, path=path))
+
+    async def run(self) -> None:
+        """Join, and join again whenever the stream ends, until cancelled."""
+        while True:
+            channel = open_channel(self._target)
+            try:
+                call = ConductorStub(channel).Join(self._reports())
+                async for command in call:
+                    if command.HasField("accepted"):
+                        log.info("joined conductor at %s", self._target)
+                        self.joined.set()
+                        self._last_refusal = ""
+                    elif command.HasField("drain"):
+                        self._on_drain()
+            except grpc.aio.AioRpcError as error:
+                refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+                if refused and error.details() != self._last_refusal:
+                    self._last_refusal = error.details() or ""
+                    log.error("conductor at %s refused this node: %s", self._target, self._last_refusal)
+            finally:
+                self.joined.clear()
+                await channel.close()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _reports(self) -> AsyncIterator[NodeReport]:
+        first = NodeReport(node=self._node)
+        self._fill(first)
+        yield first
+        while True:
+            try:
+                await asyncio.wait_for(self._news.wait(), REPORT_EVERY_S)
+                await asyncio.sleep(COALESCE_S)  # one report for what happens together
+            except TimeoutError:
+                pass
+            self._news.clear()
+            report, self._pending = self._pending, NodeReport()
+            self._fill(report)
+            yield report

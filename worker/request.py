@@ -1,0 +1,142 @@
+"""A request as a worker sees it: the parsed Submit, and the sequence the engine works on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import SamplingRow
+from moonpool_proto.v1.conductor_pb2 import Placement
+from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
+from worker.errors import RequestRefused
+
+KEY_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One attempt of a request, checked. `prompt` [n] int32 holds the client's prompt and what was generated so far."""
+
+    request_id: str
+    attempt: int
+    frontend_id: str
+    prompt: NDArray[np.int32]
+    generated: int
+    keys: tuple[bytes, ...]  # chain key per full block of the prompt
+    chain_seed: bytes
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    max_tokens: int  # over all attempts
+    stop_ids: frozenset[int]
+    placement: Placement
+    deadline: float  # time.monotonic() instant
+    proto: Submit
+
+    @classmethod
+    def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
+        """Check and parse. Raises RequestRefused naming what was wrong and what was expected."""
+        if len(submit.prompt_ids) % 4:
+            raise RequestRefused("bad_prompt", f"prompt_ids has {len(submit.prompt_ids)} bytes, not whole int32 values")
+        prompt = np.frombuffer(submit.prompt_ids, dtype="<i4")
+        if len(prompt) == 0:
+            raise RequestRefused("bad_prompt", "the prompt is empty")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+            raise RequestRefused("bad_prompt", f"a prompt token is outside the vocabulary of {vocab_size}")
+        if len(prompt) >= max_model_len:
+            raise RequestRefused(
+                "too_long", f"the prompt has {len(prompt)} tokens; at most {max_model_len - 1} leave room for an answer"
+            )
+        if len(submit.chain) != KEY_NBYTES * (len(prompt) // block_tokens):
+            raise RequestRefused(
+                "bad_chain",
+                f"{len(submit.chain)} bytes of chain keys for {len(prompt)} tokens in blocks of {block_tokens}: "
+                "frontend and worker disagree about block_tokens",
+            )
+        if submit.sampling.max_tokens <= submit.generated:
+            raise RequestRefused("bad_sampling", "no token is left to generate")
+        sampling = submit.sampling
+        keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
+        return cls(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            frontend_id=submit.frontend_id,
+            prompt=prompt,
+            generated=submit.generated,
+            keys=keys,
+            chain_seed=submit.chain_seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            max_tokens=min(sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
+            stop_ids=frozenset(() if sampling.ignore_eos else sampling.stop_token_ids),
+            placement=submit.placement,
+            deadline=time.monotonic() + (submit.timeout_s or 600.0),
+            proto=submit,
+        )
+
+    @property
+    def peak_tokens(self) -> int:
+        """The most tokens of KV this attempt can need: the last token generated is never fed back."""
+        return len(self.prompt) + self.max_tokens - self.generated - 1
+
+    @property
+    def time_left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's working state of one request. Written by the engine thread while it is in the loop."""
+
+    request: Request
+    slots: list[int]
+    tokens: NDArray[np.int32]  # capacity for all tokens, prompt first
+    num_tokens: int
+    num_computed: int
+    prefill_only: bool  # leaves the loop with its first token
+    table: NDArray[np.int32] = field(init=False)
+    finish: Finish = FINISH_NONE
+    cancelled: bool = False
+    compute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.table = np.array(self.slots, dtype=np.int32)
+
+    @classmethod
+    def of(cls, request: Request, slots: list[int], *, num_computed: int, prefill_only: bool) -> Sequence:
+        n = len(request.prompt)
+        tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
+        tokens[:n] = request.prompt
+        return cls(request, slots, tokens, n, num_computed, prefill_only)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next token to be generated, over all attempts."""
+        return self.request.generated + self.num_tokens - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_tokens - self.next_index
+
+    def append(self, token: int) -> None:
+        """Take a generated token and decide whether it ends the request."""
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if token in self.request.stop_ids:
+            self.finish = FINISH_STOP
+        elif self.remaining <= 0:
+            self.finish = FINISH_LENGTH
+
+    def sampling_row(self) -> SamplingRow:
+        r = self.request
+        return SamplingRow(r.temperature, r.top_p, r.top_k, r.seed, 0, self.next_index)

@@ -1,0 +1,109 @@
+"""The gRPC face shared by all workers: the token streams, and what to do with submits and cancels. Thin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+
+import grpc
+
+from moonpool_proto.v1.common_pb2 import JsonReply, JsonRequest
+from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Submit, WorkerMessage
+from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
+from worker.errors import RequestRefused
+from worker.node import WorkerNode
+from worker.request import Request
+from worker.streams import FrontendStream, first_message
+
+log = logging.getLogger(__name__)
+
+
+class WorkerFace(WorkerServicer):
+    """Attach, State and Validate over a WorkerNode. A role says what a Submit means."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
+        self._background: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def accept(self, request: Request) -> None:
+        """Start working on a request submitted by a frontend. Raises RequestRefused."""
+
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[FrontendMessage],
+        context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage],
+    ) -> AsyncIterator[WorkerMessage]:
+        first = await first_message(request_iterator)
+        if first is None or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Attach must be `hello`")
+            return
+        stream = self.node.streams.attach(first.hello.frontend_id, first.hello.incarnation)
+        await self.node.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind
+        log.info("frontend %s attached", stream.frontend_id)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            yield WorkerMessage()  # tells the frontend that it is attached
+            async for message in stream.messages():
+                yield message
+        finally:
+            reader.cancel()
+            replaced = stream.closed.is_set() and self.node.streams.is_attached(stream.frontend_id)
+            self.node.streams.detach(stream)
+            if not replaced:
+                self._spawn(self.node.cancel_frontend(stream.frontend_id))
+
+    async def _read(self, stream: FrontendStream, messages: AsyncIterator[FrontendMessage]) -> None:
+        try:
+            async for message in messages:
+                if message.HasField("submit"):
+                    self._submit(message.submit)
+                elif message.HasField("cancel"):
+                    self._spawn(self.node.cancel(message.cancel.request_id))
+        finally:
+            stream.close()
+
+    def _submit(self, submit: Submit) -> None:
+        node = self.node
+        try:
+            if node.draining.is_set():
+                raise RequestRefused("draining", f"{node.config.node_id} is draining")
+            if submit.model != node.config.served_model_name:
+                raise RequestRefused(
+                    "unknown_model",
+                    f"{node.config.node_id} serves {node.config.served_model_name!r}, not {submit.model!r}",
+                )
+            self.accept(
+                Request.from_proto(
+                    submit,
+                    vocab_size=node.model.config.vocab_size,
+                    max_model_len=node.max_model_len,
+                    block_tokens=node.config.block_tokens,
+                )
+            )
+        except RequestRefused as error:
+            node.streams.send_failure(
+                submit.frontend_id,
+                Failure(
+                    request_id=submit.request_id,
+                    attempt=submit.attempt,
+                    code=error.code,
+                    message=str(error),
+                    retryable=error.code == "draining",
+                ),
+            )
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def State(self, request: JsonRequest, context: object) -> JsonReply:
+        return JsonReply(json=json.dumps(self.node.state()))
+
+    async def Validate(self, request: JsonRequest, context: object) -> JsonReply:
+        problems, counts = self.node.validate()
+        return JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))

@@ -1,0 +1,42 @@
+"""Waiting that cancellation does not cut short.
+
+A transfer into or out of a slot must be over before the slot is given back: a cancelled coroutine that merely stopped
+waiting would let late bytes land in another request's KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def settled(future: Future[T] | asyncio.Future[T]) -> T:
+    """The future's result. When cancelled meanwhile, waits all the same, then raises CancelledError."""
+    waiting = asyncio.wrap_future(future) if isinstance(future, Future) else future
+    cancelled = False
+    while not waiting.done():
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not waiting.cancelled():
+            waiting.exception()  # seen, so that it is not reported as lost
+        raise asyncio.CancelledError
+    return waiting.result()
+
+
+async def both(one: Coroutine[Any, Any, None], two: Coroutine[Any, Any, None]) -> None:
+    """Run two coroutines at once. A failure, or the caller's cancellation, cancels the other and waits."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(two)]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await settled(asyncio.ensure_future(asyncio.wait(tasks)))
+        raise

@@ -1,0 +1,112 @@
+"""Token streams to the frontends: one multiplexed gRPC stream per (frontend, worker), one message per engine step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+
+from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Timing, Token, WorkerMessage
+from worker.request import Sequence
+
+log = logging.getLogger(__name__)
+
+MAX_BUFFERED_MESSAGES = 4096
+
+
+class FrontendStream:
+    """One attached frontend. `closed` is set when it is gone or too slow."""
+
+    def __init__(self, frontend_id: str, incarnation: int) -> None:
+        self.frontend_id = frontend_id
+        self.incarnation = incarnation
+        self.closed = asyncio.Event()
+        self._queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+
+    def send(self, message: WorkerMessage) -> None:
+        """Queue a message; a frontend that does not read is cut off rather than buffered without bound."""
+        if self.closed.is_set():
+            return
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            log.error("frontend %s does not read its token stream; closing it", self.frontend_id)
+            self.close()
+
+    def close(self) -> None:
+        self.closed.set()
+        try:
+            self._queue.put_nowait(None)
+        except asyncio.QueueFull:
+            pass
+
+    async def messages(self) -> AsyncIterator[WorkerMessage]:
+        while not self.closed.is_set():
+            message = await self._queue.get()
+            if message is None:
+                return
+            yield message
+
+
+class TokenStreams:
+    """All attached frontends. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, FrontendStream] = {}
+
+    def attach(self, frontend_id: str, incarnation: int) -> FrontendStream:
+        """A new stream of a frontend replaces its old one."""
+        old = self._streams.get(frontend_id)
+        if old is not None:
+            old.close()
+        stream = FrontendStream(frontend_id, incarnation)
+        self._streams[frontend_id] = stream
+        return stream
+
+    def detach(self, stream: FrontendStream) -> None:
+        stream.close()
+        if self._streams.get(stream.frontend_id) is stream:
+            del self._streams[stream.frontend_id]
+
+    def is_attached(self, frontend_id: str) -> bool:
+        return frontend_id in self._streams
+
+    def close(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.close()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def send_tokens(self, tokens: Iterable[tuple[Sequence, int, int]], timing: dict[str, Timing] | None = None) -> None:
+        """Send one step's (sequence, index, token); the last token of a finished sequence carries its finish."""
+        by_frontend: dict[str, WorkerMessage] = defaultdict(WorkerMessage)
+        for sequence, index, token in tokens:
+            request = sequence.request
+            message = Token(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                index=index,
+                token_id=token,
+                finish=sequence.finish,
+            )
+            if timing and request.request_id in timing:
+                message.timing.CopyFrom(timing[request.request_id])
+            by_frontend[request.frontend_id].tokens.append(message)
+        for frontend_id, batch in by_frontend.items():
+            stream = self._streams.get(frontend_id)
+            if stream is not None:
+                stream.send(batch)
+
+    def send_failure(self, frontend_id: str, failure: Failure) -> None:
+        stream = self._streams.get(frontend_id)
+        if stream is not None:
+            stream.send(WorkerMessage(failures=[failure]))
+
+
+async def first_message(messages: AsyncIterator[FrontendMessage]) -> FrontendMessage | None:
+    """The first message of an Attach stream, None when it ended before one came."""
+    async for message in messages:
+        return message
+    return None
