@@ -1,0 +1,135 @@
+"""What one forward computes: sequences' chunks, and the flat arrays that kernels read them from.
+
+Decode rows (chunks of one token) and prefill chunks may be mixed freely. Validation happens here, once per step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.cache import PagedCache
+from engine.config import ModelConfig
+from engine.errors import InvalidBatch
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass
+class SequenceChunk:
+    """Consecutive tokens of one sequence, whose KV at positions 0..start-1 is in the cache already.
+
+    `slot_tables`: per group the slots that hold positions 0..start+n-1, in order. In a window group, entries of blocks
+    that no token of the chunk sees are not looked at and may be -1.
+    """
+
+    token_ids: IntArray
+    start: int
+    slot_tables: tuple[IntArray, ...]
+    want_logits: bool
+
+
+@dataclass
+class ForwardBatch:
+    """The chunks of one step; no two may belong to the same sequence."""
+
+    chunks: list[SequenceChunk]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A validated batch, flat. N tokens, C chunks, G groups."""
+
+    token_ids: IntArray  # [N]
+    positions: IntArray  # [N]
+    row_chunk: IntArray  # [N]: which chunk a token belongs to
+    chunk_rows: IntArray  # [C + 1]: chunk c is rows chunk_rows[c]..chunk_rows[c+1]-1
+    starts: IntArray  # [C]
+    tables: IntArray  # all slot tables, one after another
+    table_begin: IntArray  # [G, C]: where in `tables` a chunk's table for a group begins
+    table_length: IntArray  # [G, C]
+    logits_rows: IntArray  # the last row of each chunk that wants logits
+    max_context: int  # the longest start + n
+
+
+def plan_step(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> StepPlan:
+    """Checks the batch against model and cache, and flattens it. Raises `InvalidBatch`."""
+    chunks = batch.chunks
+    if not chunks:
+        raise InvalidBatch("a forward batch needs at least one chunk")
+    num_groups = len(cache.groups)
+    for index, chunk in enumerate(chunks):
+        if len(chunk.slot_tables) != num_groups:
+            raise InvalidBatch(f"chunk {index}: {len(chunk.slot_tables)} slot tables for {num_groups} groups")
+    sizes = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    ends = starts + sizes
+    token_ids = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32, copy=False)
+    if sizes.min() <= 0 or starts.min() < 0:
+        bad = int(np.argmax((sizes <= 0) | (starts < 0)))
+        raise InvalidBatch(
+            f"chunk {bad}: {sizes[bad]} tokens from position {starts[bad]}; it needs at least one, from 0 on"
+        )
+    max_context = int(ends.max())
+    if max_context > config.max_model_len:
+        bad = int(ends.argmax())
+        raise InvalidBatch(f"chunk {bad} ends at position {max_context}, the model's limit is {config.max_model_len}")
+    if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
+        raise InvalidBatch(
+            f"token ids must be in 0..{config.vocab_size - 1}, found {token_ids.min()}..{token_ids.max()}"
+        )
+    flat = [chunk.slot_tables[group] for group in range(num_groups) for chunk in chunks]
+    lengths = np.array([len(table) for table in flat], np.int32)
+    begins = np.cumsum(lengths, dtype=np.int32) - lengths
+    chunk_rows = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(sizes, out=chunk_rows[1:])
+    row_chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), sizes)
+    rows = np.arange(len(token_ids), dtype=np.int32)
+    plan = StepPlan(
+        token_ids=token_ids,
+        positions=rows + (starts - chunk_rows[:-1])[row_chunk],
+        row_chunk=row_chunk,
+        chunk_rows=chunk_rows,
+        starts=starts,
+        tables=np.concatenate(flat).astype(np.int32, copy=False),
+        table_begin=begins.reshape(num_groups, -1),
+        table_length=lengths.reshape(num_groups, -1),
+        logits_rows=np.array([chunk_rows[i + 1] - 1 for i, c in enumerate(chunks) if c.want_logits], np.int32),
+        max_context=max_context,
+    )
+    for group in range(num_groups):
+        _check_tables(plan, cache, group, ends)
+    return plan
+
+
+def first_visible(position: int, window: int) -> int:
+    """The earliest position that a query at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def _check_tables(plan: StepPlan, cache: PagedCache, group: int, ends: IntArray) -> None:
+    """Every block that the chunk reads or writes has a slot that exists."""
+    block_tokens, window = cache.block_tokens, cache.groups[group].window
+    needed = -(-ends // block_tokens)
+    if (plan.table_length[group] < needed).any():
+        bad = int(np.argmax(plan.table_length[group] < needed))
+        found = plan.table_length[group][bad]
+        raise InvalidBatch(
+            f"chunk {bad}: {needed[bad]} slots of group {group} are needed to position {ends[bad]}, found {found}"
+        )
+    first = np.maximum(plan.starts - window + 1, 0) // block_tokens if window else np.zeros_like(needed)
+    begins = plan.table_begin[group]
+    lows, highs = _range_extremes(plan.tables, begins + first, begins + needed)
+    if lows < 0 or highs >= cache.num_slots[group]:
+        raise InvalidBatch(f"slots of group {group} must be in 0..{cache.num_slots[group] - 1}, found {lows}..{highs}")
+
+
+def _range_extremes(
+    values: IntArray, begins: npt.NDArray[np.signedinteger], ends: npt.NDArray[np.signedinteger]
+) -> tuple[int, int]:
+    """Smallest and largest of values over all ranges begins[i]..ends[i]-1 (none of them empty)."""
+    bounds = np.empty(2 * len(begins), np.intp)
+    bounds[0::2], bounds[1::2] = begins, ends
+    if bounds[-1] == len(values):  # reduceat wants indices inside the array; the last range may run to its end
+        bounds = bounds[:-1]
+    return int(np.minimum.reduceat(values, bounds)[::2].min()), int(np.maximum.reduceat(values, bounds)[::2].max())

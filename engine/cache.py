@@ -1,0 +1,85 @@
+"""The paged KV cache: slots of `block_tokens` tokens in the canonical layout, in one run of bytes.
+
+Memory is group 0's slots, then group 1's, and so on; a slot is [layer_in_group][kv_head][k|v][token][head_dim],
+contiguous. What a slot holds is decided by its owner; this module only knows where it lies.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config import KvGroupShape
+from engine.errors import CacheMismatch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class PagedCache:
+    """A view of `memory` (uint8 [nbytes], its own where none is given) as slots per group."""
+
+    def __init__(
+        self,
+        groups: Sequence[KvGroupShape],
+        num_slots: Sequence[int],
+        block_tokens: int = 16,
+        memory: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        needed = self.required_nbytes(groups, num_slots, block_tokens)
+        if memory is None:
+            memory = torch.zeros(needed, dtype=torch.uint8, device=device)
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            found = f"{memory.dtype} {list(memory.shape)}"
+            raise CacheMismatch(f"cache memory must be a contiguous uint8 vector, found {found}")
+        if memory.numel() < needed:
+            raise CacheMismatch(
+                f"cache memory must hold {needed} bytes for {list(num_slots)} slots, found {len(memory)}"
+            )
+        self.groups = tuple(groups)
+        self.num_slots = tuple(num_slots)
+        self.block_tokens = block_tokens
+        self.memory = memory
+        self._starts: list[int] = []
+        self.views: list[torch.Tensor] = []  # per group [slots, layers, kv_heads, 2, block_tokens, head_dim]
+        offset = 0
+        for group, slots in zip(self.groups, self.num_slots, strict=True):
+            dtype = DTYPES[group.dtype]
+            if (memory.data_ptr() + offset) % dtype.itemsize:
+                raise CacheMismatch(f"cache memory must be aligned to {dtype.itemsize} bytes for {group.dtype}")
+            nbytes = slots * _slot_nbytes(group, block_tokens)
+            shape = (slots, len(group.layers), group.kv_heads, 2, block_tokens, group.head_dim)
+            self.views.append(memory[offset : offset + nbytes].view(dtype).view(shape))
+            self._starts.append(offset)
+            offset += nbytes
+
+    @staticmethod
+    def required_nbytes(groups: Sequence[KvGroupShape], num_slots: Sequence[int], block_tokens: int) -> int:
+        """Bytes of memory for so many slots per group."""
+        if len(groups) != len(num_slots):
+            raise CacheMismatch(f"slot counts must be given per group: {len(groups)} groups, {len(num_slots)} counts")
+        if block_tokens <= 0 or any(slots < 0 for slots in num_slots):
+            raise CacheMismatch(
+                f"block_tokens {block_tokens} must be positive and slot counts {list(num_slots)} not < 0"
+            )
+        if unknown := [group.dtype for group in groups if group.dtype not in DTYPES]:
+            raise CacheMismatch(f"cache dtype {unknown[0]!r} is not supported ({', '.join(DTYPES)} are)")
+        return sum(n * _slot_nbytes(group, block_tokens) for group, n in zip(groups, num_slots, strict=True))
+
+    def slot_offset(self, group: int, slot: int) -> int:
+        """Where the slot begins in `memory`, in bytes."""
+        if not 0 <= slot < self.num_slots[group]:
+            raise CacheMismatch(f"slot {slot} of group {group} does not exist: it has {self.num_slots[group]}")
+        return self._starts[group] + slot * self.slot_nbytes(group)
+
+    def slot_nbytes(self, group: int) -> int:
+        """Bytes of one slot: all layers of the group."""
+        return _slot_nbytes(self.groups[group], self.block_tokens)
+
+    def layer_nbytes(self, group: int) -> int:
+        """Bytes of one layer within a slot."""
+        return self.slot_nbytes(group) // len(self.groups[group].layers)
+
+
+def _slot_nbytes(group: KvGroupShape, block_tokens: int) -> int:
+    values = len(group.layers) * group.kv_heads * 2 * block_tokens * group.head_dim
+    return values * DTYPES[group.dtype].itemsize

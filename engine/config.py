@@ -1,0 +1,263 @@
+"""What a model is: its configuration, read from a Hugging Face folder and checked once.
+
+Nothing here touches weights or torch. Defaults for absent keys are those of `transformers`, per family; a value that
+the engine does not compute is refused by name (`UnsupportedModel`), a value that makes no sense is `ConfigInvalid`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigInvalid, ModelNotFound, TokenizerMissing, UnsupportedModel
+
+FULL = "full"
+WINDOW = "window"
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; `scaling` holds the keys of its `rope_type` as in config.json."""
+
+    rope_type: str
+    theta: float
+    scaling: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class KvGroupShape:
+    """Layers that share one page table: the same (kind, window, kv_heads, head_dim, dtype)."""
+
+    kind: str
+    window: int  # tokens that a query sees, itself included; 0 = all
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Llama kind, by what it computes rather than by its name."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    layer_windows: tuple[int, ...]  # per layer; 0 = full attention
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    checkpoint_dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def kv_groups(self, dtype: str) -> tuple[KvGroupShape, ...]:
+        """The layers by window, full attention first, then windows from large to small."""
+        windows = sorted(set(self.layer_windows), key=lambda window: (window != 0, -window))
+        return tuple(
+            KvGroupShape(
+                kind=WINDOW if window else FULL,
+                window=window,
+                layers=tuple(i for i, own in enumerate(self.layer_windows) if own == window),
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=dtype,
+            )
+            for window in windows
+        )
+
+
+def find_tokenizer(folder: Path) -> Path:
+    """The folder's tokenizer.json; raises `TokenizerMissing`."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerMissing(f"{folder} has no tokenizer.json: save the model's fast tokenizer into the folder")
+    return path
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Reads config.json (and generation_config.json for the end tokens, if there is one)."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"model folder {folder} does not exist or is not a folder")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    return parse_config(_read_json(folder / "config.json"), generation, where=str(folder / "config.json"))
+
+
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelConfig:
+    """Builds the configuration from the two JSON objects; `where` names the file in errors."""
+    read = _Reader(raw, where)
+    family = _family(raw, where)
+    _refuse_features(raw, where)
+    hidden = read.count("hidden_size")
+    heads = read.count("num_attention_heads")
+    kv_heads = read.count("num_key_value_heads", _DEFAULT_KV_HEADS.get(family, heads))
+    head_dim = read.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
+    num_layers = read.count("num_hidden_layers")
+    if heads % kv_heads:
+        raise ConfigInvalid(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ConfigInvalid(f"{where}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        family=family,
+        vocab_size=read.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_model_len=read.count("max_position_embeddings", 2048),
+        rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
+        rope=_rope(raw, where),
+        layer_windows=_layer_windows(raw, family, num_layers, where),
+        qkv_bias=attention_bias or family == "qwen2",
+        attention_out_bias=attention_bias,
+        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
+        bos_token_id=raw.get("bos_token_id"),
+    )
+
+
+class _Reader:
+    """Typed access to config.json with errors that name file, key and value."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self._raw = raw
+        self._where = where
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._raw.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigInvalid(f"{self._where}: {key} must be a positive integer, found {value!r}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self._raw.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigInvalid(f"{self._where}: {key} must be a positive number, found {value!r}")
+        return float(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigInvalid(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _family(raw: Mapping[str, Any], where: str) -> str:
+    names = raw.get("architectures") or []
+    supported = ", ".join(_ARCHITECTURES)
+    for name in names:
+        if name in _ARCHITECTURES:
+            return _ARCHITECTURES[name]
+    if names:
+        raise UnsupportedModel(f"{where}: architecture {', '.join(map(str, names))} is not supported ({supported} are)")
+    model_type = raw.get("model_type")
+    if model_type in _ARCHITECTURES.values():
+        return str(model_type)
+    raise UnsupportedModel(f"{where}: neither architectures nor model_type ({model_type!r}) names one of {supported}")
+
+
+def _refuse_features(raw: Mapping[str, Any], where: str) -> None:
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedModel(f"{where}: hidden_act {activation!r} is not supported (silu is)")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unnamed")
+        raise UnsupportedModel(f"{where}: quantized weights (quantization_config, method {method!r}) are not supported")
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
+    """Both forms: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
+    given = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    if any(isinstance(value, dict) for value in given.values()):
+        raise UnsupportedModel(f"{where}: rotary parameters per layer type are not supported")
+    theta = given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    partial = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported (1.0 is)")
+    if rope_type not in _ROPE_TYPES:
+        raise UnsupportedModel(f"{where}: rope_type {rope_type!r} is not supported ({', '.join(_ROPE_TYPES)} are)")
+    if rope_type == "default":
+        return RopeConfig("default", float(theta))
+    if given.get("original_max_position_embeddings") is None:
+        given["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
+    needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
+    for key in needed[rope_type]:
+        if not isinstance(given.get(key), int | float):
+            raise ConfigInvalid(f"{where}: rope_type {rope_type!r} needs the number {key}, found {given.get(key)!r}")
+    numbers = {key: float(value) for key, value in given.items() if isinstance(value, int | float)}
+    return RopeConfig(rope_type, float(theta), tuple(sorted(numbers.items())))
+
+
+def _layer_windows(raw: Mapping[str, Any], family: str, num_layers: int, where: str) -> tuple[int, ...]:
+    """Per layer the sliding window, 0 for full attention (rules of each family's configuration in transformers)."""
+    if family == "llama":
+        return (0,) * num_layers
+    window = raw.get("sliding_window", 4096)
+    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+        window = None
+    if window is not None and (not isinstance(window, int) or window <= 0):
+        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, found {window!r}")
+    if family == "mistral":
+        return (window or 0,) * num_layers
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        return tuple(window if window and i >= first else 0 for i in range(num_layers))
+    if len(types) != num_layers:
+        raise ConfigInvalid(f"{where}: layer_types has {len(types)} entries, num_hidden_layers is {num_layers}")
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(map(str, unknown)))} are not supported")
+    if "sliding_attention" in types and window is None:
+        raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
+    return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _eos(value: Any, where: str) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and item >= 0 for item in ids):
+        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, found {value!r}")
+    return tuple(ids)

@@ -1,0 +1,129 @@
+"""A loaded model: the public face of the engine."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import ForwardBatch, StepPlan, plan_step
+from engine.cache import DTYPES, PagedCache
+from engine.checkpoint import open_checkpoint
+from engine.config import KvGroupShape, ModelConfig, read_config
+from engine.dense import score_dense
+from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
+from engine.rope import RopeTable
+from engine.torch_backend import TorchBackend
+from engine.weights import DecoderWeights, load_weights
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class Backend(Protocol):
+    """Computes planned steps."""
+
+    def run(self, plan: StepPlan, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """Writes the KV of all rows, returns logits float32 [len(plan.logits_rows), vocab]."""
+        ...
+
+
+class Model:
+    """Weights on a device and the two ways to run them: paged steps (`forward`) and the dense reference (`score`).
+
+    Calls from several threads are safe and take turns.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, fingerprint: str) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.device = weights.embedding.device
+        self.dtype = str(weights.embedding.dtype).removeprefix("torch.")
+        self.kv_groups: tuple[KvGroupShape, ...] = config.kv_groups(self.dtype)
+        self._weights = weights
+        self._backend = backend
+        self._turn = threading.Lock()
+
+    def new_cache(
+        self, num_slots: tuple[int, ...], block_tokens: int = 16, memory: torch.Tensor | None = None
+    ) -> PagedCache:
+        """A cache for this model, on its device."""
+        return PagedCache(self.kv_groups, num_slots, block_tokens, memory, device=self.device)
+
+    def forward(
+        self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """One step: writes the KV of every token of the batch into the cache.
+
+        Returns float32 [chunks with want_logits, vocab], the logits after each such chunk. `on_layer(layer)`
+        is called once per layer, in order, when that layer's KV of the whole batch is in the cache (on CUDA: when the
+        write is queued on the current stream). Raises `InvalidBatch` or `CacheMismatch` with the cache untouched.
+        """
+        if cache.groups != self.kv_groups:
+            raise CacheMismatch(f"the cache is laid out for {cache.groups}, the model needs {self.kv_groups}")
+        if cache.memory.device != self.device:
+            raise CacheMismatch(f"the cache is on {cache.memory.device}, the model on {self.device}")
+        plan = plan_step(batch, self.config, cache)
+        with self._turn, torch.inference_mode():
+            return self._backend.run(plan, cache, on_layer)
+
+    def score(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """Logits float32 [n, vocab] of every position, computed densely: the reference for verification."""
+        if not len(token_ids) or min(token_ids) < 0 or max(token_ids) >= self.config.vocab_size:
+            raise InvalidBatch(f"scoring needs token ids in 0..{self.config.vocab_size - 1}, and at least one of them")
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self.device)
+            scores: npt.NDArray[np.float32] = score_dense(self.config, self._weights, ids).cpu().numpy()
+            return scores
+
+
+def load_model(path: Path | str, *, device: str = "cpu", dtype: Dtype = "auto", threads: int | None = None) -> Model:
+    """Loads a Hugging Face folder (config.json, model.safetensors or shards).
+
+    `dtype` "auto" is float32 on the CPU and the checkpoint's own on CUDA. `threads` sets torch's threads, for the whole
+    process. Raises `ModelFormatError`, `UnsupportedModel` or `DeviceUnavailable`.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    target = _device(device)
+    kind = _dtype(dtype, config, target)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with open_checkpoint(folder) as checkpoint:
+        weights = load_weights(config, checkpoint, device=target, dtype=kind)
+        fingerprint = _fingerprint(config, checkpoint.digest())
+    rope = RopeTable(config.rope, config.head_dim, config.max_model_len, target)
+    return Model(config, weights, TorchBackend(config, weights, rope), fingerprint)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceUnavailable(f"device {name!r} is not known: use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceUnavailable(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    wanted = name if name != "auto" else "float32" if device.type == "cpu" else config.checkpoint_dtype
+    if wanted not in DTYPES:
+        raise DeviceUnavailable(f"dtype {wanted!r} is not supported ({', '.join(DTYPES)} are)")
+    return DTYPES[wanted]
+
+
+def _fingerprint(config: ModelConfig, weights_digest: bytes) -> str:
+    """Hex over the weights and all of the configuration that changes what is computed."""
+    computed = asdict(config)
+    for key in ("eos_token_ids", "bos_token_id", "max_model_len", "checkpoint_dtype"):
+        del computed[key]
+    canonical = json.dumps(computed, sort_keys=True).encode()
+    return hashlib.blake2b(canonical + weights_digest, digest_size=16).hexdigest()

@@ -1,0 +1,87 @@
+"""Rotary position embedding: inverse frequencies of each rope_type and the table of cosines and sines.
+
+Frequencies and angles are computed in float32, in the order in which `transformers` computes them, so that long
+contexts agree with it. Llama 3's scaling: "The Llama 3 Herd of Models", §3.4.2; YaRN: Peng et al. 2023, §3.
+"""
+
+import math
+
+import torch
+
+from engine.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(float32 [head_dim // 2], factor that multiplies every cosine and sine)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    scaling = dict(rope.scaling)
+    if rope.rope_type == "linear":
+        return plain / scaling["factor"], 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope.theta, exponents, scaling, head_dim)
+    return plain, 1.0
+
+
+class RopeTable:
+    """cos and sin, float32 [positions, head_dim // 2] each, grown by doubling as positions are asked for."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._frequencies, self._factor = inverse_frequencies(rope, head_dim)
+        self._max_positions = max_positions
+        self._device = device
+        self.cos = torch.empty(0, head_dim // 2)
+        self.sin = torch.empty(0, head_dim // 2)
+        self.reach(min(1024, max_positions))
+
+    def reach(self, positions: int) -> None:
+        """Makes rows 0..positions-1 exist."""
+        if positions <= self.cos.shape[0]:
+            return
+        rows = max(positions, min(2 * self.cos.shape[0], self._max_positions))
+        angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)
+        self.cos = (angles.cos() * self._factor).to(self._device)
+        self.sin = (angles.sin() * self._factor).to(self._device)
+
+
+def _llama3(plain: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / plain
+    scaled = torch.where(wavelength > original / low, plain / factor, plain)
+    smooth = (original / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    between = ~(wavelength < original / high) & ~(wavelength > original / low)
+    return torch.where(between, smoothed, scaled)
+
+
+def _yarn(
+    theta: float, exponents: torch.Tensor, scaling: dict[str, float], head_dim: int
+) -> tuple[torch.Tensor, float]:
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    powers = theta**exponents
+    frequencies = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+    return frequencies, _yarn_magnitude(factor, scaling)
+
+
+def _yarn_magnitude(factor: float, scaling: dict[str, float]) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)

@@ -1,0 +1,148 @@
+"""Choosing the next token: Gumbel-max over counter-based noise.
+
+The noise of a vocabulary id depends on (seed, choice, index, id) and on nothing else: not on the batch, the device or
+the node, so a request that moves goes on as it would have. Given equal logits, choices are equal on CPU and CUDA: noise
+is computed by `philox` and `exact_math`, and top-p sums are integers.
+
+Scores are `logit + temperature * gumbel`, whose argmax is a draw from softmax(logit / temperature); they are in units
+of logits at every temperature, and greedy choice is the case of temperature 0. Ties go to the lower id.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine import exact_math
+from engine.errors import SamplingError
+from engine.philox import philox4x32
+
+_MASK32 = 0xFFFFFFFF
+_PROBABILITY_UNIT = float(
+    1 << 40
+)  # top-p weighs ids in units of 2^-40 of the likeliest: vocabularies to 2^22 cannot overflow
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """How one row of logits is sampled. `index` counts the generated tokens, `choice` the parallel answers."""
+
+    temperature: float  # 0 = greedy
+    top_p: float  # 1 = off
+    top_k: int  # 0 = off
+    seed: int  # taken modulo 2^64
+    choice: int
+    index: int
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    """One id per row of logits [B, V]. Raises `SamplingError` for bad parameters or NaN logits."""
+    if logits.dim() != 2 or len(rows) != len(logits):
+        raise SamplingError(f"sampling needs logits [B, V] and B rows, found {list(logits.shape)} and {len(rows)} rows")
+    if not len(rows):
+        return np.empty(0, np.int64)
+    scores = _scores(logits, rows, 0.0)
+    best, ids = scores.max(dim=1)
+    if len(ids) and bool(best.isnan().any()):
+        raise SamplingError("the logits hold NaN: the model's weights or its KV are damaged")
+    vocabulary = torch.arange(scores.shape[1], device=scores.device)
+    ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
+    chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
+    return chosen
+
+
+def noisy_scores(
+    logits: torch.Tensor | npt.NDArray[np.float32], row: SamplingRow, *, slack: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """What `sample` takes the argmax of, float64 [V]; ids that top-k or top-p excludes are -inf.
+
+    `slack` moves the borders of top-k (by so much in logits) and top-p (in probability): positive includes ids that a
+    small error in the logits could let in, negative excludes those that it could push out. The likeliest always stays.
+    """
+    tensor = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
+    scores: npt.NDArray[np.float64] = _scores(tensor[None], [row], slack)[0].cpu().numpy()
+    return scores
+
+
+def _scores(logits: torch.Tensor, rows: Sequence[SamplingRow], slack: float) -> torch.Tensor:
+    for row in rows:
+        _check(row)
+    scores = logits.to(torch.float64)
+    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    if not drawn:
+        return scores
+    device = logits.device
+    temperature = torch.tensor([rows[i].temperature for i in drawn], dtype=torch.float64, device=device)[:, None]
+    noise = gumbel_noise([rows[i] for i in drawn], logits.shape[1], device)
+    picked = scores[drawn]
+    noisy = picked + temperature * noise
+    if any(rows[i].top_k > 0 or rows[i].top_p < 1 for i in drawn):
+        noisy = noisy.masked_fill(~_candidates(picked, [rows[i] for i in drawn], temperature, slack), -torch.inf)
+    if len(drawn) == len(rows):
+        return noisy
+    scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
+    scores[drawn] = noisy
+    return scores
+
+
+def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise, float64 [B, V].
+
+    Counter (id // 2, index, choice, 0) under key `seed` yields four words, two each for an even id and the odd one
+    after it: 52 bits of them, centred, are a uniform number strictly between 0 and 1.
+    """
+
+    def column(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+
+    pairs = torch.arange((vocab_size + 1) // 2, device=device)[None, :]
+    counter = (
+        pairs,
+        column([row.index for row in rows]),
+        column([row.choice for row in rows]),
+        torch.zeros_like(pairs),
+    )
+    key = (column([row.seed & _MASK32 for row in rows]), column([(row.seed >> 32) & _MASK32 for row in rows]))
+    w0, w1, w2, w3 = philox4x32(counter, key)
+    high, low = torch.stack([w1, w3], dim=-1), torch.stack([w0, w2], dim=-1)
+    bits = (high << 20) | (low >> 12)
+    uniform = (bits.flatten(1)[:, :vocab_size].to(torch.float64) + 0.5) * 2.0**-52
+    return -exact_math.log(-exact_math.log(uniform))
+
+
+def _candidates(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], temperature: torch.Tensor, slack: float
+) -> torch.Tensor:
+    """bool [B, V]: the ids left by top-k, then by top-p of the distribution over those.
+
+    Top-p keeps the shortest run of likeliest ids whose probability reaches p; equal logits stand in order of id.
+    """
+    vocab_size = logits.shape[1]
+    device = logits.device
+    ordered, order = torch.sort(logits, dim=1, descending=True, stable=True)
+    top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=device).clamp(max=vocab_size)[:, None]
+    top_p = torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=device)[:, None]
+    rank = torch.arange(vocab_size, device=device)[None, :]
+    kept = ordered >= ordered.gather(1, top_k - 1) - slack if slack else rank < top_k
+    weight = exact_math.exp((ordered - ordered[:, :1]) / temperature)
+    units = torch.where(kept, (weight * _PROBABILITY_UNIT).to(torch.int64), 0)
+    before = units.cumsum(dim=1) - units
+    total = units.sum(dim=1, keepdim=True)
+    # p of 1 must keep ids of zero weight too; below it, integers become floats only after exact summation.
+    reached = before.to(torch.float64) >= (top_p + slack).clamp(min=0.0) * total.to(torch.float64)
+    kept &= (top_p >= 1) | ~reached
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _check(row: SamplingRow) -> None:
+    if not 0 <= row.temperature < float("inf"):
+        raise SamplingError(f"temperature must be a finite number from 0 on, found {row.temperature}")
+    if not 0 < row.top_p <= 1:
+        raise SamplingError(f"top_p must be above 0 and at most 1, found {row.top_p}")
+    if row.top_k < 0:
+        raise SamplingError(f"top_k must be 0 (off) or positive, found {row.top_k}")
+    if not 0 <= row.choice <= _MASK32 or not 0 <= row.index <= _MASK32:
+        raise SamplingError(f"choice and index must be in 0..2^32-1, found {row.choice} and {row.index}")
