@@ -11,14 +11,20 @@ from kvpool.address import (
     parent_keys,
 )
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
+from kvpool.directory import Directory, DirectoryState
 from kvpool.errors import KvPoolError
+from kvpool.events import BlockRun, PoolEvents
 from kvpool.spec import KvGroup, KvSpec
 
 __all__ = [
+    "BlockRun",
+    "Directory",
+    "DirectoryState",
     "KvGroup",
     "KvPoolError",
     "KvSpec",
     "Namespace",
+    "PoolEvents",
     "Provenance",
     "chain_keys",
     "chain_seed",
