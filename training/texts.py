@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "–": "-", "…": "...", "·": ".", " ": " "})
@@ -24,7 +25,7 @@ def read_kjv(folder: Path) -> Iterator[str]:
     data = (folder / "usr/lib/bible.data").read_bytes()
     count = int.from_bytes(data[0x58:0x5C], "big")
     offsets = [*struct.unpack(f">{count}I", data[0x5C : 0x5C + 4 * count]), len(data)]
-    text = b"".join(_expand(data[start:stop]) for start, stop in zip(offsets, offsets[1:], strict=False))
+    text = b"".join(_expand(data[start:stop]) for start, stop in pairwise(offsets))
     chapter, verses = "", list[str]()
     for line in text.decode("ascii").splitlines()[1:]:
         reference = line.split(":", 1)[0]

@@ -4,8 +4,8 @@ The run folder gets ``last.pt`` (resumable state) and ``log.jsonl`` (one object 
 """
 
 import argparse
-import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from training import checkpoint, schedule
+from training import checkpoint, runlog, schedule
 from training.checkpoint import Progress
 from training.model import Llama, Shape
 from training.prepare import CACHE, SEED
@@ -59,36 +59,36 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train(plan: Plan) -> Progress:
-    """Train until the clock runs out; returns the final progress, which is also saved."""
+def train(plan: Plan, now: Callable[[], float] = time.time) -> Progress:
+    """Train until the schedule ends; returns the final progress, which is also saved. ``now`` gives Unix seconds."""
     tokenizer_path = plan.cache / "tokenizer" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     corpus = Corpus.load(plan.cache / "data", "train")
     plan.run.mkdir(parents=True, exist_ok=True)
     path = plan.run / "last.pt"
-    progress, model, optimisers = _begin(plan, path, sha256_of(tokenizer_path))
+    progress, model, optimisers = _begin(plan, path, sha256_of(tokenizer_path), now())
     clock = schedule.Clock(progress.started_s, plan.deadline_s, plan.steps)
-    saved_s = time.time()
-    with (plan.run / "log.jsonl").open("a", buffering=1) as log:
-        while (done := clock.progress(time.time(), progress.step)) < 1.0:
-            length = min(schedule.context(done), plan.shape.positions)
+    saved_s = now()
+    with runlog.resume(plan.run / "log.jsonl", progress.step) as log:
+        while (done := clock.progress(now(), progress.step)) < 1.0:
+            length, rate = min(schedule.context(done), plan.shape.positions), schedule.rate(done)
             rng = np.random.default_rng((plan.seed, progress.step))
             arrays = batch(rng, corpus, tokenizer, windows=max(TOKENS_PER_STEP // length, 1), context=length)
-            loss = _step(model, optimisers, [torch.from_numpy(array) for array in arrays], schedule.rate(done))
+            loss = _step(model, optimisers, [torch.from_numpy(array) for array in arrays], rate)
             progress = replace(progress, step=progress.step + 1, tokens=progress.tokens + arrays[0].size)
             if progress.step % LOG_EVERY_STEPS == 0:
-                row = {"step": progress.step, "tokens": progress.tokens, "context": length, "loss": round(loss, 4)}
-                log.write(
-                    json.dumps({**row, "rate": round(schedule.rate(done), 4), "time_s": round(time.time())}) + "\n"
-                )
-            if time.time() - saved_s > plan.save_every_s:
+                row = runlog.Row(progress.step, progress.tokens, length, round(loss, 4), round(rate, 4), now())
+                runlog.write(log, row)
+            if now() - saved_s > plan.save_every_s:
                 checkpoint.save(path, progress, model, optimisers)
-                saved_s = time.time()
+                saved_s = now()
     checkpoint.save(path, progress, model, optimisers)
     return progress
 
 
-def _begin(plan: Plan, path: Path, tokenizer_sha256: str) -> tuple[Progress, Llama, list[torch.optim.Optimizer]]:
+def _begin(
+    plan: Plan, path: Path, tokenizer_sha256: str, now_s: float
+) -> tuple[Progress, Llama, list[torch.optim.Optimizer]]:
     if path.exists():
         progress, model, states = checkpoint.read(path)
         checkpoint.require_same_run(progress, seed=plan.seed, tokenizer_sha256=tokenizer_sha256, path=path)
@@ -98,7 +98,7 @@ def _begin(plan: Plan, path: Path, tokenizer_sha256: str) -> tuple[Progress, Lla
         return progress, model, optimisers
     model = Llama(plan.shape)
     model.initialise(plan.seed)
-    progress = Progress(plan.seed, 0, 0, time.time(), tokenizer_sha256)
+    progress = Progress(plan.seed, 0, 0, now_s, tokenizer_sha256)
     return progress, model, build_optimisers(model)
 
 

@@ -1,17 +1,22 @@
 """Closed word lists of the generated texts. Changing one changes the data: the tokenizer was trained on them."""
 
-NAMES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Mira Tom Anna Paul Nora Felix Clara Oscar Lena Hugo Ida Max Ruth Peter Eva Simon Greta Leon Alma Victor "
     "Rosa Karl Vera Otto Julia Martin Lucy Emil Martha Adam Sophie Daniel Helen Jack Irene Robert Laura Frank "
     "Emma George Alice Henry Sarah David Maria Thomas Grace Arthur Ellen Walter"
-).split()
+)
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "colour": tuple("red blue green yellow black white brown orange purple grey pink silver golden".split()),
-    "city": tuple("Paris London Rome Berlin Madrid Vienna Oslo Cairo Lisbon Athens Prague Dublin Delhi Tokyo".split()),
-    "animal": tuple("horse dog cat fox wolf bear lion eagle owl goat sheep mouse frog whale snake tiger".split()),
-    "fruit": tuple("apple pear plum cherry lemon grape melon peach fig banana olive berry".split()),
-    "tool": tuple("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket".split()),
+    "colour": _words("red blue green yellow black white brown orange purple grey pink silver golden"),
+    "city": _words("Paris London Rome Berlin Madrid Vienna Oslo Cairo Lisbon Athens Prague Dublin Delhi Tokyo"),
+    "animal": _words("horse dog cat fox wolf bear lion eagle owl goat sheep mouse frog whale snake tiger"),
+    "fruit": _words("apple pear plum cherry lemon grape melon peach fig banana olive berry"),
+    "tool": _words("hammer saw knife rope lamp spade needle wheel ladder brush key clock mirror basket"),
     "number": (),
 }
 """Attribute -> its possible values; ``number`` has none listed: its values are 10..99."""
