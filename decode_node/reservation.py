@@ -61,7 +61,7 @@ class Reservation:
 
     def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Verification of announced bytes is over; `right` [blocks] or [layers, blocks]."""
-        self._arrived[np.ix_(layers, blocks)] = right
+        self._arrived[np.asarray(layers)[:, None], blocks] = right
         with self._pending_lock:
             self._pending -= 1
             if self._pending == 0:

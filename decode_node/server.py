@@ -76,7 +76,7 @@ class DecodeFace(WorkerFace):
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         job = node.run_job(parsed, self._serve(parsed, request, reserved))
         try:
-            await asyncio.wait([job, reserved], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({job, asyncio.ensure_future(reserved)}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the prefill node has hung up
             job.cancel()
             raise
@@ -124,13 +124,10 @@ class DecodeFace(WorkerFace):
     async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
         node = self.node
         block_tokens = node.config.block_tokens
-        held = node.slots.match(request.keys)
-        node.slots.hold(held)
-        slots = list(held)
+        slots, num_shared = await node.take_slots(request.keys, -(-request.peak_tokens // block_tokens))
         reservation: Reservation | None = None
         try:
-            slots += await node.take_slots(-(-request.peak_tokens // block_tokens) - len(held))
-            reservation = self._open_reservation(request, reserve, slots, len(held))
+            reservation = self._open_reservation(request, reserve, slots, num_shared)
             reserved.set_result(reservation)
             first = await self._receive(reservation, reserve)
             if first is not None:

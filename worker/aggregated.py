@@ -1,4 +1,4 @@
-"""The aggregated worker: prefill and decode in one engine loop (merged steps). The baseline of every live comparison."""
+"""The aggregated worker: both phases in one engine loop (merged steps). The baseline of every live comparison."""
 
 from __future__ import annotations
 

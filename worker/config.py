@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.model import Dtype
 from messenger import MessengerConfig
 
 
@@ -19,7 +20,7 @@ class WorkerConfig:
     model_path: Path  # Hugging Face folder
     served_model_name: str  # the name that requests use
     device: str = "cpu"  # torch device
-    dtype: str = "auto"  # weights and KV: auto = float32 on CPU, the checkpoint's on a GPU
+    dtype: Dtype = "auto"  # weights and KV: auto = float32 on CPU, the checkpoint's on a GPU
     block_tokens: int = 16  # tokens in a block (= an engine slot)
     capacity_tokens: int = 32768  # tokens of KV the engine's slots hold
     max_batch: int = 64  # sequences decoded in one step

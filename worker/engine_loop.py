@@ -1,7 +1,7 @@
 """The engine's own thread: plan, run, sample, report. It shares no thread with I/O.
 
-Commands go in through `submit` and `cancel`; what happened comes out through one callback per step, called on the engine
-thread. Whoever owns the slots may free a sequence's slots only after it was reported as `left`.
+Commands go in through `submit` and `cancel`; what happened comes out through one callback per step, called on the
+engine thread. Whoever owns the slots may free a sequence's slots only after it was reported as `left`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -149,7 +149,7 @@ class EngineLoop:
                     report(layer, spans)
 
             logits = self._model.forward(batch, self._cache, hook)
-            tokens = sample(logits, [s.sampling_row() for s in rows]) if rows else []
+            tokens: Iterable[int] = sample(logits, [s.sampling_row() for s in rows]) if rows else []
         except Exception as error:
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result.error = error

@@ -1,8 +1,8 @@
 """The engine's KV cache in memory that the messenger can reach.
 
-On a CPU the cache lives in the registered memory itself: what a peer pushes lands in place. On a GPU the registered host
-memory is a mirror of the cache with the same offsets: `to_host` before a slot is read by a peer, `to_device` after one has
-landed. Both are no-ops on a CPU.
+On a CPU the cache lives in the registered memory itself: what a peer pushes lands in place. On a GPU the registered
+host memory is a mirror of the cache with the same offsets: `to_host` before a slot is read by a peer, `to_device` after
+one has landed. Both are no-ops on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import Model, PagedCache
-from kvpool import KvGroup, KvSpec, layer_digests
+from kvpool import KvGroup, KvSpec, layer_digests_at
 from messenger import Messenger, Region, SharedMemory
 
 
@@ -51,14 +51,10 @@ class KvMemory:
         self.place_of_layer = {
             layer: (g, i) for g, group in enumerate(self.spec.groups) for i, layer in enumerate(group.layers)
         }
-        self._slots_of_group = [
-            self._memory.array[base : base + num_slots * size].reshape(num_slots, size)
-            for base, size in zip(self._base, self._slot_nbytes, strict=True)
-        ]
 
     def close(self) -> None:
         self._messenger.deregister(self.region)
-        del self._host, self._device, self._slots_of_group, self.cache
+        del self._host, self._device, self.cache
         self._memory.close()
 
     @property
@@ -95,16 +91,13 @@ class KvMemory:
 
     def slot_digests(self, group: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Layer digests [n, layers of the group] of the valid tokens of each slot."""
-        picked = self._slots_of_group[group][np.asarray(slots, dtype=np.int64)]
-        return layer_digests(picked, self.spec, group, valid)
+        return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid)
 
     def one_layer_digests(self, layer: int, slots: Sequence[int], valid: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Digests [n] of one model layer of each slot."""
         group, index = self.place_of_layer[layer]
-        size = self._layer_nbytes[group]
-        rows = self._slots_of_group[group][:, index * size : (index + 1) * size]
-        picked = rows[np.asarray(slots, dtype=np.int64)]
-        return layer_digests(picked, self.spec, group, valid, slice(index, index + 1))[:, 0]
+        one = slice(index, index + 1)
+        return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
 
     def to_host(self, slots: Sequence[int], layer: int | None = None) -> None:
         """Make slots (one layer of them, or all) readable by the messenger. Returns when the bytes are there."""

@@ -1,7 +1,8 @@
 """What every worker is made of: model, KV memory, slots, engine loop, token streams, reports. One per process.
 
-All methods run on the event loop; the engine's thread reports through `_on_step`. Slots are owned here: a coroutine takes
-them with `take_slots`, gives them to a sequence for the time of `run_in_engine`, and gives them back with `give_slots`.
+All methods run on the event loop; the engine's thread reports through `_on_step`. Slots are owned here: a coroutine
+takes them with `take_slots`, gives them to a sequence for the time of `run_in_engine`, and gives them back with
+`give_slots`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SWITCH_INTERVAL_S = 0.0005  # I/O must not wait 5 ms for the interpreter while t
 class WorkerNode:
     """The organs of one worker, and the jobs that run on it."""
 
-    def __init__(self, config: WorkerConfig, role: Role, on_layer: LayerHook | None = None) -> None:
+    def __init__(self, config: WorkerConfig, role: Role.ValueType, on_layer: LayerHook | None = None) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.role = role
@@ -79,10 +80,9 @@ class WorkerNode:
         self.draining = asyncio.Event()
         self.held: dict[str, Held] = {}
         self.timings: dict[int, Timing] = {}
-        self.num_waiting = 0
         self._jobs: dict[str, tuple[Request, asyncio.Task[None]]] = {}
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self._slot_queue: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
+        self._slot_queue: deque[tuple[Sequence[bytes], int, asyncio.Future[tuple[list[int], int]]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
         self.reporter: Reporter
@@ -130,8 +130,7 @@ class WorkerNode:
     async def close(self) -> None:
         """Cancel what still runs and free everything."""
         self.draining.set()
-        for request_id in list(self._jobs):
-            await self.cancel(request_id)
+        await self._cancel_all([task for _, task in self._jobs.values()])
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.gather(self._reporting, return_exceptions=True)
@@ -168,19 +167,23 @@ class WorkerNode:
         job = self._jobs.get(request_id)
         return job[0] if job else None
 
-    async def cancel(self, request_id: str) -> None:
-        """Cancel a request's job and wait until it has given everything back."""
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Cancel a request's job here unless it is a later attempt's."""
         job = self._jobs.get(request_id)
-        if job is not None:
+        if job is not None and job[0].attempt <= attempt:
             job[1].cancel()
-            await asyncio.gather(job[1], return_exceptions=True)
 
     async def cancel_frontend(self, frontend_id: str) -> None:
         """A frontend is gone: nobody waits for its requests."""
-        orphans = [r.request_id for r, _ in self._jobs.values() if r.frontend_id == frontend_id]
+        orphans = [task for request, task in self._jobs.values() if request.frontend_id == frontend_id]
         if orphans:
             log.warning("frontend %s is gone; cancelling its %d requests", frontend_id, len(orphans))
-        await asyncio.gather(*(self.cancel(request_id) for request_id in orphans))
+        await self._cancel_all(orphans)
+
+    async def _cancel_all(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _job(self, request: Request, work: Awaitable[None], previous: asyncio.Task[None] | None) -> None:
         try:
@@ -227,8 +230,8 @@ class WorkerNode:
 
     # Slots.
 
-    async def take_slots(self, count: int) -> list[int]:
-        """Take `count` slots, first come first served; waits until they are there. Cancellable."""
+    async def take_slots(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+        """As SlotPool.acquire, first come first served; waits until the slots are there. Cancellable."""
         if count > self.config.num_slots:
             raise RequestRefused(
                 "too_long",
@@ -237,20 +240,18 @@ class WorkerNode:
             )
         if not self._slot_queue:
             try:
-                return self.slots.allocate(count)
+                return self.slots.acquire(keys, count)
             except OutOfSlots:
                 pass
-        future: asyncio.Future[list[int]] = self._loop.create_future()
-        self._slot_queue.append((count, future))
-        self.num_waiting += 1
+        future: asyncio.Future[tuple[list[int], int]] = self._loop.create_future()
+        self._slot_queue.append((keys, count, future))
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.give_slots(future.result())
+                self.slots.release(future.result()[0])
             raise
         finally:
-            self.num_waiting -= 1
             self._serve_slot_queue()
 
     def give_slots(self, slots: Sequence[int]) -> None:
@@ -272,11 +273,12 @@ class WorkerNode:
 
     def _serve_slot_queue(self) -> None:
         while self._slot_queue:
-            count, future = self._slot_queue[0]
+            keys, count, future = self._slot_queue[0]
             if not future.done():
-                if count > self.slots.num_available:
+                try:
+                    future.set_result(self.slots.acquire(keys, count))
+                except OutOfSlots:
                     return
-                future.set_result(self.slots.allocate(count))
             self._slot_queue.popleft()
 
     # Engine.

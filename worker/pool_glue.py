@@ -173,6 +173,9 @@ class PoolGlue:
         except PoolErrors as error:
             self._counters.add("store_failures", 1)
             log.warning("blocks were not stored in the pool: %s", error)
+        except Exception:
+            self._counters.add("store_failures", 1)
+            log.exception("blocks were not stored in the pool")
 
     async def _store(self, client: PoolClient, keys: Sequence[bytes], slots: Sequence[int], first: int) -> None:
         parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]

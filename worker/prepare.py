@@ -41,15 +41,12 @@ async def prepared(
     block_tokens = node.config.block_tokens
     # The last prompt token is always computed: its logits are wanted.
     reusable = request.keys[: (len(request.prompt) - 1) // block_tokens]
-    local = node.slots.match(reusable)
-    node.slots.hold(local)
-    slots = list(local)
+    slots, num_shared = await node.take_slots(reusable, -(-peak_tokens // block_tokens))
     pinned: list[Pinned] = []
     try:
-        slots += await node.take_slots(-(-peak_tokens // block_tokens) - len(local))
         queue_s = time.monotonic() - submitted
         pinned = await node.pool.pin(reusable, request.placement)
-        yield Prepared(request, slots, len(local), pinned, time.monotonic(), queue_s)
+        yield Prepared(request, slots, num_shared, pinned, time.monotonic(), queue_s)
     finally:
         node.give_slots(slots)
         if pinned:

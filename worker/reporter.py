@@ -1,4 +1,4 @@
-"""Keeps a node joined to the conductor: registers, reports load and measurements, obeys commands, reconnects for ever."""
+"""Keeps a node joined to the conductor: registers, reports load and measurements, reconnects for ever."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moonpool_proto.v1.conductor_pb2 import (
     TransferSample,
 )
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from worker.errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class Reporter:
         self._pending = NodeReport()
         self._last_refusal = ""
         self.joined = asyncio.Event()
+        self.refused = asyncio.Event()
 
-    def progress(self, request_id: str, attempt: int, phase: Phase) -> None:
+    def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
         self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
         self._news.set()
 
@@ -79,12 +81,27 @@ class Reporter:
                 if refused and error.details() != self._last_refusal:
                     self._last_refusal = error.details() or ""
                     log.error("conductor at %s refused this node: %s", self._target, self._last_refusal)
+                    self.refused.set()
+            except Exception:
+                log.exception("reporting to the conductor at %s failed", self._target)
             finally:
                 self.joined.clear()
                 await channel.close()
             await asyncio.sleep(RECONNECT_S)
 
+    async def first_join(self) -> None:
+        """Wait for the first join. Raises StartupError when the conductor refuses this node instead."""
+        waits = [asyncio.ensure_future(self.joined.wait()), asyncio.ensure_future(self.refused.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not self.joined.is_set():
+            raise StartupError(f"the conductor at {self._target} refused this node: {self._last_refusal}")
+
     async def _reports(self) -> AsyncIterator[NodeReport]:
+        self._pending = NodeReport()  # what the conductor missed is in `held`
         first = NodeReport(node=self._node)
         self._fill(first)
         yield first

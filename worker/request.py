@@ -74,7 +74,7 @@ class Request:
             top_k=sampling.top_k,
             seed=sampling.seed,
             max_tokens=min(sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
-            stop_ids=frozenset(() if sampling.ignore_eos else sampling.stop_token_ids),
+            stop_ids=frozenset(sampling.stop_token_ids),
             placement=submit.placement,
             deadline=time.monotonic() + (submit.timeout_s or 600.0),
             proto=submit,
@@ -101,7 +101,7 @@ class Sequence:
     num_computed: int
     prefill_only: bool  # leaves the loop with its first token
     table: NDArray[np.int32] = field(init=False)
-    finish: Finish = FINISH_NONE
+    finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     compute_s: float = 0.0
 

@@ -6,12 +6,24 @@ import asyncio
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, NoReturn
 
 import grpc
 
 from moonpool_proto.v1.common_pb2 import JsonReply, JsonRequest
-from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Submit, WorkerMessage
+from moonpool_proto.v1.worker_pb2 import (
+    AbortReply,
+    AbortRequest,
+    CommitReply,
+    CommitRequest,
+    Failure,
+    FrontendMessage,
+    ReserveReply,
+    ReserveRequest,
+    Submit,
+    WorkerMessage,
+)
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
 from worker.errors import RequestRefused
 from worker.node import WorkerNode
@@ -40,7 +52,6 @@ class WorkerFace(WorkerServicer):
         first = await first_message(request_iterator)
         if first is None or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Attach must be `hello`")
-            return
         stream = self.node.streams.attach(first.hello.frontend_id, first.hello.incarnation)
         await self.node.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind
         log.info("frontend %s attached", stream.frontend_id)
@@ -62,7 +73,7 @@ class WorkerFace(WorkerServicer):
                 if message.HasField("submit"):
                     self._submit(message.submit)
                 elif message.HasField("cancel"):
-                    self._spawn(self.node.cancel(message.cancel.request_id))
+                    self.node.cancel(message.cancel.request_id, message.cancel.attempt)
         finally:
             stream.close()
 
@@ -96,10 +107,28 @@ class WorkerFace(WorkerServicer):
                 ),
             )
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def Reserve(
+        self, request: ReserveRequest, context: grpc.aio.ServicerContext[ReserveRequest, ReserveReply]
+    ) -> ReserveReply:
+        await self._not_mine(context)
+
+    async def Commit(
+        self, request: CommitRequest, context: grpc.aio.ServicerContext[CommitRequest, CommitReply]
+    ) -> CommitReply:
+        await self._not_mine(context)
+
+    async def Abort(
+        self, request: AbortRequest, context: grpc.aio.ServicerContext[AbortRequest, AbortReply]
+    ) -> AbortReply:
+        await self._not_mine(context)
+
+    async def _not_mine(self, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.node.config.node_id} takes no hand-offs")
 
     async def State(self, request: JsonRequest, context: object) -> JsonReply:
         return JsonReply(json=json.dumps(self.node.state()))

@@ -19,7 +19,7 @@ async def serve_until(
     try:
         await asyncio.to_thread(node.warm_up)
         await node.start(server.target)
-        await node.reporter.joined.wait()
+        await node.reporter.first_join()
         on_ready(server.target)
         await stop.wait()
         node.draining.set()

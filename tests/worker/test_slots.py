@@ -22,19 +22,21 @@ class SlotPoolMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def admit(self, prompt: list[int]) -> None:
         keys = [bytes(prompt[: i + 1]) for i in range(len(prompt))]
-        shared = self.pool.match(keys)
-        self.pool.hold(shared)
+        indexed = self.pool.match(keys)
+        before = self.pool.num_held, self.pool.num_available
         try:
-            fresh = self.pool.allocate(len(keys) - len(shared))
+            slots, num_shared = self.pool.acquire(keys, len(keys))
         except OutOfSlots:
-            assert self.pool.num_available < len(keys) - len(shared)
-            self.pool.release(shared)
+            assert (self.pool.num_held, self.pool.num_available) == before
+            assert self.pool.num_available < len(keys)
             return
+        assert slots[:num_shared] == indexed
+        fresh = set(slots[num_shared:])
         owned = {slot for request in self.requests for slot in request}
-        assert not set(fresh) & (owned | set(shared) | set(self.quarantined))
-        for slot, key in zip(shared + fresh, keys, strict=True):
+        assert not fresh & (owned | set(indexed) | set(self.quarantined))
+        for slot, key in zip(slots, keys, strict=True):
             self.pool.index(slot, key)
-        self.requests.append(shared + fresh)
+        self.requests.append(slots)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

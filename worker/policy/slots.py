@@ -75,6 +75,20 @@ class SlotPool:
             taken.append(slot)
         return taken
 
+    def acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+        """`count` slots for a request whose leading blocks are `keys`: what is indexed is shared, the rest is empty.
+
+        Returns (slots in block order, how many of them are shared). All or nothing (OutOfSlots): a request that has to
+        wait holds nothing meanwhile, so that waiting requests cannot starve each other.
+        """
+        shared = self.match(keys)
+        self.hold(shared)
+        try:
+            return shared + self.allocate(count - len(shared)), len(shared)
+        except OutOfSlots:
+            self.release(shared)
+            raise
+
     def index(self, slot: int, key: bytes) -> None:
         """Say that a held slot now contains the whole block `key`. The first slot of a key stays its holder."""
         if self._count[slot] == 0:

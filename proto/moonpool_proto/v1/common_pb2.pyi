@@ -159,7 +159,9 @@ class Sampling(_message.Message):
     """total new tokens of the request, over all attempts"""
     ignore_eos: _builtins.bool
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with the model's eos ids unless the client ignores them"""
+
     def __init__(
         self,
         *,

@@ -1,0 +1,230 @@
+"""A real cluster of real processes for end-to-end tests, and the judge of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from engine import Model, SamplingRow, load_model, noisy_scores
+from engine.random_model import write_random_model
+
+TOKENIZER = Path(__file__).parents[2] / "moonpool" / "data" / "model"
+TOLERANCE = 1e-3
+START_S = 120.0
+
+
+@dataclass
+class Answer:
+    """One completion, however it was asked for."""
+
+    token_ids: list[int]
+    prompt_ids: list[int]
+    cached_tokens: int
+    finish_reason: str
+    moonpool: dict[str, Any]
+    body: dict[str, Any]
+
+
+@dataclass
+class Cluster:
+    """A running `moonpool serve`."""
+
+    process: subprocess.Popen[bytes]
+    ready_file: Path
+    model: Path
+    log: Path
+    ready: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return str(self.ready["url"])
+
+    def reload(self) -> None:
+        self.ready = json.loads(self.ready_file.read_text())
+
+    def pid(self, node_id: str) -> int:
+        self.reload()
+        return int(self.ready["nodes"][node_id]["pid"])
+
+    def kill(self, node_id: str) -> int:
+        pid = self.pid(node_id)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    async def wait_restarted(self, node_id: str, old_pid: int) -> None:
+        """Until the supervisor has brought the process back and the cluster can serve."""
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, ValueError, KeyError):
+                    if self.pid(node_id) != old_pid:
+                        async with session.get(f"{self.url}/ready") as response:
+                            if response.status == 200:
+                                return
+                await asyncio.sleep(0.1)
+
+    async def complete(self, session: aiohttp.ClientSession, prompt: Sequence[int], **options: Any) -> Answer:
+        """A completion of a token-id prompt, not streamed. Raises on any status but 200."""
+        body = {"model": self.ready["model"], "prompt": list(prompt), "return_token_ids": True, **options}
+        async with session.post(f"{self.url}/v1/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        choice = answer["choices"][0]
+        return Answer(
+            token_ids=choice["token_ids"],
+            prompt_ids=list(prompt),
+            cached_tokens=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+            finish_reason=choice["finish_reason"],
+            moonpool=answer["moonpool"],
+            body=answer,
+        )
+
+    async def validate(self) -> dict[str, Any]:
+        """Every role's self-check, asked again for a moment: a client has its last token before the books close."""
+        deadline = time.monotonic() + 20
+        while True:
+            found = await asyncio.to_thread(self._validate)
+            if all(role["ok"] for role in found.values()) or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.2)
+
+    def _validate(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "moonpool", "validate", "--ready-file", str(self.ready_file), "--json"],
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        return dict(json.loads(done.stdout))
+
+
+@contextlib.contextmanager
+def running_cluster(tmp: Path, model: Path, *flags: str) -> Iterator[Cluster]:
+    """`moonpool serve` on a free port, ended on exit."""
+    tmp.mkdir(parents=True, exist_ok=True)
+    ready_file, log = tmp / "ready.json", tmp / "serve.log"
+    command = [sys.executable, "-m", "moonpool", "serve", str(model), "--port", "0", "--ready-file", str(ready_file)]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
+    cluster = Cluster(process, ready_file, model, log)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready_file.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)  # polling for a file, bounded by the deadline above
+        cluster.reload()
+        yield cluster
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of enlarged scale: clear margins, so that any wrong KV shows in the tokens."""
+    return write_random_model(
+        tmp_path_factory.mktemp("model"),
+        layers=3,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        vocab=2048,
+        max_len=2048,
+        scale=3.0,
+        seed=7,
+        tokenizer=TOKENIZER,
+    )
+
+
+@pytest.fixture(scope="session")
+def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose last layers see a sliding window: two KV groups."""
+    return write_random_model(
+        tmp_path_factory.mktemp("model2"),
+        family="qwen2",
+        layers=4,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        vocab=2048,
+        max_len=2048,
+        window=48,
+        full_layers=2,
+        scale=3.0,
+        seed=8,
+        tokenizer=TOKENIZER,
+    )
+
+
+@pytest.fixture(scope="session")
+def start_cluster(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., contextlib.AbstractContextManager[Cluster]]:
+    def start(model: Path, *flags: str) -> contextlib.AbstractContextManager[Cluster]:
+        return running_cluster(tmp_path_factory.mktemp("cluster"), model, *flags)
+
+    return start
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as client:
+        yield client
+
+
+class Judge:
+    """Teacher forcing in one process without a cluster: is every token what the model would have said?"""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def wrong_tokens(self, answer: Answer, **sampling: Any) -> list[int]:
+        """Indices of tokens that lie more than the tolerance below the best."""
+        ids = np.array([*answer.prompt_ids, *answer.token_ids], dtype=np.int32)
+        logits = self._model.score(ids)
+        wrong = []
+        for index, token in enumerate(answer.token_ids):
+            row = SamplingRow(
+                temperature=sampling.get("temperature", 0.0),
+                top_p=sampling.get("top_p", 1.0),
+                top_k=sampling.get("top_k", 0),
+                seed=sampling.get("seed", 0),
+                choice=0,
+                index=index,
+            )
+            scores = noisy_scores(logits[len(answer.prompt_ids) - 1 + index], row)
+            if scores[token] < scores.max() - TOLERANCE:
+                wrong.append(index)
+        return wrong
+
+
+@pytest.fixture(scope="session")
+def judge_of() -> Callable[[Path], Judge]:
+    judges: dict[Path, Judge] = {}
+
+    def judge(model: Path) -> Judge:
+        if model not in judges:
+            judges[model] = Judge(load_model(model, threads=1))
+        return judges[model]
+
+    return judge

@@ -1,0 +1,138 @@
+"""kill -9 of any process in mid-request: the request goes on with no wrong token, or ends with a named error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 2000, length).tolist()
+
+
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_token: Callable[[int], None]
+) -> tuple[list[int], dict[str, Any] | None]:
+    """Token ids of a streamed completion, and the error event that ended it, if one did."""
+    ids: list[int] = []
+    async with session.post(
+        f"{url}/v1/completions", json={**body, "stream": True, "return_token_ids": True}
+    ) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                return ids, event["error"]
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+            on_token(len(ids))
+    return ids, None
+
+
+@pytest.fixture(scope="module")
+def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--block-tokens", "8"]
+    with start_cluster(random_model, *flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "decode-1", "conductor", "pool-0", "prefill-0"])
+async def test_a_running_request_survives_the_death_of(
+    victim: str,
+    cluster: Any,
+    random_model: Path,
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    old = cluster.pid(victim)
+    killed = asyncio.Event()
+
+    def kill_at_twenty(count: int) -> None:
+        if count >= 20 and not killed.is_set():
+            cluster.kill(victim)
+            killed.set()
+
+    asked = [prompt(seed, 120 + 8 * seed) for seed in range(4)]
+    bodies = [{"model": cluster.ready["model"], "prompt": p, **LONG} for p in asked]
+    answers = await asyncio.gather(*(stream(session, cluster.url, body, kill_at_twenty) for body in bodies))
+    assert killed.is_set()
+    judge = judge_of(random_model)
+    for ids, (got, error) in zip(asked, answers, strict=True):
+        assert error is None
+        assert len(got) == LONG["max_tokens"]
+        answer = type("A", (), {"prompt_ids": ids, "token_ids": got})
+        assert judge.wrong_tokens(answer, temperature=0.8, seed=42) == []
+    await cluster.wait_restarted(victim, old)
+    found = await cluster.validate()
+    assert all(role["ok"] for role in found.values()), found
+    after = await cluster.complete(session, asked[0], max_tokens=8, temperature=0.0)
+    assert judge.wrong_tokens(after) == []
+
+
+async def test_a_waiting_prompt_survives_the_death_of_its_prefill_node(
+    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    asked = [prompt(100 + seed, 1500) for seed in range(8)]
+    work = [asyncio.create_task(cluster.complete(session, p, max_tokens=4, temperature=0.0)) for p in asked]
+    await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    old = cluster.kill("prefill-1")
+    judge = judge_of(random_model)
+    for answer in await asyncio.gather(*work):
+        assert judge.wrong_tokens(answer) == []
+    await cluster.wait_restarted("prefill-1", old)
+    found = await cluster.validate()
+    assert all(role["ok"] for role in found.values()), found
+
+
+async def test_the_death_of_the_frontend_cancels_its_requests(cluster: Any, session: aiohttp.ClientSession) -> None:
+    old = cluster.pid("frontend")
+    body = {"model": cluster.ready["model"], "prompt": prompt(7, 50), **LONG, "max_tokens": 1500}
+
+    def kill_at_ten(count: int) -> None:
+        if count == 10:
+            cluster.kill("frontend")
+
+    with pytest.raises(aiohttp.ClientError):
+        await stream(session, cluster.url, body, kill_at_ten)
+    await cluster.wait_restarted("frontend", old)
+    found = await cluster.validate()
+    assert all(role["ok"] for role in found.values()), found
+
+
+async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
+    random_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    with start_cluster(random_model, "--block-tokens", "8") as single:
+        old = single.pid("decode-0")
+        body = {"model": single.ready["model"], "prompt": prompt(3, 60), **LONG}
+        done: list[int] = []
+
+        def kill_once(count: int) -> None:
+            if count >= 20 and not done:
+                done.append(single.kill("decode-0"))
+
+        ids, error = await stream(session, single.url, body, kill_once)
+        if error is None:  # the node came back before the attempts ran out
+            answer = type("A", (), {"prompt_ids": body["prompt"], "token_ids": ids})
+            assert judge_of(random_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
+            assert len(ids) == LONG["max_tokens"]
+        else:
+            assert error["message"]
+            assert error["code"]
+        await single.wait_restarted("decode-0", old)
+        found = await single.validate()
+        assert all(role["ok"] for role in found.values()), found

@@ -1,0 +1,117 @@
+"""No wrong token: greedy and seeded, with reuse, chunking, two prefill and two decode nodes, over shm and over tcp."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 1234}
+MODES: list[dict[str, Any]] = [{"temperature": 0.0}, SAMPLED]
+
+
+def prompts(count: int, shared: int, own: int, seed: int) -> list[list[int]]:
+    """Token-id prompts with a common prefix of `shared` tokens and `own` tokens of their own."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(5, 2000, shared).tolist()
+    return [head + rng.integers(5, 2000, own + i).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_two_by_two_cluster_says_what_one_process_would(
+    transport: str,
+    random_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--transport", transport]
+    flags += ["--block-tokens", "8", "--prefill-chunk-tokens", "48"]
+    with start_cluster(random_model, *flags) as cluster:
+        judge = judge_of(random_model)
+        for mode in MODES:
+            asked = prompts(12, shared=100, own=60, seed=3)
+            first = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
+            rest = await asyncio.gather(
+                *(cluster.complete(session, p, max_tokens=16, ignore_eos=True, **mode) for p in asked[1:])
+            )
+            again = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
+            for answer in [first, *rest, again]:
+                assert len(answer.token_ids) == 16
+                assert judge.wrong_tokens(answer, **mode) == []
+            assert again.cached_tokens >= 152
+            assert sum(a.cached_tokens > 0 for a in rest) >= 6
+        found = await cluster.validate()
+        assert all(role["ok"] for role in found.values()), found
+
+
+async def test_a_two_group_model_over_the_cluster(
+    two_group_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    with start_cluster(two_group_model, "--block-tokens", "16", "--prefill-chunk-tokens", "64") as cluster:
+        judge = judge_of(two_group_model)
+        for mode in MODES:
+            for prompt in prompts(3, shared=90, own=40, seed=5):
+                answer = await cluster.complete(session, prompt, max_tokens=24, ignore_eos=True, **mode)
+                assert judge.wrong_tokens(answer, **mode) == []
+        assert answer.cached_tokens > 0
+        found = await cluster.validate()
+        assert all(role["ok"] for role in found.values()), found
+
+
+async def test_answers_are_reused_by_the_next_turn(
+    random_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    with start_cluster(random_model, "--block-tokens", "8") as cluster:
+        judge = judge_of(random_model)
+        history = prompts(1, shared=20, own=10, seed=6)[0]
+        for turn in range(4):
+            answer = await cluster.complete(session, history, max_tokens=33, ignore_eos=True, temperature=0.0)
+            assert judge.wrong_tokens(answer) == []
+            if turn:
+                # Everything but the last, partial block and the token that was never fed back.
+                assert answer.cached_tokens >= len(history) - 8 - 7
+            await cluster.validate()
+            history = history + answer.token_ids + [17 + turn] * 6
+
+
+async def test_aggregated_workers_answer_like_the_reference(
+    random_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    with start_cluster(random_model, "--aggregated", "2", "--block-tokens", "8") as cluster:
+        judge = judge_of(random_model)
+        asked = prompts(8, shared=64, own=30, seed=9)
+        answers = await asyncio.gather(
+            *(cluster.complete(session, p, max_tokens=20, ignore_eos=True, **SAMPLED) for p in asked)
+        )
+        for answer in answers:
+            assert judge.wrong_tokens(answer, **SAMPLED) == []
+        found = await cluster.validate()
+        assert all(role["ok"] for role in found.values()), found
+
+
+async def test_equal_requests_get_equal_tokens_in_two_salts_without_sharing(
+    random_model: Path, start_cluster: Callable[..., Any], session: aiohttp.ClientSession
+) -> None:
+    with start_cluster(random_model, "--block-tokens", "8") as cluster:
+        prompt = prompts(1, shared=64, own=8, seed=11)[0]
+        first = await cluster.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
+        other = await cluster.complete(session, prompt, max_tokens=8, cache_salt="two", **SAMPLED)
+        again = await cluster.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
+        assert first.token_ids == other.token_ids == again.token_ids
+        assert (first.cached_tokens, other.cached_tokens) == (0, 0)
+        assert again.cached_tokens >= 64
