@@ -1,0 +1,145 @@
+"""One child process: started in its own process group, read line by line, and stopped for certain."""
+
+import asyncio
+import json
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.log_file import LogFile
+from moonpool.tether import SUPERVISOR_VARIABLE
+
+READY_PREFIX = "MOONPOOL_READY "
+TAIL_LINES = 20
+_LINE_LIMIT_NBYTES = 1 << 20
+_DRAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """What to run for one node of the cluster. The same plan is run again after a crash."""
+
+    node_id: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # over the supervisor's own environment
+    tier: int = 0  # lower tiers start first and stop last
+    stop_grace_s: float = 5.0  # between SIGTERM and SIGKILL
+
+
+class Child:
+    """A running process of a plan. `ready` becomes the JSON of its MOONPOOL_READY line."""
+
+    def __init__(self, plan: ChildPlan, process: asyncio.subprocess.Process, log: LogFile) -> None:
+        self.plan = plan
+        self.pid = process.pid
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = process
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls,
+        plan: ChildPlan,
+        log: LogFile,
+        *,
+        on_ready: Callable[["Child", dict[str, Any]], None],
+        on_line: Callable[[str], None],
+    ) -> tuple["Child", "asyncio.Task[int]"]:
+        """Start it; returns it and the task whose result is its exit code, once its last line was read."""
+        process = await asyncio.create_subprocess_exec(
+            *plan.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT_NBYTES,
+            env=child_environment(os.environ, plan.env),
+            process_group=0,  # the terminal's Ctrl-C reaches the supervisor alone
+        )
+        child = cls(plan, process, log)
+        return child, asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")
+
+    def terminate(self) -> None:
+        """Ask for a clean stop."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and whatever it started."""
+        self._signal(signal.SIGKILL)
+
+    async def _follow(self, on_ready: Callable[["Child", dict[str, Any]], None], on_line: Callable[[str], None]) -> int:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+
+        def take(line: str) -> None:
+            announcement = parse_ready(line)
+            if announcement is not None:
+                on_ready(self, announcement)
+                return
+            self.tail.append(line)
+            self._log.write(line)
+            on_line(line)
+
+        readers = [
+            asyncio.create_task(_read_lines(stream, take)) for stream in (self._process.stdout, self._process.stderr)
+        ]
+        exit_code = await self._process.wait()
+        # What the process started itself is in its group and must not outlive it; it could also hold the pipes open.
+        self._kill_group()
+        await asyncio.wait(readers, timeout=_DRAIN_S)
+        for reader in readers:
+            reader.cancel()
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return exit_code
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+        try:
+            self._process.send_signal(number)
+        except ProcessLookupError:
+            pass
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def parse_ready(line: str) -> dict[str, Any] | None:
+    """The JSON object of a MOONPOOL_READY line; None for any other line."""
+    if not line.startswith(READY_PREFIX):
+        return None
+    try:
+        announcement = json.loads(line.removeprefix(READY_PREFIX))
+    except ValueError:
+        return None
+    return announcement if isinstance(announcement, dict) else None
+
+
+def child_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """The supervisor's environment without its own MOONPOOL_* settings, which the plan's file holds already."""
+    kept = {name: value for name, value in base.items() if not name.startswith("MOONPOOL_")}
+    return {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
+
+
+async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    while True:
+        try:
+            raw = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as end:
+            if end.partial:
+                take(end.partial.decode(errors="replace"))
+            return
+        except asyncio.LimitOverrunError as overrun:
+            raw = await stream.readexactly(overrun.consumed)
+        take(raw.decode(errors="replace").rstrip("\r\n"))

@@ -1,0 +1,64 @@
+"""The `moonpool` command: what it offers, with examples. Each command's work is done elsewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from moonpool.config import ServeConfig
+from moonpool.options import configured_command
+from moonpool.roles import ROLES, Role, run_role
+from moonpool.serve import serve
+
+_HELP = """
+Disaggregated prefill/decode LLM serving built around the KV cache.
+
+[bold]Try it[/bold] (no GPU and no download needed: a small model is bundled)
+
+  [cyan]moonpool serve[/cyan]   a whole cluster on this machine, OpenAI API on port 8000
+
+  [cyan]curl 127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "In the beginning"}'[/cyan]
+
+  [cyan]moonpool demo[/cyan]    a cluster under a replayed production trace, every token verified
+"""
+
+_SERVE_HELP = """
+Start a whole cluster on this machine: conductor, KV pool, workers, OpenAI API. Ctrl-C ends it.
+
+[bold]Examples[/bold]
+
+  [cyan]moonpool serve[/cyan]  (the bundled model, 1 prefill and 1 decode worker)
+
+  [cyan]moonpool serve ./my-llama --prefill-nodes 2 --decode-nodes 2 --port 8080[/cyan]
+
+  [cyan]moonpool serve --aggregated 2[/cyan]  (both phases in each worker: the baseline)
+
+  [cyan]moonpool serve --pool-nodes 2[/cyan]  (as if on two hosts: KV goes over TCP)
+
+  [cyan]moonpool serve --config cluster.yaml --ttft-slo 2[/cyan]  (a flag wins over the file)
+
+Each flag is also a key of the file and a variable: --port 80, port: 80, MOONPOOL_PORT=80.
+"""
+
+app = typer.Typer(
+    name="moonpool",
+    help=_HELP,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _runner(role: Role) -> Callable[[Any], int]:
+    return lambda config: run_role(role, config)
+
+
+configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
+for _role in ROLES:
+    configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help)
+
+
+def main() -> None:
+    """Entry point of the `moonpool` script."""
+    app()

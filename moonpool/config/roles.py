@@ -1,0 +1,105 @@
+"""Which slices each command reads; what a command reads is its whole configuration."""
+
+from dataclasses import dataclass, field
+
+from moonpool.config.fields import Setting, composite_settings
+from moonpool.config.slices import (
+    ConductorTarget,
+    EngineSettings,
+    HostSettings,
+    HttpSettings,
+    ListenSettings,
+    LogSettings,
+    ModelSettings,
+    NodeSettings,
+    PoolSettings,
+    SchedulingSettings,
+    SupervisorSettings,
+    TopologySettings,
+    TransportSettings,
+    WorkerSettings,
+)
+from moonpool.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """`moonpool serve`."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    topology: TopologySettings = field(default_factory=TopologySettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    transport: TransportSettings = field(default_factory=TransportSettings)
+    supervisor: SupervisorSettings = field(default_factory=SupervisorSettings)
+    logs: LogSettings = field(default_factory=LogSettings)
+
+    def __post_init__(self) -> None:
+        if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
+            raise ConfigError(
+                f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
+                "several hosts, which share no memory; take transport auto or tcp"
+            )
+
+
+@dataclass(frozen=True)
+class ConductorRole:
+    """`moonpool conductor`."""
+
+    node: NodeSettings
+    listen: ListenSettings
+    scheduling: SchedulingSettings
+    logs: LogSettings
+
+
+@dataclass(frozen=True)
+class PoolNodeRole:
+    """`moonpool pool-node`."""
+
+    node: NodeSettings
+    listen: ListenSettings
+    host: HostSettings
+    conductor: ConductorTarget
+    pool: PoolSettings
+    transport: TransportSettings
+    logs: LogSettings
+
+
+@dataclass(frozen=True)
+class WorkerRole:
+    """`moonpool prefill-node | decode-node | aggregated-node`."""
+
+    node: NodeSettings
+    listen: ListenSettings
+    host: HostSettings
+    conductor: ConductorTarget
+    worker: WorkerSettings
+    model: ModelSettings
+    engine: EngineSettings
+    pool: PoolSettings
+    transport: TransportSettings
+    logs: LogSettings
+
+
+@dataclass(frozen=True)
+class FrontendRole:
+    """`moonpool frontend`."""
+
+    node: NodeSettings
+    conductor: ConductorTarget
+    http: HttpSettings
+    model: ModelSettings
+    logs: LogSettings
+
+
+COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, WorkerRole, FrontendRole)
+
+
+def all_settings() -> dict[str, Setting]:
+    """Every key that any command reads."""
+    settings: dict[str, Setting] = {}
+    for composite in COMPOSITES:
+        settings.update(composite_settings(composite))
+    return settings

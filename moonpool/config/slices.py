@@ -1,0 +1,251 @@
+"""Every configuration key of the application, in slices; a key is declared here once and nowhere else."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from moonpool.config.fields import Key, Slice
+from moonpool.config.sources import parse_size
+from moonpool.errors import ConfigError
+
+BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "data" / "model"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class ModelSettings(Slice):
+    """Which model, and in what blocks its KV is kept."""
+
+    panel: ClassVar[str] = "Model"
+    model: Annotated[
+        Path, Key("Hugging Face folder: config.json, *.safetensors, tokenizer.json", default_text="the bundled model")
+    ] = BUNDLED_MODEL
+    served_model_name: Annotated[str, Key("Name that requests use", default_text="the folder's name")] = ""
+    block_tokens: Annotated[int, Key("Tokens in a KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
+
+    @property
+    def name(self) -> str:
+        """The name that requests use."""
+        if self.served_model_name:
+            return self.served_model_name
+        return "moonpool" if self.model == BUNDLED_MODEL else self.model.resolve().name
+
+
+@dataclass(frozen=True)
+class EngineSettings(Slice):
+    """How an engine process computes."""
+
+    panel: ClassVar[str] = "Engine"
+    device: Annotated[str, Key("cpu, cuda, cuda:N or auto: a GPU where there is one; workers take turns over GPUs")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        str,
+        Key(
+            "Weights and KV; auto: float32 on a CPU, the checkpoint's own on a GPU",
+            choices=("auto", "float32", "float16", "bfloat16"),
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int, Key("CPU threads of each engine process", low=0, high=1024, default_text="cores shared equally")
+    ] = 0
+    capacity_tokens: Annotated[int, Key("Tokens of KV that one engine holds", low=1)] = 32768
+    max_batch: Annotated[int, Key("Sequences decoded in one step", low=1, high=65536)] = 64
+    prefill_chunk_tokens: Annotated[int, Key("Most prompt tokens computed in one step", low=1)] = 512
+    prefill_lookahead: Annotated[
+        int, Key("Requests loaded or reserved ahead of the one computed", low=1, high=1024)
+    ] = 3
+    max_model_len: Annotated[int, Key("Longest prompt and output together", low=0, default_text="the model's own")] = 0
+
+
+@dataclass(frozen=True)
+class TopologySettings(Slice):
+    """How many processes of each role `serve` starts."""
+
+    panel: ClassVar[str] = "Cluster"
+    prefill_nodes: Annotated[
+        int | None, Key("Prefill workers", low=0, high=256, default_text="1, or 0 with --aggregated")
+    ] = None
+    decode_nodes: Annotated[
+        int | None, Key("Decode workers", low=0, high=256, default_text="1, or 0 with --aggregated")
+    ] = None
+    aggregated: Annotated[int, Key("Workers that do both phases: the baseline to compare with", low=0, high=256)] = 0
+    pool_nodes: Annotated[
+        int, Key("KV pool nodes; each stands for a host of its own, workers take turns over them", low=1, high=64)
+    ] = 1
+
+    @property
+    def num_prefill(self) -> int:
+        return (0 if self.aggregated else 1) if self.prefill_nodes is None else self.prefill_nodes
+
+    @property
+    def num_decode(self) -> int:
+        return (0 if self.aggregated else 1) if self.decode_nodes is None else self.decode_nodes
+
+    @property
+    def num_engines(self) -> int:
+        return self.num_prefill + self.num_decode + self.aggregated
+
+    def check(self) -> None:
+        if bool(self.num_prefill) != bool(self.num_decode):
+            raise ConfigError(
+                f"prefill_nodes is {self.num_prefill} and decode_nodes is {self.num_decode}: "
+                "one cannot serve without the other"
+            )
+        if not self.num_engines:
+            raise ConfigError(
+                "no worker is asked for: give --prefill-nodes and --decode-nodes, or --aggregated, at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class PoolSettings(Slice):
+    """The KV pool."""
+
+    panel: ClassVar[str] = "KV pool"
+    pool_bytes: Annotated[
+        int,
+        Key(
+            "Memory of each pool node for KV, e.g. 4GiB; taken as it fills",
+            low=1 << 16,
+            parse=parse_size,
+            default_text="1GiB",
+        ),
+    ] = 1 << 30
+    put_ttl: Annotated[float, Key("Seconds after which a put that was never sealed is dropped", low=0.1, high=3600)] = (
+        30.0
+    )
+    lease: Annotated[float, Key("Seconds for which a reader holds blocks of the pool", low=0.1, high=3600)] = 30.0
+
+
+@dataclass(frozen=True)
+class SchedulingSettings(Slice):
+    """Admission and placement."""
+
+    panel: ClassVar[str] = "Scheduling"
+    ttft_slo: Annotated[
+        float,
+        Key(
+            "Objective for the time to the first token, seconds; a request predicted to miss it gets a 429",
+            low=0,
+            high=86400,
+            default_text="off",
+        ),
+    ] = 0.0
+    tbt_slo: Annotated[
+        float, Key("Objective for the time between tokens, seconds", low=0, high=3600, default_text="off")
+    ] = 0.0
+    balancing_threshold: Annotated[
+        float,
+        Key("Ratio of the best cached prefix to a node's own above which KV is copied to the node", low=1, high=1e6),
+    ] = 2.0
+    decision_log: Annotated[Path | None, Key("JSONL file of the conductor's events and decisions")] = None
+
+
+@dataclass(frozen=True)
+class HttpSettings(Slice):
+    """The OpenAI API."""
+
+    panel: ClassVar[str] = "HTTP"
+    host: Annotated[str, Key("Address to listen at; 0.0.0.0 for every interface")] = "127.0.0.1"
+    port: Annotated[int, Key("Port; 0 takes a free one", low=0, high=65535)] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Key("Accepted API key; may be given several times", default_text="no key asked")
+    ] = ()
+    request_timeout: Annotated[float, Key("Seconds after which a request fails", low=0.1, high=86400)] = 600.0
+    drain_grace: Annotated[
+        float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
+    ] = 3.0
+
+
+@dataclass(frozen=True)
+class TransportSettings(Slice):
+    """How KV moves between processes."""
+
+    panel: ClassVar[str] = "Transport"
+    transport: Annotated[
+        str, Key("auto: shared memory within a host, TCP between hosts", choices=("auto", "tcp", "shm"))
+    ] = "auto"
+    data_host: Annotated[str, Key("Address of this host for KV transfers over TCP")] = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LogSettings(Slice):
+    """What is logged."""
+
+    panel: ClassVar[str] = "Logs"
+    log_level: Annotated[str, Key("Least level that is logged", choices=LOG_LEVELS)] = "info"
+    log_json: Annotated[bool, Key("One JSON object per line")] = False
+
+
+@dataclass(frozen=True)
+class SupervisorSettings(Slice):
+    """How `serve` looks after its processes."""
+
+    panel: ClassVar[str] = "Supervision"
+    run_dir: Annotated[
+        Path | None, Key("Folder for sockets and logs", default_text="moonpool-UID/PORT in the temporary folder")
+    ] = None
+    ready_file: Annotated[
+        Path | None, Key("JSON file written when the cluster is ready: URL, and every node's pid")
+    ] = None
+    startup_timeout: Annotated[float, Key("Seconds within which the cluster must be ready", low=1, high=86400)] = 180.0
+    stop_grace: Annotated[
+        float, Key("Seconds a process has for a clean stop before it is killed", low=0.1, high=3600)
+    ] = 5.0
+    verbose: Annotated[bool, Key("Show every log line, not only warnings", aliases=("-v",))] = False
+
+
+@dataclass(frozen=True)
+class NodeSettings(Slice):
+    """Which process of the cluster this is."""
+
+    panel: ClassVar[str] = "This node"
+    node_id: Annotated[str, Key("Name in the cluster, kept over restarts", default_text="ROLE-HOSTNAME")] = ""
+    socket_dir: Annotated[
+        Path | None,
+        Key("Folder for this node's unix sockets", default_text="moonpool-UID/NODE in the temporary folder"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ListenSettings(Slice):
+    """Where this node is called."""
+
+    panel: ClassVar[str] = "This node"
+    listen: Annotated[str, Key("gRPC address: host:port (0 = a free one) or unix:/path")] = "127.0.0.1:0"
+
+
+@dataclass(frozen=True)
+class HostSettings(Slice):
+    """Which host this node counts itself to."""
+
+    panel: ClassVar[str] = "This node"
+    host_id: Annotated[str, Key("Nodes of equal host share memory", default_text="this machine's boot id")] = ""
+
+
+@dataclass(frozen=True)
+class WorkerSettings(Slice):
+    """A worker's place among its host's workers."""
+
+    panel: ClassVar[str] = "This node"
+    worker_index: Annotated[
+        int, Key("Which of the host's workers this is: chooses among its GPUs", low=0, high=4096)
+    ] = 0
+    pool: Annotated[str, Key("gRPC address of this host's pool node", default_text="required")] = ""
+
+    def check(self) -> None:
+        if not self.pool:
+            raise ConfigError("--pool is required: the gRPC address of this host's pool node")
+
+
+@dataclass(frozen=True)
+class ConductorTarget(Slice):
+    """The conductor, for a node that cannot do without."""
+
+    panel: ClassVar[str] = "This node"
+    conductor: Annotated[str, Key("gRPC address of the conductor", default_text="required")] = ""
+
+    def check(self) -> None:
+        if not self.conductor:
+            raise ConfigError("--conductor is required: the gRPC address that `moonpool conductor` printed")

@@ -1,0 +1,69 @@
+"""Every error the application raises; `exit_code` is what the process ends with. Nothing else lives here.
+
+MoonpoolError               1
+├── ConfigError             2  the configuration is wrong: running the same again cannot help
+│   ├── UnknownKey          2  a key, flag or variable that nothing reads
+│   ├── PortInUse           2  somebody listens at the address already
+│   ├── RunDirInUse         2  another cluster lives in the run directory
+│   └── ModelFolderError    2  the model folder lacks what a model needs
+├── RoleFailed              1  a role ended for good; 2 when it refused its configuration
+│   └── StartupFailed       1  the same, or it was not ready in time, while the cluster came up
+├── ClusterNotFound         1  no running cluster could be found or asked
+└── DemoFailed              1  the demo ran, and its result is not what it must be
+"""
+
+from collections.abc import Sequence
+
+
+class MoonpoolError(Exception):
+    """Root of the package's errors; the message is shown to the user as it is."""
+
+    exit_code = 1
+
+
+class ConfigError(MoonpoolError):
+    """The configuration is wrong; the message names the key, where it came from, and what is allowed."""
+
+    exit_code = 2
+
+
+class UnknownKey(ConfigError):
+    """A configuration key that nothing reads; the message suggests the nearest valid one."""
+
+
+class PortInUse(ConfigError):
+    """The HTTP port is taken."""
+
+
+class RunDirInUse(ConfigError):
+    """The run directory belongs to a running cluster, or to another user."""
+
+
+class ModelFolderError(ConfigError):
+    """The model folder is missing or incomplete."""
+
+
+class RoleFailed(MoonpoolError):
+    """A role's process ended for good. `log_tail` holds its last lines, `log_path` the whole log."""
+
+    def __init__(
+        self, reason: str, *, node_id: str, log_tail: Sequence[str], log_path: str, exit_code: int = 1
+    ) -> None:
+        tail = "\n".join(f"  {line}" for line in log_tail) or "  (it wrote nothing)"
+        super().__init__(f"{node_id} {reason}; its last lines:\n{tail}\nThe whole log: {log_path}")
+        self.node_id = node_id
+        self.log_tail = tuple(log_tail)
+        self.log_path = log_path
+        self.exit_code = exit_code
+
+
+class StartupFailed(RoleFailed):
+    """A role did not come up; the cluster was stopped again."""
+
+
+class ClusterNotFound(MoonpoolError):
+    """There is no cluster where one was sought, or it does not answer."""
+
+
+class DemoFailed(MoonpoolError):
+    """The demo's report shows something that must not be."""

@@ -1,0 +1,91 @@
+"""Typer commands made from configuration composites: one flag per key, so that a key is declared once."""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from moonpool.config import Setting, all_settings, composite_settings, load
+from moonpool.errors import MoonpoolError
+from moonpool.tether import SUPERVISOR_VARIABLE
+
+C = TypeVar("C")
+
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", tuple: "TEXT"}
+
+
+def configured_command(
+    app: typer.Typer, name: str, composite: type[C], run: Callable[[C], int], *, help: str, argument: str | None = None
+) -> None:
+    """Add the command `name` to `app`: it loads `composite` from file, environment and flags, and calls `run`.
+
+    `argument` names the one key that is given without a flag. The exit status is `run`'s, or the error's own.
+    """
+    settings = composite_settings(composite)
+
+    def command(**given: Any) -> None:
+        config_file = given.pop("config")
+        with reported_errors():
+            config = load(
+                composite,
+                flags={key: value or None if isinstance(value, list) else value for key, value in given.items()},
+                environ=os.environ,
+                config_file=config_file,
+                known=all_settings(),
+                reserved_variables=(SUPERVISOR_VARIABLE,),
+            )
+            raise typer.Exit(run(config))
+
+    annotations = {key: _annotation(declared, argument) for key, declared in settings.items()}
+    annotations["config"] = Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="YAML file of `key: value` lines", rich_help_panel="Configuration"
+        ),
+    ]
+    order = sorted(annotations, key=lambda key: key != argument)
+    command.__annotations__ = annotations
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotations[key])
+            for key in order
+        ]
+    )
+    app.command(name, help=help)(command)
+
+
+class reported_errors:
+    """Shows a MoonpoolError in one piece on stderr and ends the command with its exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, MoonpoolError):
+            print(f"Error: {error}", file=sys.stderr, flush=True)
+            raise typer.Exit(error.exit_code) from error
+
+
+def _annotation(declared: Setting, argument: str | None) -> Any:
+    if declared.name == argument:
+        return Annotated[
+            str | None,
+            typer.Argument(metavar=declared.name.upper(), help=_help(declared), show_default=False),
+        ]
+    names = [declared.flag, *declared.key.aliases]
+    kind: Any = list[str] if declared.kind is tuple else str
+    metavar: str | None = "|".join(declared.key.choices) or _METAVARS.get(declared.kind)
+    if declared.kind is bool:
+        kind, metavar, names[0] = bool, None, f"{declared.flag}/--no-{declared.flag[2:]}"
+    option = typer.Option(
+        *names, metavar=metavar, help=_help(declared), rich_help_panel=declared.panel, show_default=False
+    )
+    return Annotated[kind | None, option]
+
+
+def _help(declared: Setting) -> str:
+    return f"{declared.key.help} [dim]\\[{declared.default_text}][/dim]"

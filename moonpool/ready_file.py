@@ -1,0 +1,67 @@
+"""The JSON file in which `serve` says what runs where: written for scripts, tests, and `moonpool status`."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from moonpool.errors import ClusterNotFound
+from moonpool.supervisor import NodeState
+
+
+@dataclass(frozen=True)
+class ReadyNode:
+    """One process of the cluster."""
+
+    role: str
+    pid: int | None  # None while it is being restarted
+    target: str  # gRPC address; the URL for a frontend
+    ready: bool
+    restarts: int
+    log: str
+
+
+@dataclass(frozen=True)
+class ReadyFile:
+    """A running cluster."""
+
+    url: str  # http://HOST:PORT
+    model: str
+    supervisor_pid: int
+    run_dir: str
+    conductor: str  # gRPC address
+    nodes: dict[str, ReadyNode] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` at once: a reader sees the old or the new, never half."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "ReadyFile":
+        """Raises ClusterNotFound when there is none, or one of something else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            nodes = {node_id: ReadyNode(**node) for node_id, node in content.pop("nodes").items()}
+            return cls(**content, nodes=nodes)
+        except OSError as error:
+            raise ClusterNotFound(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ClusterNotFound(f"{path} is no ready file of `moonpool serve`: {error}") from error
+
+
+def ready_nodes(states: Sequence[NodeState], targets: dict[str, str]) -> dict[str, ReadyNode]:
+    """The nodes' part of a ready file; `targets` are the planned addresses, a node's own announcement goes first."""
+    return {
+        state.node_id: ReadyNode(
+            role=state.role,
+            pid=state.pid,
+            target=str((state.announcement or {}).get("target", targets.get(state.node_id, ""))),
+            ready=state.announcement is not None,
+            restarts=state.restarts,
+            log=str(state.log_path),
+        )
+        for state in states
+    }
