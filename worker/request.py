@@ -60,6 +60,13 @@ class Request:
         if submit.sampling.max_tokens <= submit.generated:
             raise RequestRefused("bad_sampling", "no token is left to generate")
         sampling = submit.sampling
+        # Checked here, since a bad row would fail the whole step that it is part of.
+        if not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
+            raise RequestRefused(
+                "bad_sampling",
+                f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: expected "
+                "temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+            )
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
         return cls(
             request_id=submit.request_id,

@@ -1,0 +1,153 @@
+"""The engine's thread: continuous batching with merged steps says what the model says."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from engine import Model, PagedCache
+from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
+from worker.engine_loop import EngineLoop, LayerHook, StepResult
+from worker.policy import BatchLimits, SlotPool
+from worker.request import Request, Sequence
+
+BLOCK = 8
+
+
+class Harness:
+    """An engine loop over a cache of its own, driven from the test's thread."""
+
+    def __init__(self, model: Model, hook: LayerHook | None = None) -> None:
+        self.model = model
+        self.steps: queue.Queue[StepResult] = queue.Queue()
+        self.slots = SlotPool(64)
+        cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
+        limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK)
+        self.loop = EngineLoop(model, cache, limits, self.steps.put, hook)
+        self.loop.start()
+
+    def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
+        submit = Submit(request_id=str(prompt[:3]), prompt_ids=np.array(prompt, dtype="<i4").tobytes())
+        submit.chain = bytes(16 * (len(prompt) // BLOCK))
+        submit.sampling.max_tokens = max_tokens
+        submit.sampling.top_p = 1.0
+        submit.sampling.stop_token_ids.extend(options.get("stop", ()))  # type: ignore[arg-type]
+        request = Request.from_proto(submit, vocab_size=256, max_model_len=512, block_tokens=BLOCK)
+        slots = self.slots.allocate(-(-(len(prompt) + max_tokens) // BLOCK))
+        return Sequence.of(request, slots, num_computed=0, prefill_only=bool(options.get("prefill_only")))
+
+    def run(self, count: int) -> list[StepResult]:
+        """Steps until `count` sequences have left."""
+        seen: list[StepResult] = []
+        while sum(len(step.left) for step in seen) < count:
+            seen.append(self.steps.get(timeout=60))
+        return seen
+
+
+@pytest.fixture
+def harness(model: Model) -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def make(hook: LayerHook | None = None) -> Harness:
+        made.append(Harness(model, hook))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.loop.close()
+
+
+def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model.score(np.array(ids, dtype=np.int32))[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, n).tolist() for n in (5, 30, 61, 8)]
+
+
+def test_merged_steps_give_the_tokens_of_the_dense_reference(model: Model, harness: Callable[..., Harness]) -> None:
+    run = harness()
+    sequences = [run.sequence(p, 12) for p in prompts()]
+    for sequence in sequences:
+        run.loop.submit(sequence)
+    steps = run.run(len(sequences))
+    assert any(step.decode_batch and step.prefill_tokens for step in steps)
+    for sequence, prompt in zip(sequences, prompts(), strict=True):
+        assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
+        assert sequence.finish == FINISH_LENGTH
+
+
+def test_tokens_are_reported_once_each_in_order(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    sequence = run.sequence(prompts()[0], 7)
+    run.loop.submit(sequence)
+    reported = [(index, token) for step in run.run(1) for _, index, token in step.tokens]
+    assert reported == list(enumerate(sequence.tokens[sequence.prompt_len :].tolist()))
+
+
+def test_a_stop_token_ends_the_sequence(model: Model, harness: Callable[..., Harness]) -> None:
+    expected = greedy(model, prompts()[1], 6)
+    run = harness()
+    sequence = run.sequence(prompts()[1], 20, stop=[expected[3]])
+    run.loop.submit(sequence)
+    run.run(1)
+    assert sequence.finish == FINISH_STOP
+    first = expected.index(expected[3])
+    assert sequence.num_tokens - sequence.prompt_len == first + 1
+
+
+def test_a_prefill_only_sequence_leaves_with_its_first_token(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    sequence = run.sequence(prompts()[2], 9, prefill_only=True)
+    run.loop.submit(sequence)
+    assert sum(len(step.tokens) for step in run.run(1)) == 1
+    assert sequence.num_computed == sequence.prompt_len
+    assert run.loop.num_sequences == 0
+
+
+def test_a_cancelled_sequence_leaves_and_the_others_go_on(model: Model, harness: Callable[..., Harness]) -> None:
+    run = harness()
+    doomed, kept = run.sequence(prompts()[1], 200), run.sequence(prompts()[0], 30)
+    run.loop.submit(doomed)
+    run.loop.submit(kept)
+    run.steps.get(timeout=60)
+    run.loop.cancel(doomed)
+    run.run(2)
+    assert doomed.finish == 0
+    assert kept.tokens[kept.prompt_len :].tolist() == greedy(model, prompts()[0], 30)
+
+
+def test_layers_are_announced_in_order_and_cover_the_prompt(model: Model, harness: Callable[..., Harness]) -> None:
+    seen: list[tuple[int, int, int]] = []
+    run = harness(lambda layer, spans: seen.extend((layer, start, end) for _, start, end in spans))
+    run.loop.submit(run.sequence(prompts()[2], 2, prefill_only=True))
+    run.run(1)
+    chunks = [(0, 24), (24, 48), (48, 61)]
+    assert seen == [(layer, *chunk) for chunk in chunks for layer in range(model.config.num_layers)]
+
+
+def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callable[..., Harness]) -> None:
+    broken = {"now": True}
+
+    def hook(layer: int, spans: object) -> None:
+        if broken["now"]:
+            raise RuntimeError("planted")
+
+    run = harness(hook)
+    victim = run.sequence(prompts()[0], 3)
+    run.loop.submit(victim)
+    step = run.steps.get(timeout=60)
+    assert step.left == [victim]
+    assert "planted" in str(step.error)
+    broken["now"] = False
+    survivor = run.sequence(prompts()[1], 3)
+    run.loop.submit(survivor)
+    run.run(1)
+    assert survivor.finish == FINISH_LENGTH
