@@ -22,7 +22,7 @@ def directory_kernels() -> tuple[Any, Any, Any]:
     """(`set_bit`, `clear_bit`, `match`), compiled or loaded at the first call."""
     keys, used = types.Array(types.uint64, 1, "C"), types.Array(types.uint8, 1, "C")
     masks, queries = types.Array(types.uint64, 2, "C"), types.Array(types.uint64, 1, "C", readonly=True)
-    counts: Any = numba.typeof((0, 0, 0))
+    counts = types.UniTuple(types.int64, 3)  # type: ignore[no-untyped-call]
     table = (keys, used, masks, queries)
 
     def compiled(function: Any, signature: Any) -> Any:

@@ -1,0 +1,238 @@
+"""A pool node's state and every decision on it: puts, leases, removal. No I/O, no clock: `now_ns` is given.
+
+A put gives slots that nobody else sees, until it is sealed (its blocks become visible, an event says so) or ends
+unsealed (aborted, expired). Then its slots are fenced: they come back only after the caller revoked the put's key and
+said so (`fence_revoked`), and, if the put expired under a writer who may still be writing, after the longest
+operation's deadline too.
+
+A lease keeps blocks from eviction and their slots from reuse until it is released, or until it has expired and the
+longest operation's deadline has passed after that.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.errors import AddressError, PutLost, SpecError
+from kvpool.policy.audit import audit
+from kvpool.policy.event_log import EventLog
+from kvpool.policy.records import Allocation, Block, FencedSlots, Lease, LeaseGrant, Put, SlotStatus
+from kvpool.policy.store import BlockStore
+from kvpool.spec import KvSpec
+
+__all__ = ["PoolCore", "PoolLimits"]
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """Sizes in bytes, times in nanoseconds."""
+
+    arena_nbytes: int
+    slab_nbytes: int  # unit of the arena in which sizes of slots get their share
+    operation_ns: int  # the longest deadline of a messenger operation
+    max_lease_ns: int  # longer leases and puts are cut to this
+    event_log_nbytes: int = 16 << 20  # chain keys in events kept for reconnecting directories
+
+
+class PoolCore:
+    """One pool node incarnation. Chain keys are 16 bytes each; a first block's parent is 16 zero bytes."""
+
+    def __init__(self, limits: PoolLimits, incarnation: int) -> None:
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self.log = EventLog(incarnation, limits.event_log_nbytes)
+        self.store = BlockStore(limits.arena_nbytes, limits.slab_nbytes, self.log, self.counters)
+        self.puts: dict[str, Put] = {}
+        self.leases: dict[str, Lease] = {}
+        self.fenced: dict[str, FencedSlots] = {}
+        self._serial = 0
+
+    def allocate(
+        self,
+        now_ns: int,
+        kv_namespace: bytes,
+        spec: KvSpec,
+        chain: Sequence[bytes],
+        parents: Sequence[bytes],
+        *,
+        owner: str,
+        owner_incarnation: int,
+        ttl_ns: int,
+    ) -> Allocation:
+        """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
+
+        Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
+        AddressError when there is not one parent per block.
+        """
+        if len(parents) != len(chain):
+            raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
+        self.store.check_spec(kv_namespace, spec)
+        put_id = self._next_id("put")
+        status: list[SlotStatus] = []
+        new_blocks: list[Block] = []
+        full = False
+        for chain_key, parent in zip(chain, parents, strict=True):
+            known = self.store.find(kv_namespace, chain_key)
+            if known is not None:
+                self.store.index.touch(known)
+                status.append(SlotStatus.EXISTS)
+                continue
+            block = None if full else self.store.try_add(kv_namespace, spec, chain_key, parent, put_id)
+            full = block is None
+            status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
+            if block is not None:
+                new_blocks.append(block)
+        self.store.flush()
+        self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
+        if not new_blocks:
+            return Allocation("", tuple(status))
+        expires_ns = now_ns + min(ttl_ns, self.limits.max_lease_ns)
+        self.puts[put_id] = Put(put_id, owner, owner_incarnation, new_blocks, expires_ns)
+        return Allocation(put_id, tuple(status), tuple(new_blocks))
+
+    def seal(
+        self, now_ns: int, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
+    ) -> int:
+        """Make a put's blocks visible; `digests` per NEW block and group. Returns how many became visible.
+
+        Blocks with a false `keep` are dropped and their slots fenced under the put's id, as in `abort`. The caller
+        revokes the put's key afterwards in any case and then calls `fence_revoked`. Raises PutLost when the put has
+        ended, SpecError when the digests do not fit.
+        """
+        put = self.puts.get(put_id)
+        if put is None or put.expires_ns <= now_ns:
+            raise PutLost(f"put {put_id!r} has ended (expired, aborted or sealed): allocate again")
+        _check_digests(put.blocks, digests)
+        keep = [True] * len(put.blocks) if keep is None else keep
+        kept = [i for i, keep_block in enumerate(keep) if keep_block]
+        del self.puts[put_id]
+        self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept])
+        self._fence(put_id, [block for block in put.blocks if not block.sealed], now_ns)
+        self.counters["stored_blocks"] += len(kept)
+        return len(kept)
+
+    def abort(self, now_ns: int, put_id: str) -> bool:
+        """End a put whose owner has stopped writing; its slots stay fenced until `fence_revoked`. False: no such."""
+        put = self.puts.pop(put_id, None)
+        if put is not None:
+            self._fence(put_id, put.blocks, now_ns)
+            self.counters["aborted_puts"] += 1
+        return put is not None
+
+    def fence_revoked(self, now_ns: int, put_id: str) -> None:
+        """No operation can start under the put's key any more."""
+        fenced = self.fenced.get(put_id)
+        if fenced is not None:
+            fenced.revoked = True
+            self._free_fenced(now_ns)
+
+    def pin(
+        self,
+        now_ns: int,
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        *,
+        owner: str,
+        owner_incarnation: int,
+        lease_ns: int,
+    ) -> LeaseGrant | None:
+        """Lease the longest leading run of sealed blocks; None when the first is not here."""
+        blocks = self.store.leading_run(kv_namespace, chain)
+        self.counters["pinned_blocks"] += len(blocks)
+        self.counters["pin_missed_blocks"] += len(chain) - len(blocks)
+        if not blocks:
+            return None
+        for block in blocks:
+            self.store.index.lease(block)
+        lease_id = self._next_id("lease")
+        expires_ns, kept_until_ns = self._lease_times(now_ns, lease_ns)
+        self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, blocks, expires_ns, kept_until_ns)
+        return LeaseGrant(lease_id, tuple(blocks), expires_ns)
+
+    def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
+        """Let a lease last `lease_ns` from now. False when it has expired: pin again."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.expires_ns <= now_ns:
+            return False
+        lease.expires_ns, lease.kept_until_ns = self._lease_times(now_ns, lease_ns)
+        return True
+
+    def unpin(self, lease_id: str) -> bool:
+        """End a lease whose owner has no reads under way. False: no such lease."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is not None:
+            self._release(lease)
+        return lease is not None
+
+    def evict(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """Remove those of the blocks that could be evicted, the last first. Returns how many."""
+        removed = 0
+        for chain_key in reversed(chain):
+            block = self.store.find(kv_namespace, chain_key)
+            if block is not None and self.store.index.is_evictable(block):
+                self.store.remove(block)
+                removed += 1
+        self.store.flush()
+        self.counters["evicted_blocks"] += removed
+        return removed
+
+    def quarantine(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """Remove sealed blocks found corrupt, leased or not: nobody new finds them. Returns how many."""
+        removed = 0
+        for chain_key in chain:
+            block = self.store.find(kv_namespace, chain_key)
+            if block is not None and block.sealed:
+                self.store.remove(block)
+                removed += 1
+        self.store.flush()
+        self.counters["quarantined_blocks"] += removed
+        return removed
+
+    def expire(self, now_ns: int) -> list[str]:
+        """End what is overdue. Returns the ids of expired puts, whose keys the caller must revoke."""
+        expired = [put for put in self.puts.values() if put.expires_ns <= now_ns]
+        for put in expired:
+            del self.puts[put.put_id]
+            self._fence(put.put_id, put.blocks, put.expires_ns + self.limits.operation_ns)
+        overdue = [lease for lease in self.leases.values() if lease.kept_until_ns <= now_ns]
+        for lease in overdue:
+            del self.leases[lease.lease_id]
+            self._release(lease)
+        self._free_fenced(now_ns)
+        self.counters["expired_puts"] += len(expired)
+        self.counters["expired_leases"] += len(overdue)
+        return [put.put_id for put in expired]
+
+    def validate(self) -> list[str]:
+        """What does not fit together, in words; empty when all does."""
+        return audit(self)
+
+    def _release(self, lease: Lease) -> None:
+        for block in lease.blocks:
+            self.store.unlease(block)
+
+    def _fence(self, put_id: str, blocks: Sequence[Block], not_before_ns: int) -> None:
+        offsets = self.store.take_out(blocks)
+        if offsets:
+            self.fenced[put_id] = FencedSlots(offsets, not_before_ns)
+
+    def _free_fenced(self, now_ns: int) -> None:
+        for put_id in [i for i, fenced in self.fenced.items() if fenced.revoked and fenced.not_before_ns <= now_ns]:
+            self.store.free_slots(self.fenced.pop(put_id).offsets)
+
+    def _lease_times(self, now_ns: int, lease_ns: int) -> tuple[int, int]:
+        expires_ns = now_ns + min(lease_ns, self.limits.max_lease_ns)
+        return expires_ns, expires_ns + self.limits.operation_ns
+
+    def _next_id(self, kind: str) -> str:
+        self._serial += 1
+        return f"{kind}-{self.log.incarnation:x}-{self._serial}"
+
+
+def _check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
+    if len(digests) != len(blocks):
+        raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
+    for block, per_group in zip(blocks, digests, strict=True):
+        want = [8 * block.spec.num_layers(g) for g in range(block.spec.num_groups)]
+        if [len(each) for each in per_group] != want:
+            raise SpecError(f"digests per group take {want} bytes, came as {[len(each) for each in per_group]}")

@@ -1,0 +1,75 @@
+"""The numbered events of one pool node incarnation, kept as far back as a bound in bytes allows."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvpool.events import BlockRun, PoolEvents
+
+__all__ = ["EventLog"]
+
+_MAX_MESSAGE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    stored: bool
+    run: BlockRun
+
+
+class EventLog:
+    """Appends events and gives out what came after a number, as messages in the form `kvpool.events` describes."""
+
+    def __init__(self, incarnation: int, capacity_nbytes: int) -> None:
+        self.incarnation = incarnation
+        self.seq = 0  # of the last event
+        self._capacity_nbytes = capacity_nbytes
+        self._nbytes = 0
+        self._events: deque[_Event] = deque()
+
+    def append(self, *, stored: bool, run: BlockRun) -> None:
+        """The next event; the oldest ones are forgotten as needed."""
+        self.seq += 1
+        self._events.append(_Event(stored, run))
+        self._nbytes += len(run.chain)
+        while self._nbytes > self._capacity_nbytes and len(self._events) > 1:
+            self._nbytes -= len(self._events.popleft().run.chain)
+
+    def after(self, incarnation: int, seq: int) -> list[PoolEvents] | None:
+        """The events after `seq`; None when they cannot be had (forgotten, another incarnation): take a snapshot."""
+        first_kept = self.seq - len(self._events) + 1
+        if incarnation != self.incarnation or not first_kept - 1 <= seq <= self.seq:
+            return None
+        messages: list[PoolEvents] = []
+        stored: list[BlockRun] = []
+        removed: list[BlockRun] = []
+        nbytes, at = 0, seq
+
+        def flush() -> None:
+            nonlocal nbytes
+            if stored or removed:
+                messages.append(PoolEvents(self.incarnation, at, stored=tuple(stored), removed=tuple(removed)))
+                stored.clear()
+                removed.clear()
+                nbytes = 0
+
+        for i in range(seq - first_kept + 1, len(self._events)):
+            event = self._events[i]
+            # A reader takes a message's removals first: a block stored and then removed needs two messages.
+            if (stored and not event.stored) or nbytes > _MAX_MESSAGE_NBYTES:
+                flush()
+            (stored if event.stored else removed).append(event.run)
+            nbytes += len(event.run.chain)
+            at += 1
+        flush()
+        return messages
+
+    def snapshot(self, blocks: dict[bytes, bytearray]) -> list[PoolEvents]:
+        """The messages of a snapshot at this moment; `blocks` are all sealed blocks' chain keys per namespace."""
+        runs = [
+            BlockRun(kv_namespace, bytes(chain[start : start + _MAX_MESSAGE_NBYTES]))
+            for kv_namespace, chain in blocks.items()
+            for start in range(0, len(chain), _MAX_MESSAGE_NBYTES)
+        ]
+        begin = PoolEvents(self.incarnation, self.seq, snapshot_begin=True)
+        end = PoolEvents(self.incarnation, self.seq, snapshot_end=True)
+        return [begin, *(PoolEvents(self.incarnation, self.seq, stored=(run,)) for run in runs), end]

@@ -1,0 +1,58 @@
+"""Events: numbering, continuation, what cannot be continued, order within a message."""
+
+from kvpool import BlockRun, Directory, PoolEvents, keys_from_bytes, keys_u64
+from kvpool.policy.event_log import EventLog
+
+NS = b"n" * 16
+
+
+def run(i: int) -> BlockRun:
+    return BlockRun(NS, i.to_bytes(16, "little"))
+
+
+def test_events_after_a_number_continue_without_a_gap() -> None:
+    log = EventLog(3, 1 << 20)
+    for i in range(1, 6):
+        log.append(stored=True, run=run(i))
+    assert log.after(3, 5) == []
+    (message,) = log.after(3, 2) or []
+    assert (message.first_seq, message.seq, message.stored) == (3, 5, (run(3), run(4), run(5)))
+
+
+def test_forgotten_future_and_foreign_events_need_a_snapshot() -> None:
+    log = EventLog(3, capacity_nbytes=32)
+    for i in range(5):
+        log.append(stored=True, run=run(i))
+    assert log.after(3, 2) is None
+    assert log.after(3, 3) is not None
+    assert log.after(3, 6) is None
+    assert log.after(4, 5) is None
+
+
+def test_a_block_stored_and_removed_again_keeps_its_order() -> None:
+    log = EventLog(3, 1 << 20)
+    for stored, i in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 2), (False, 1)):
+        log.append(stored=stored, run=run(i))
+    directory = Directory()
+    directory.apply("a", PoolEvents(3, 0, snapshot_begin=True, snapshot_end=True))
+    states = []
+    for message in log.after(3, 0) or []:
+        assert directory.apply("a", message)
+        states.append([bool(directory.match(NS, keys_u64(keys_from_bytes(run(i).chain)))) for i in (1, 2)])
+    assert states == [[True, False], [True, True], [False, False]]
+    assert directory.position("a") == (3, 6)
+
+
+def test_large_snapshots_and_backlogs_come_in_several_messages() -> None:
+    log = EventLog(3, 8 << 20)
+    chain = bytearray(3 << 20)
+    messages = log.snapshot({NS: chain})
+    assert messages[0].snapshot_begin
+    assert messages[-1].snapshot_end
+    assert [len(run.chain) for m in messages for run in m.stored] == [1 << 20] * 3
+    for _ in range(4):
+        log.append(stored=True, run=BlockRun(NS, bytes(chain[: 1 << 20])))
+    backlog = log.after(3, 0) or []
+    assert len(backlog) > 1
+    assert [m.first_seq for m in backlog] == [1, *(m.seq + 1 for m in backlog[:-1])]
+    assert backlog[-1].seq == 4
