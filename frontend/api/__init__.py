@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's API in pydantic models, routes and responses. What it means is decided outside."""

@@ -1,0 +1,165 @@
+"""The application: routes, and how errors look. Each route decodes, calls, encodes."""
+
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import TypeVar
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.api import models
+from frontend.api.body import read_body
+from frontend.api.formats import ChatFormat, CompletionFormat
+from frontend.api.generate import answer
+from frontend.api.stream import encode
+from frontend.errors import ApiError, ClientGone
+from frontend.prepare import Arrival
+from frontend.service import Service
+from telemetry import exposition
+
+B = TypeVar("B", bound=models.RequestModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(service: Service) -> FastAPI:
+    """The HTTP application over a started service."""
+    app = FastAPI(title="Moonpool", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = _Routes(service)
+    opened: dict[str, Handler] = {
+        "/health": routes.alive,
+        "/live": routes.alive,
+        "/ready": routes.ready,
+        "/metrics": routes.metrics,
+        "/validate": routes.validate,
+    }
+    guarded: dict[str, tuple[str, Handler]] = {
+        "/v1/models": ("GET", routes.models),
+        "/v1/models/{name:path}": ("GET", routes.model),
+        "/v1/completions": ("POST", routes.completions),
+        "/v1/chat/completions": ("POST", routes.chat),
+        "/tokenize": ("POST", routes.tokenize),
+        "/detokenize": ("POST", routes.detokenize),
+    }
+    for path, handler in opened.items():
+        app.add_route(path, handler, methods=["GET"])
+    for path, (method, handler) in guarded.items():
+        app.add_route(path, handler, methods=[method])
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _unforeseen)
+    return app
+
+
+class _Routes:
+    """The handlers; all but the operators' ask for a key."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, http: Request) -> Response:
+        arrival, body = await self._generation(http, models.CompletionBody)
+        requests = await self._service.preparer.completion(body, arrival)
+        return await answer(self._service, http, body, requests, CompletionFormat)
+
+    async def chat(self, http: Request) -> Response:
+        arrival, body = await self._generation(http, models.ChatBody)
+        requests = await self._service.preparer.chat(body, arrival)
+        return await answer(self._service, http, body, requests, ChatFormat)
+
+    async def tokenize(self, http: Request) -> Response:
+        self._tenant(http)
+        body = await self._body(http, models.TokenizeBody)
+        ids = await self._service.preparer.tokens(body)
+        strings = self._service.tokenizer.tokens(ids) if body.return_token_strs else None
+        limit = self._service.preparer.max_model_len
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(self, http: Request) -> Response:
+        self._tenant(http)
+        body = await self._body(http, models.DetokenizeBody)
+        self._service.preparer.check_model(body.model)
+        return _json({"prompt": await self._service.preparer.text(body.tokens)})
+
+    async def models(self, http: Request) -> Response:
+        self._tenant(http)
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, http: Request) -> Response:
+        self._tenant(http)
+        self._service.preparer.check_model(http.path_params["name"])
+        return _json(self._card())
+
+    async def alive(self, http: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, http: Request) -> Response:
+        reason = "draining" if self._service.draining else self._service.cluster.not_ready()
+        if reason is None:
+            return _json({"status": "ready"})
+        return _json({"status": "not ready", "reason": reason}, status=503)
+
+    async def metrics(self, http: Request) -> Response:
+        text, content_type = exposition(self._service.registry, http.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def validate(self, http: Request) -> Response:
+        return _json(self._service.validate())
+
+    async def _generation(self, http: Request, model: type[B]) -> tuple[Arrival, B]:
+        at_s = monotonic()
+        arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http))
+        self._service.admit()
+        return arrival, await self._body(http, model)
+
+    async def _body(self, http: Request, model: type[B]) -> B:
+        config = self._service.config
+        body = await read_body(http, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
+        return await self._service.preparer.parse(model, body)
+
+    def _tenant(self, http: Request) -> str:
+        return self._service.keys.check(http.headers.get("authorization"))
+
+    def _card(self) -> dict[str, object]:
+        service = self._service
+        return {
+            "id": service.config.model_name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "moonpool",
+            "root": service.config.model_name,
+            "parent": None,
+            "max_model_len": service.preparer.max_model_len or None,
+        }
+
+
+def _json(value: object, *, status: int = 200) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
+
+
+async def _api_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    response = _json(error.body(), status=error.status)
+    response.headers.update(error.headers())
+    return response
+
+
+async def _http_error(http: Request, error: Exception) -> Response:
+    """No such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    response = _json({"error": body}, status=error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(http: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's code for it; nobody reads it
+
+
+async def _unforeseen(http: Request, error: Exception) -> Response:
+    """A fault of ours; the server logs it with its traceback."""
+    return _json(ApiError("internal error", code="internal_error").body(), status=500)

@@ -1,0 +1,63 @@
+"""Answering one generation request, streamed or whole."""
+
+import asyncio
+import re
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.api.formats import Format
+from frontend.api.models import GenerationBody
+from frontend.api.stream import EventStream, encode, until_gone
+from frontend.request import GenerationRequest
+from frontend.service import Service
+from telemetry import logs
+
+_TELLABLE: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_STALLED_CLIENT_S: Final = 5.0  # past its deadline the request is over; then the connection is, too
+
+
+async def answer(
+    service: Service, http: Request, body: GenerationBody, requests: list[GenerationRequest], form: type[Format]
+) -> Response:
+    """Run the requests and answer in `form`. Raises ApiError while no byte of the answer is out."""
+    headers = {"x-request-id": _request_id(http, requests[0].request_id)}
+    with logs.request(requests[0].request_id):
+        session = service.open_session(requests)
+        handed_over = False
+        try:
+            shape = form(
+                session.generations,
+                service.config.model_name,
+                include_usage=body.includes_usage,
+                return_token_ids=bool(body.return_token_ids),
+            )
+            if not body.stream:
+                steps = await until_gone(http, session.collect())
+                return Response(encode(shape.whole(steps)), media_type="application/json", headers=headers)
+
+            async def more() -> list[dict[str, Any]] | None:
+                item = await session.next()
+                return None if item is None else shape.chunks(*item)
+
+            # The first step is awaited before any header is sent, so that what fails early fails with its status.
+            first = await until_gone(http, more())
+            handed_over = True
+            return EventStream(
+                first or [],
+                more,
+                abort=session.overflowed,
+                close=lambda: service.close_session(session),
+                deadline_s=requests[0].deadline_s + _STALLED_CLIENT_S,
+                headers=headers,
+            )
+        finally:
+            if not handed_over:
+                await asyncio.shield(service.close_session(session))
+
+
+def _request_id(http: Request, own: str) -> str:
+    """The client's x-request-id is given back; in the cluster requests go under ids that no client can choose."""
+    given = http.headers.get("x-request-id", "")
+    return given if _TELLABLE.fullmatch(given) else own

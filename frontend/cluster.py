@@ -1,0 +1,86 @@
+"""The cluster as last seen: readiness, limits, node samples. Looked at once per interval, whoever asks."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from frontend.conductor import ConductorClient
+from messenger.control import ControlError
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+from telemetry import NodeSample
+
+_log = logging.getLogger(__name__)
+_ROLES: Final = {
+    common_pb2.ROLE_PREFILL: "prefill",
+    common_pb2.ROLE_DECODE: "decode",
+    common_pb2.ROLE_AGGREGATED: "aggregated",
+    common_pb2.ROLE_POOL: "pool",
+}
+_LOOK_S: Final = 2.0
+
+
+class ClusterWatch:
+    """Keeps the conductor's last Cluster reply; what it says is at most one interval and one call old."""
+
+    def __init__(self, conductor: ConductorClient, interval_s: float) -> None:
+        self._conductor = conductor
+        self._interval_s = interval_s
+        self._reply = conductor_pb2.ClusterReply()
+        self._problem: str | None = "the conductor was not asked yet"
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look once, whatever comes of it, then keep looking."""
+        await self._look()
+        self._task = asyncio.create_task(self._keep_looking(), name="cluster watch")
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def not_ready(self) -> str | None:
+        """Why the cluster cannot serve; None when it can."""
+        if self._problem is not None:
+            return self._problem
+        return None if self._reply.ready else "the cluster has no place that can serve a request yet"
+
+    def max_model_len(self, own_limit: int) -> int:
+        """Longest sequence every worker takes; `own_limit` (0 = none) bounds it and stands in while none is known."""
+        limits = [status.node.max_model_len for status in self._reply.nodes if status.node.max_model_len]
+        return min([*limits, own_limit] if own_limit else limits, default=0)
+
+    def samples(self) -> Sequence[NodeSample]:
+        """The nodes' last reports, for export."""
+        return [_sample(status) for status in self._reply.nodes]
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._look()
+
+    async def _look(self) -> None:
+        try:
+            self._reply = await self._conductor.cluster(deadline_s=_LOOK_S)
+        except ControlError as error:
+            if self._problem is None:
+                _log.warning("cluster state unknown: %s", error)
+            self._problem = f"the conductor does not answer: {error}"
+            return
+        self._problem = None
+
+
+def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
+    node, report = status.node, status.report
+    return NodeSample(
+        node_id=node.node_id,
+        role=_ROLES.get(node.role, "unknown"),
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        capacity_tokens=node.capacity_tokens,
+        free_tokens=report.free_tokens,
+        draining=report.draining,
+        counters=dict(report.counters),
+    )

@@ -1,0 +1,59 @@
+"""The front door's slice of configuration: parsed elsewhere, checked here, frozen."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from frontend.errors import ConfigError
+
+_MAY_BE_ZERO: Final = frozenset({"port", "replace_grace_s", "drain_grace_s"})
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    """Everything `serve_frontend` needs. Raises ConfigError naming the field that cannot be right."""
+
+    model_path: Path  # folder with tokenizer.json, config.json and, for chat, a template
+    conductor_target: str  # gRPC target of the conductor
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free port
+    served_model_name: str = ""  # empty: the folder's name
+    node_id: str = "frontend-0"
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    block_tokens: int = 16  # must equal the nodes'
+    request_timeout_s: float = 600.0  # from arrival to the last token
+    idle_timeout_s: float = 60.0  # between two tokens of one attempt, before its decode worker is suspected
+    max_attempts: int = 5  # placements of one request
+    replace_grace_s: float = 30.0  # how long a request whose worker died waits for a place
+    attach_timeout_s: float = 5.0  # opening the token stream to a worker
+    max_body_nbytes: int = 16 << 20
+    body_timeout_s: float = 60.0  # receiving one request's body
+    max_prompts: int = 64  # in one completions request
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256  # of one stop string
+    completion_default_tokens: int = 16  # OpenAI's default of max_tokens
+    chat_default_tokens: int = 2048  # bound on "as much as fits" where a chat names no max_tokens
+    client_buffer_tokens: int = 1024  # per request; a client that falls further behind is cancelled
+    tokenizer_threads: int = 2
+    cluster_interval_s: float = 1.0  # between two looks at the cluster's state
+    drain_grace_s: float = 30.0  # for running requests once asked to stop
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.conductor_target:
+            raise ConfigError("conductor_target is empty: the front door needs a conductor")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is not between 0 and 65535")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_keys contains an empty key")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not (value > 0 or (value == 0 and field.name in _MAY_BE_ZERO)):
+                raise ConfigError(f"{field.name} is {value}: expected a positive number")
+
+    @property
+    def model_name(self) -> str:
+        """The name clients ask for."""
+        return self.served_model_name or self.model_path.resolve().name

@@ -1,0 +1,262 @@
+"""The driver of one request: places it, submits it, follows its tokens, and places it again when a worker is lost."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final, Literal
+
+from frontend.attempt import Attempt, Setback
+from frontend.conductor import ConductorClient
+from frontend.config import FrontendConfig
+from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, RequestDeadline, WorkerLost
+from frontend.inbox import Inbox, TokenArrived
+from frontend.output import FinishReason, Output, Step
+from frontend.placing import Placer
+from frontend.request import Facts, GenerationRequest
+from frontend.streams import WorkerStream, WorkerStreams
+from moonpool_proto.v1 import conductor_pb2, worker_pb2
+from telemetry import RequestMetrics
+
+_log = logging.getLogger(__name__)
+_FINISH: Final[dict[int, FinishReason]] = {worker_pb2.FINISH_STOP: "stop", worker_pb2.FINISH_LENGTH: "length"}
+_DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What all drivers of a front door share. `spawn` runs a coroutine that outlives its request."""
+
+    config: FrontendConfig
+    conductor: ConductorClient
+    streams: WorkerStreams
+    metrics: RequestMetrics
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Generation:
+    """One request in the cluster. Call `next` until a step has a finish reason; call `close` in any case."""
+
+    def __init__(self, context: DriverContext, request: GenerationRequest, output: Output) -> None:
+        self.request = request
+        self.facts = Facts()
+        self.overflowed = asyncio.Event()  # set as soon as the client is too slow, whether or not it asks for more
+        self._context = context
+        self._output = output
+        self._placer = Placer(
+            context.conductor,
+            context.metrics,
+            request,
+            self.facts,
+            frontend_id=context.config.node_id,
+            grace_s=context.config.replace_grace_s,
+        )
+        self._attempt: Attempt | None = None
+        self._setback: Setback | None = None  # why there is no attempt now
+        self._outcome: Literal["finished", "failed", "cancelled"] = "cancelled"
+        self._finish_reason: FinishReason | None = None
+        self._closed = False
+        self._ended_by: ApiError | None = None
+        self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
+
+    async def next(self) -> Step:
+        """The next tokens. Raises ApiError; after that, and after a finish reason, only `close` may be called."""
+        if self._ended_by is not None:
+            raise self._ended_by
+        try:
+            async with asyncio.timeout_at(self.request.deadline_s) as self._limit:
+                while True:
+                    attempt = self._attempt if self._attempt is not None else await self._begin()
+                    if attempt is not None and (step := await self._follow(attempt)) is not None:
+                        return step
+        except TimeoutError as error:
+            self._outcome = "failed"
+            raise (self._ended_by or RequestDeadline(self._deadline_text())) from error
+        except ApiError:
+            self._outcome = "failed"
+            raise
+        finally:
+            self._limit = None
+
+    def end(self, error: ApiError) -> None:
+        """Make `next`, whether it waits now or is called later, raise `error`."""
+        self._ended_by, self._outcome = error, "failed"
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """Tell workers and conductor what became of the request, and count it. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._attempt is not None:
+            self._leave(self._attempt, cancel=True)
+            self._attempt = None
+        if self._placer.is_known:
+            self._context.spawn(self._placer.complete(self._outcome))
+        if self.facts.attempts:
+            self._count()
+
+    # -- one attempt ---------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> Attempt | None:
+        """Place the request, attach to its workers, submit it. None when a worker cannot be reached."""
+        if self._setback is not None:
+            self._raise_if_final(self._setback)
+            self._context.metrics.retries.inc()
+            await self._placer.complete("retry")
+            self._setback = None
+        placement = await self._placer.place()
+        inbox = Inbox(self._context.config.client_buffer_tokens, self._on_overflow)
+        attempt = self._attempt = Attempt(self.facts.attempts, placement, inbox, len(self.facts.token_ids))
+        # The decode worker's stream first: it must know where to send tokens before it can have any.
+        if placement.HasField("decode"):
+            attempt.decode = await self._attach(attempt, placement.decode)
+            if attempt.decode is None:
+                return None
+        attempt.prefill = await self._attach(attempt, placement.prefill)
+        if attempt.prefill is None:
+            return None
+        attempt.prefill.send(worker_pb2.FrontendMessage(submit=self._submit(attempt)))
+        return attempt
+
+    async def _attach(self, attempt: Attempt, node: conductor_pb2.NodeRef) -> WorkerStream | None:
+        try:
+            stream = await self._context.streams.attach(node)
+        except WorkerLost as error:
+            self._set_back(attempt, Setback(node.node_id, "worker_lost", str(error), retryable=True))
+            return None
+        stream.subscribe(self.request.request_id, attempt.number, attempt.inbox)
+        return stream
+
+    def _submit(self, attempt: Attempt) -> worker_pb2.Submit:
+        request, generated = self.request, self.facts.token_ids
+        ids, chain = request.extended(generated)
+        return worker_pb2.Submit(
+            request_id=request.request_id,
+            attempt=attempt.number,
+            frontend_id=self._context.config.node_id,
+            model=request.model,
+            prompt_ids=ids.astype("<i4", copy=False).tobytes(),
+            generated=len(generated),
+            chain=chain,
+            chain_seed=request.chain_seed,
+            sampling=request.sampling.to_proto(),
+            placement=attempt.placement,
+            timeout_s=max(0.001, request.deadline_s - monotonic()),
+        )
+
+    async def _follow(self, attempt: Attempt) -> Step | None:
+        """Wait for the attempt's next events and take them; None when they bring no token."""
+        idle_s = self._context.config.idle_timeout_s
+        try:
+            # No idle limit before an attempt's first token: a long queue and a long prompt are no faults.
+            async with asyncio.timeout(idle_s if attempt.next_index > attempt.first_index else None):
+                events = await attempt.inbox.take()
+        except TimeoutError:
+            node_id = attempt.decoding_node
+            self._set_back(attempt, Setback(node_id, "idle", f"no token for {idle_s:g} s", retryable=True))
+            return None
+        if attempt.inbox.overflowed:
+            behind = self._context.config.client_buffer_tokens
+            raise ClientTooSlow(f"the client fell {behind} tokens behind; its request was cancelled")
+        num_duplicates = attempt.num_duplicates
+        tokens, setback = attempt.take(events)
+        self._context.metrics.duplicate_tokens.inc(attempt.num_duplicates - num_duplicates)
+        step: Step | None = None
+        for arrived in tokens:
+            piece = self._accept(arrived)
+            step = piece if step is None else step + piece
+            if piece.finish_reason is not None:
+                # A stop string is found here, not by the worker, which goes on until told.
+                self._leave(attempt, cancel=arrived.token.finish == worker_pb2.FINISH_NONE)
+                self._attempt, self._outcome, self._finish_reason = None, "finished", piece.finish_reason
+                return step
+        if setback is not None:
+            self._set_back(attempt, setback)
+        return step
+
+    def _accept(self, arrived: TokenArrived) -> Step:
+        facts, metrics, token = self.facts, self._context.metrics, arrived.token
+        if facts.last_token_s is None:
+            facts.first_token_s = arrived.at_s
+            metrics.ttft.observe(arrived.at_s - self.request.arrival_s)
+            metrics.prompt_tokens.inc(len(self.request.prompt_ids))
+        else:
+            metrics.itl.observe(arrived.at_s - facts.last_token_s)
+        facts.last_token_s = arrived.at_s
+        facts.token_ids.append(token.token_id)
+        metrics.generation_tokens.inc()
+        if token.HasField("timing"):
+            self._note(token.timing)
+        finish = _FINISH.get(token.finish)
+        if finish is None and len(facts.token_ids) >= self.request.sampling.max_tokens:
+            finish = "length"
+        return self._output.feed(token.token_id, finish)
+
+    def _note(self, timing: worker_pb2.Timing) -> None:
+        """Count a prefill. `usage` speaks of the first one: what a further attempt reuses was the request's own."""
+        facts, metrics = self.facts, self._context.metrics
+        metrics.queue.observe(timing.queue_s)
+        metrics.load.observe(timing.load_s)
+        metrics.prefill.observe(timing.prefill_s)
+        if facts.has_timing:
+            return
+        facts.has_timing = True
+        facts.cached_tokens = min(timing.cached_tokens, len(self.request.prompt_ids))
+        facts.queue_s, facts.load_s, facts.prefill_s = timing.queue_s, timing.load_s, timing.prefill_s
+        metrics.prefix_cache_queries.inc(len(self.request.prompt_ids))
+        metrics.prefix_cache_hits.inc(facts.cached_tokens)
+
+    # -- leaving -------------------------------------------------------------------------------------------------------
+
+    def _leave(self, attempt: Attempt, *, cancel: bool) -> None:
+        for stream in attempt.streams:
+            stream.unsubscribe(self.request.request_id, attempt.number)
+            if cancel:
+                stream.cancel(self.request.request_id)
+
+    def _set_back(self, attempt: Attempt, setback: Setback) -> None:
+        """The attempt is over; `next` decides about another one after the tokens that came before are told."""
+        _log.warning("attempt %d ended: %s", attempt.number, setback.message, extra={"suspect": setback.suspect})
+        self._leave(attempt, cancel=True)
+        self._attempt, self._setback = None, setback
+        self._placer.excluded.add(setback.suspect)
+
+    def _raise_if_final(self, setback: Setback) -> None:
+        text = f"{setback.suspect}: {setback.message}"
+        if setback.code in _DEADLINE_CODES:
+            raise RequestDeadline(f"{self._deadline_text()} ({text})")
+        if not setback.retryable:
+            raise GenerationFailed(text, code=setback.code or None)
+        if self.facts.attempts >= self._context.config.max_attempts:
+            raise GenerationFailed(f"given up after {self.facts.attempts} attempts; the last one's end: {text}")
+
+    def _deadline_text(self) -> str:
+        limit_s = self.request.deadline_s - self.request.arrival_s
+        where = f"on {self.facts.prefill_node} and {self.facts.decode_node}" if self.facts.attempts else "unplaced"
+        num_tokens = len(self.facts.token_ids)
+        return f"the request did not end within {limit_s:g} s: {num_tokens} tokens generated, {where}"
+
+    def _on_overflow(self) -> None:
+        self._context.metrics.slow_clients.inc()
+        self._outcome = "failed"
+        if self._attempt is not None:
+            self._leave(self._attempt, cancel=True)
+        self.overflowed.set()
+
+    def _count(self) -> None:
+        facts, metrics = self.facts, self._context.metrics
+        if self._outcome == "cancelled":
+            metrics.finished("abort")
+        elif self._finish_reason is None:
+            metrics.finished("error")
+        else:
+            metrics.finished(self._finish_reason)
+            assert facts.first_token_s is not None  # finished means a token came
+            assert facts.last_token_s is not None
+            metrics.e2e.observe(facts.last_token_s - self.request.arrival_s)
+            metrics.decode.observe(facts.last_token_s - facts.first_token_s)
+            metrics.request_prompt_tokens.observe(len(self.request.prompt_ids))
+            metrics.request_generation_tokens.observe(len(facts.token_ids))

@@ -1,0 +1,125 @@
+"""What the driver of a request and the conductor say to each other: schedule, refuse, complete."""
+
+import asyncio
+from time import monotonic
+from typing import Final
+
+from frontend.conductor import ConductorClient
+from frontend.errors import (
+    ApiError,
+    ContextLengthExceeded,
+    GenerationFailed,
+    ModelNotFound,
+    Overloaded,
+    ServiceUnavailable,
+)
+from frontend.request import Facts, GenerationRequest
+from moonpool_proto.v1 import conductor_pb2
+from telemetry import RequestMetrics
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 1.0
+_REASONS: Final = frozenset({"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "too_long"})
+_FINAL_REASONS: Final = frozenset({"unknown_model", "too_long"})
+
+
+class Placer:
+    """One request's placements. `grace_s` is how long a request that lost its worker waits for another place."""
+
+    def __init__(
+        self,
+        conductor: ConductorClient,
+        metrics: RequestMetrics,
+        request: GenerationRequest,
+        facts: Facts,
+        *,
+        frontend_id: str,
+        grace_s: float,
+    ) -> None:
+        self.excluded: set[str] = set()
+        self.is_known = False  # whether the conductor may hold something for the request
+        self._conductor = conductor
+        self._metrics = metrics
+        self._request = request
+        self._facts = facts
+        self._frontend_id = frontend_id
+        self._grace_s = grace_s
+        self._attempt = 0  # the last one asked for
+
+    async def place(self) -> conductor_pb2.Placement:
+        """The next attempt's placement; counts the attempt. Raises ApiError when there is none."""
+        started_s, pause_s = monotonic(), _FIRST_PAUSE_S
+        self._attempt = self._facts.attempts + 1
+        while True:
+            self.is_known = True
+            reply = await self._conductor.schedule(self._schedule(), deadline_s=self._request.deadline_s)
+            if isinstance(reply, conductor_pb2.Placement):
+                break
+            self.is_known = False
+            if not self._may_wait(reply.reason) or monotonic() + pause_s > started_s + self._grace_s:
+                raise self._refused(reply)
+            # A lost node has left the cluster by itself or is back as another incarnation: it may be asked again.
+            self.excluded.clear()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if not reply.HasField("prefill"):
+            raise GenerationFailed("the conductor's placement names no prefill node", code="bad_placement")
+        facts = self._facts
+        facts.schedule_s += monotonic() - started_s
+        facts.attempts = self._attempt
+        facts.prefill_node = reply.prefill.node_id
+        facts.decode_node = reply.decode.node_id if reply.HasField("decode") else reply.prefill.node_id
+        self._metrics.attempts.inc()
+        return reply
+
+    async def complete(self, outcome: str) -> None:
+        """Tell the conductor what became of the request ("finished", "failed", "cancelled") or attempt ("retry")."""
+        request, facts = self._request, self._facts
+        ttft_s = 0.0 if facts.first_token_s is None else facts.first_token_s - request.arrival_s
+        await self._conductor.complete(
+            conductor_pb2.CompleteRequest(
+                request_id=request.request_id,
+                attempt=self._attempt,
+                outcome=outcome,
+                ttft_s=ttft_s,
+                mean_tbt_s=facts.mean_tbt_s,
+                generated=len(facts.token_ids),
+                cached_tokens=facts.cached_tokens,
+            )
+        )
+        self.is_known = False
+
+    def _schedule(self) -> conductor_pb2.ScheduleRequest:
+        request, generated = self._request, self._facts.token_ids
+        ids, chain = request.extended(generated)
+        return conductor_pb2.ScheduleRequest(
+            request_id=request.request_id,
+            attempt=self._attempt,
+            frontend_id=self._frontend_id,
+            model=request.model,
+            prompt_tokens=len(ids),
+            max_new_tokens=request.sampling.max_tokens - len(generated),
+            chain=chain,
+            generated=len(generated),
+            exclude_nodes=sorted(self.excluded),
+            ttft_objective_s=request.ttft_objective_s,
+            tpot_objective_s=request.tpot_objective_s,
+            tenant=request.tenant,
+        )
+
+    def _may_wait(self, reason: str) -> bool:
+        """A request that was accepted once is not refused for load, and a lost worker is soon replaced."""
+        if self._facts.attempts == 0 or reason in _FINAL_REASONS:
+            return False
+        return bool(self._facts.token_ids) or reason == "no_nodes"
+
+    def _refused(self, rejection: conductor_pb2.Rejection) -> ApiError:
+        reason, text = rejection.reason, rejection.message or f"refused by the conductor: {rejection.reason}"
+        self._metrics.rejected(reason if reason in _REASONS else "other")
+        if reason == "too_long":
+            return ContextLengthExceeded(text)
+        if reason == "unknown_model":
+            return ModelNotFound(text, param="model")
+        if reason == "no_nodes":
+            return ServiceUnavailable(text, code="no_nodes", retry_after_s=rejection.retry_after_s or 1.0)
+        return Overloaded(text, code=reason or None, retry_after_s=rejection.retry_after_s)

@@ -1,0 +1,240 @@
+"""From what a client sent to requests for the cluster, off the event loop: limits, templates, tokens, chain keys."""
+
+import asyncio
+import math
+import secrets
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from frontend.api.models import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    RequestModel,
+    TokenizeBody,
+    parse,
+)
+from frontend.cluster import ClusterWatch
+from frontend.config import FrontendConfig
+from frontend.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from frontend.request import GenerationRequest, SamplingParams
+from frontend.tokenizer import Tokenizer
+from kvpool import chain_keys, chain_seed
+
+T = TypeVar("T")
+B = TypeVar("B", bound=RequestModel)
+_LARGE_BODY_NBYTES: Final = 32 << 10
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What came with a request beside its body. `at_s` is of the monotonic clock."""
+
+    at_s: float
+    tenant: str
+    ttft_objective_s: float = 0.0
+    tpot_objective_s: float = 0.0
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], *, at_s: float, tenant: str) -> "Arrival":
+        """Reads x-slo-ttft-ms and x-slo-tpot-ms. Raises InvalidRequest."""
+        objectives = [_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")]
+        return cls(at_s, tenant, *objectives)
+
+
+class Preparer:
+    """Understands bodies for one model."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, cluster: ClusterWatch) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._cluster = cluster
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together; 0 while nobody knows."""
+        return self._cluster.max_model_len(self._tokenizer.max_positions)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound."""
+        if name is not None and name != self._config.model_name:
+            raise ModelNotFound(f"the model {name!r} is not served here: {self._config.model_name!r} is", param="model")
+
+    async def parse(self, model: type[B], body: bytes) -> B:
+        """The body as a model; large ones off the event loop. Raises InvalidRequest."""
+        if len(body) < _LARGE_BODY_NBYTES:
+            return parse(model, body)
+        return await self._in_thread(lambda: parse(model, body))
+
+    async def completion(self, body: CompletionBody, arrival: Arrival) -> list[GenerationRequest]:
+        """One request per prompt."""
+        self.check_model(body.model)
+        prompts = body.prompts
+        if len(prompts) > self._config.max_prompts:
+            most = self._config.max_prompts
+            raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are taken", param="prompt")
+
+        def prepare() -> list[GenerationRequest]:
+            special = body.add_special_tokens is not False
+            requests = []
+            for prompt in prompts:
+                ids = self.prompt_ids(prompt, add_special_tokens=special)
+                max_tokens = self._max_tokens(
+                    len(ids), body.max_tokens, self._config.completion_default_tokens, param="prompt"
+                )
+                requests.append(self._request(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens))
+            return requests
+
+        return await self._in_thread(prepare)
+
+    async def chat(self, body: ChatBody, arrival: Arrival) -> list[GenerationRequest]:
+        """The one request that a chat is."""
+        self.check_model(body.model)
+
+        def prepare() -> list[GenerationRequest]:
+            ids = self.chat_ids(
+                body.messages, body.chat_template_kwargs, add_special_tokens=body.add_special_tokens is True
+            )
+            asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+            max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
+            return [self._request(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens)]
+
+        return await self._in_thread(prepare)
+
+    async def tokens(self, body: TokenizeBody) -> list[int]:
+        """The ids of a text or a chat."""
+        self.check_model(body.model)
+        prompt, messages = body.prompt, body.messages
+        if (prompt is None) == (messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is needed", param="prompt")
+        special = body.add_special_tokens
+        if messages is not None:
+            return await self._in_thread(
+                lambda: self.chat_ids(messages, body.chat_template_kwargs, add_special_tokens=special is True)
+            )
+        return await self._in_thread(
+            lambda: self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)
+        )
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """The text of ids."""
+        self._check_ids(token_ids, "tokens")
+        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def prompt_ids(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        """The ids of a completion's prompt. Raises InvalidRequest for an empty one and for ids of no token."""
+        if isinstance(prompt, str):
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self._check_ids(prompt, "prompt")
+        return prompt
+
+    def chat_ids(
+        self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None, *, add_special_tokens: bool
+    ) -> list[int]:
+        """The ids of a chat rendered with the model's template."""
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise InvalidRequest(
+                f"the model {self._config.model_name!r} has no chat template: use /v1/completions",
+                code="no_chat_template",
+            )
+        chat = [{"role": message.role, "content": message.text} for message in messages]
+        text = template.render(chat, variables or {}, add_generation_prompt=True)
+        # The template writes the special tokens itself.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not ids:
+            raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
+        return ids
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _request(
+        self, body: GenerationBody, arrival: Arrival, request_id: str, ids: list[int], max_tokens: int
+    ) -> GenerationRequest:
+        config = self._config
+        prompt = np.array(ids, np.int32)
+        seed = chain_seed(body.cache_salt or "", self._tokenizer.identity, config.block_tokens)
+        top_k = body.top_k if body.top_k is not None else 0
+        return GenerationRequest(
+            request_id=request_id,
+            model=config.model_name,
+            prompt_ids=prompt,
+            chain=chain_keys(seed, prompt, config.block_tokens),
+            chain_seed=seed,
+            block_tokens=config.block_tokens,
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                top_k=max(0, top_k),  # vLLM's -1 is off, too
+                seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+                stop=self._stops(body.stop),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                eos_token_ids=self._tokenizer.eos_token_ids,
+                ignore_eos=bool(body.ignore_eos),
+            ),
+            arrival_s=arrival.at_s,
+            deadline_s=arrival.at_s + config.request_timeout_s,
+            tokenize_s=monotonic() - arrival.at_s,
+            ttft_objective_s=arrival.ttft_objective_s,
+            tpot_objective_s=arrival.tpot_objective_s,
+            tenant=arrival.tenant,
+        )
+
+    def _max_tokens(self, num_prompt: int, asked: int | None, default: int, *, param: str) -> int:
+        limit = self.max_model_len
+        if not limit:
+            return asked or default
+        wanted = asked or 1
+        if num_prompt + wanted > limit:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
+                f"tokens ({num_prompt} in the {param}, {wanted} in the completion).",
+                param=param,
+            )
+        return asked or min(default, limit - num_prompt)
+
+    def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
+        config = self._config
+        stops = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop or ()))
+        if len(stops) > config.max_stop_strings:
+            raise InvalidRequest(
+                f"{len(stops)} stop strings: at most {config.max_stop_strings} are taken", param="stop"
+            )
+        for text in stops:
+            if not 0 < len(text) <= config.max_stop_chars:
+                raise InvalidRequest(f"a stop string has 1 to {config.max_stop_chars} characters", param="stop")
+        return stops
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if ids and max(ids) >= self._tokenizer.vocab_size:
+            size = self._tokenizer.vocab_size
+            raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float:
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{name} is {text!r}: expected a positive number of milliseconds", param=name)
+    return value / 1000

@@ -1,0 +1,92 @@
+"""What a request is once it is understood: token ids, sampling, limits. Plain data, no HTTP and no wire."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool import chain_keys
+from moonpool_proto.v1 import common_pb2
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `stop_token_ids` are the client's own; the model's end tokens are apart."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = off
+    seed: int  # unsigned 64-bit
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def to_proto(self) -> common_pb2.Sampling:
+        """The wire's form: end tokens are stop tokens there, unless they are to be ignored.
+
+        A worker told to ignore_eos looks at no stop token at all, so with the client's own stop tokens it is not told.
+        """
+        ends = () if self.ignore_eos else self.eos_token_ids
+        return common_pb2.Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop_token_ids=sorted({*self.stop_token_ids, *ends}),
+            ignore_eos=self.ignore_eos and not self.stop_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to be continued. Times are of the monotonic clock, in seconds."""
+
+    request_id: str
+    model: str
+    prompt_ids: NDArray[np.int32]  # [n], n > 0
+    chain: NDArray[np.uint8]  # [full blocks, 16]
+    chain_seed: bytes
+    block_tokens: int
+    sampling: SamplingParams
+    arrival_s: float
+    deadline_s: float
+    tokenize_s: float = 0.0
+    ttft_objective_s: float = 0.0  # 0 = the cluster's
+    tpot_objective_s: float = 0.0
+    tenant: str = ""
+
+    def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
+        """Prompt and chain (as on the wire) of a further attempt: generated tokens count as prompt there."""
+        ids = np.concatenate([self.prompt_ids, np.array(generated, np.int32)])
+        done = len(self.chain)
+        parent = self.chain[-1].tobytes() if done else None
+        rest = chain_keys(self.chain_seed, ids[done * self.block_tokens :], self.block_tokens, parent=parent)
+        return ids, self.chain.tobytes() + rest.tobytes()
+
+
+@dataclass
+class Facts:
+    """What a finished or running request can tell about itself; filled in by its driver."""
+
+    attempts: int = 0
+    prefill_node: str = ""
+    decode_node: str = ""
+    schedule_s: float = 0.0
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float | None = None  # the monotonic clock
+    last_token_s: float | None = None
+    has_timing: bool = False
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def mean_tbt_s(self) -> float:
+        """Mean time between tokens; 0 with fewer than two."""
+        if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
+            return 0.0
+        return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)

@@ -1,0 +1,121 @@
+"""The front door as a process: sockets, HTTP server, start and end."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import uvicorn
+
+from frontend.api.app import build_app
+from frontend.config import FrontendConfig
+from frontend.errors import ConfigError, PortInUse
+from frontend.service import Service
+from frontend.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+_BACKLOG: Final = 2048
+_CONNECTIONS_END_S: Final = 2
+
+
+async def serve_frontend(config: FrontendConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Serve HTTP until `stop` is set, then refuse new requests, let running ones finish within the grace, and return.
+
+    `on_ready` is called with the URL once connections are answered, whether or not the cluster is ready by then.
+    Raises PortInUse, ConfigError, ModelFolderError before anything is served.
+    """
+    listener = bind(config.host, config.port)
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
+        service = Service(config, tokenizer)
+        try:
+            await service.start()
+            await _serve(service, listener, stop, on_ready)
+        finally:
+            await service.close()
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises PortInUse, or ConfigError when the address cannot be listened at."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # At once: two sockets may be bound to one port as long as neither listens.
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"cannot listen at {host}:{port}: the port is in use; stop its owner or take another"
+            ) from error
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+    return listener
+
+
+async def _serve(
+    service: Service, listener: socket.socket, stop: asyncio.Event, on_ready: Callable[[str], None]
+) -> None:
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=service.config.access_log,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_CONNECTIONS_END_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listener]), name="http")
+    up, stopping = asyncio.create_task(server.is_up.wait()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, up), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            url = url_of(listener)
+            _log.info("serving %s at %s", service.config.model_name, url)
+            on_ready(url)
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await service.drain()
+    finally:
+        server.should_exit = True
+        for task in (up, stopping):
+            task.cancel()
+        await serving
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine finds the listener."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Says when it is up, and leaves signals to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

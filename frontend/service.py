@@ -1,0 +1,128 @@
+"""What lives as long as the front door: its parts, the requests in flight, draining, self-check."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+from frontend.auth import ApiKeys
+from frontend.cluster import ClusterWatch
+from frontend.conductor import ConductorClient
+from frontend.config import FrontendConfig
+from frontend.detokenizer import CONTEXT_TOKENS
+from frontend.driver import DriverContext, Generation
+from frontend.errors import ServiceUnavailable
+from frontend.output import Output
+from frontend.prepare import Preparer
+from frontend.request import GenerationRequest
+from frontend.session import Session
+from frontend.streams import WorkerStreams
+from frontend.tokenizer import Tokenizer
+from telemetry import NodesCollector, RequestMetrics, new_registry
+
+_log = logging.getLogger(__name__)
+_LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
+
+
+class Service:
+    """The front door without HTTP. `start` before use, `drain` then `close` after it."""
+
+    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.keys = ApiKeys(config.api_keys)
+        self.registry = new_registry()
+        self.metrics = RequestMetrics(self.registry, config.model_name)
+        self.conductor = ConductorClient(config.conductor_target)
+        self.cluster = ClusterWatch(self.conductor, config.cluster_interval_s)
+        self.registry.register(NodesCollector(self.cluster.samples))
+        self.preparer = Preparer(config, tokenizer, self.cluster)
+        self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
+        self.started_at = int(time.time())
+        self.draining = False
+        self._sessions: set[Session] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._context = DriverContext(config, self.conductor, self.streams, self.metrics, self._spawn)
+
+    async def start(self) -> None:
+        """Look at the cluster for the first time; a conductor that is away is no error."""
+        await self.cluster.start()
+
+    def admit(self) -> None:
+        """Raises ServiceUnavailable once no new request is taken."""
+        if self.draining:
+            self.metrics.rejected("draining")
+            raise ServiceUnavailable("this front door is shutting down", code="draining", retry_after_s=1.0)
+
+    def open_session(self, requests: Sequence[GenerationRequest]) -> Session:
+        """Start what `close_session` must end."""
+        session = Session([Generation(self._context, request, self._output(request)) for request in requests])
+        self._sessions.add(session)
+        self._is_idle.clear()
+        self.metrics.in_flight.set(len(self._sessions))
+        return session
+
+    async def close_session(self, session: Session) -> None:
+        """Whatever became of it: workers and conductor are told."""
+        await session.close()
+        self._sessions.discard(session)
+        self.metrics.in_flight.set(len(self._sessions))
+        if not self._sessions:
+            self._is_idle.set()
+
+    async def drain(self) -> None:
+        """Take no new requests, wait for the running ones for the grace, then end what still runs with an error."""
+        self.draining = True
+        if await self._idle_within(self.config.drain_grace_s):
+            return
+        _log.warning("%d requests still run after the grace; they are ended", len(self._sessions))
+        for session in self._sessions:
+            session.end(ServiceUnavailable("the front door is shutting down", code="draining", retry_after_s=1.0))
+        await self._idle_within(_LAST_WORDS_S)
+
+    async def close(self) -> None:
+        """End everything that `start` and requests began."""
+        for session in list(self._sessions):
+            await self.close_session(session)
+        await self.streams.close()
+        if self._background:
+            await asyncio.wait(self._background, timeout=_LAST_WORDS_S)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.cluster.close()
+        await self.conductor.close()
+        self.preparer.close()
+
+    def validate(self) -> dict[str, Any]:
+        """What is held now; `ok` when that is nothing."""
+        counts = {
+            "sessions": len(self._sessions),
+            "subscriptions": self.streams.num_subscriptions,
+            "outgoing": self.streams.num_outgoing,
+            "last_words": len(self._background),
+        }
+        problems = [f"{count} {name} held" for name, count in counts.items() if count]
+        return {"ok": not problems, "problems": problems, "counts": counts | {"streams": self.streams.num_open}}
+
+    async def _idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _output(self, request: GenerationRequest) -> Output:
+        sampling = request.sampling
+        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
+        return Output(detokenizer, sampling.stop, sampling.stop_token_ids)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,69 @@
+"""All generations of one HTTP request, as one sequence of steps."""
+
+import asyncio
+from collections.abc import Sequence
+
+from frontend.driver import Generation
+from frontend.errors import ApiError
+from frontend.output import Step
+
+
+class Session:
+    """Merges generations. `close` must be called in any case; it ends what still runs."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.generations = generations
+        self._running = set(range(len(generations)))
+        self._pending: dict[asyncio.Task[Step], int] = {}
+
+    async def next(self) -> tuple[int, Step] | None:
+        """The next (choice, step), whichever choice has one first; None when all have ended. Raises ApiError.
+
+        A generation is asked for more only once its last step was taken, so a slow client slows the asking.
+        """
+        if not self._running:
+            return None
+        if len(self.generations) == 1:  # no task per token for what is nearly every request
+            return self._took(0, await self.generations[0].next())
+        for index in sorted(self._running.difference(self._pending.values())):
+            self._pending[asyncio.create_task(self.generations[index].next())] = index
+        done, _ = await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
+        task = min(done, key=self._pending.__getitem__)
+        return self._took(self._pending.pop(task), task.result())
+
+    async def collect(self) -> list[Step]:
+        """All choices, each in one step. Raises the first ApiError of any."""
+        whole: dict[int, Step] = {}
+        while (item := await self.next()) is not None:
+            index, step = item
+            whole[index] = whole[index] + step if index in whole else step
+        return [whole[index] for index in range(len(self.generations))]
+
+    async def overflowed(self) -> None:
+        """Return once the client is too slow for any of the generations."""
+        waiters = [asyncio.create_task(generation.overflowed.wait()) for generation in self.generations]
+        try:
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in waiters:
+                waiter.cancel()
+
+    def end(self, error: ApiError) -> None:
+        """Make what waits for the next step fail with `error`."""
+        for generation in self.generations:
+            generation.end(error)
+
+    async def close(self) -> None:
+        """End every generation."""
+        for task in self._pending:
+            task.cancel()
+        await asyncio.gather(*self._pending, return_exceptions=True)
+        self._pending.clear()
+        self._running.clear()
+        for generation in self.generations:
+            generation.close()
+
+    def _took(self, index: int, step: Step) -> tuple[int, Step]:
+        if step.finish_reason is not None:
+            self._running.discard(index)
+        return index, step
