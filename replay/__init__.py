@@ -1,0 +1,23 @@
+"""Replays request traces against a live server: open-loop load, verification of the answers, reports."""
+
+from replay.config import ReplayConfig
+from replay.errors import (
+    PromptPlanError,
+    ReplayError,
+    ServerUnusable,
+    TokenizerUnusable,
+    VerificationError,
+)
+from replay.report import Report
+from replay.runner import run
+
+__all__ = [
+    "PromptPlanError",
+    "ReplayConfig",
+    "ReplayError",
+    "Report",
+    "ServerUnusable",
+    "TokenizerUnusable",
+    "VerificationError",
+    "run",
+]

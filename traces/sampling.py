@@ -14,8 +14,9 @@ from traces.row import Trace, TraceRow
 FamilyKey = tuple[str, int]
 
 SAMPLING_SEED = 8
-"""Of the first 300 seeds the one whose tenth of the conversation trace is most like the whole of it: 1,217 requests, block
-and token hit rates, mean prompt and mean output within 1.2 % of the whole trace's. (Others' hit rates vary by +-0.06.)"""
+"""Of the first 300 seeds the one whose tenth of the conversation trace is most like the whole of it: 1,217 requests,
+block and token hit rates, mean prompt and mean output within 1.2 % of the whole trace's. (Other seeds' hit rates lie
+within about 0.06 of it.)"""
 
 
 def family_keys(trace: Trace) -> list[FamilyKey]:

@@ -1,0 +1,70 @@
+"""The configuration of a replay: frozen, one line of help per field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from traces import SAMPLING_SEED
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Everything `replay.runner.run` needs to know."""
+
+    trace: str
+    """The word `conversation` for the bundled trace, or the path of a Mooncake JSONL file (plain, .xz, .zst, .gz)."""
+    url: str
+    """Address of the server, such as http://127.0.0.1:8000."""
+    out: Path
+    """Folder for report.json, report.html and requests.jsonl."""
+    model_path: Path
+    """Folder of the served model: its tokenizer makes the prompts, its weights verify the answers."""
+    model: str = ""
+    """Name of the model in requests; empty: the first that the server lists."""
+    api_key: str = ""
+    """Bearer key for the server."""
+    speed: float = 1.0
+    """Factor by which arrivals are closer together than in the trace."""
+    sample_families: float = 1.0
+    """Fraction of the trace's prefix families to replay."""
+    sample_seed: int = SAMPLING_SEED
+    """Which families are sampled."""
+    limit: int = 0
+    """At most so many requests, 0 = all."""
+    duration_s: float = 0.0
+    """Only requests of the trace's first so many seconds (of its own time), 0 = all."""
+    tokens_per_block: int = 8
+    """Tokens per block of the trace (512 there); prompts and outputs are scaled together."""
+    max_model_len: int = 0
+    """Longest prompt + output, 0 = what the server says, else what the model's configuration says."""
+    seed: int = 0
+    """Of texts, of the requests' sampling seeds, and of the choice of what is verified."""
+    sampled_fraction: float = 0.5
+    """Fraction of requests drawn at `temperature`; the others are greedy."""
+    temperature: float = 0.8
+    """Temperature of the drawn requests."""
+    request_timeout_s: float = 300.0
+    """A request that takes longer has failed."""
+    slo_ttft_s: float = 0.0
+    """TTFT objective in seconds, 0 = 10 x that of a lone request of the same length."""
+    slo_tbt_s: float = 0.0
+    """TBT objective in seconds, 0 = 5 x that of lone requests."""
+    measure_unloaded: bool = True
+    """Measure lone requests first."""
+    reuse_earlier: bool = False
+    """Let blocks that earlier runs left in the cluster be reused; otherwise each run has a cache salt of its own."""
+    verify: bool = False
+    """Re-score a sample of the answers in this process."""
+    verify_sample: int = 100
+    """How many answers to re-score."""
+    verify_tolerance: float = 1e-3
+    """How far below the largest score a token may lie without being wrong."""
+    verify_device: str = "cpu"
+    """Where the reference runs."""
+    verify_threads: int = 0
+    """Threads of the reference, 0 = torch's own choice."""
+    poll_every_s: float = 1.0
+    """Seconds between looks at /metrics."""
+    quiet: bool = False
+    """No progress display and no table."""

@@ -1,0 +1,40 @@
+"""Errors of the package replay.
+
+ReplayError
+├── TokenizerUnusable   the model folder has no tokenizer that prompts can be made with
+├── PromptPlanError     the trace cannot be turned into prompts with these settings
+├── ServerUnusable      the server at --url does not answer, or is not what the replay needs
+├── VerificationError   the answers cannot be re-scored (no token ids, another model, no engine model)
+└── StreamFailed        one answer ended in an error or not as it should; becomes the reason in its RequestRecord
+    └── MalformedStream its bytes are not an event stream
+"""
+
+from __future__ import annotations
+
+
+class ReplayError(Exception):
+    """Any reason for which a replay cannot start or go on."""
+
+
+class TokenizerUnusable(ReplayError):
+    """The model folder has no tokenizer, or one that makes no tokens."""
+
+
+class PromptPlanError(ReplayError):
+    """The trace cannot be turned into prompts with these settings."""
+
+
+class ServerUnusable(ReplayError):
+    """The server does not answer or is not what the replay needs: names the URL and what came back."""
+
+
+class VerificationError(ReplayError):
+    """The answers cannot be re-scored."""
+
+
+class StreamFailed(ReplayError):
+    """One answer ended in an error or not as it should; the text is the reason."""
+
+
+class MalformedStream(StreamFailed):
+    """The bytes are not an event stream as OpenAI-compatible servers send it."""

@@ -1,0 +1,69 @@
+"""The report of a replay: its figures, its records, and the files it is written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replay.cluster_metrics import ClusterHistory
+from replay.objectives import Objectives
+from replay.page import write_page
+from replay.plan import PlannedRequest
+from replay.record import RequestRecord
+
+JSON_FILE = "report.json"
+HTML_FILE = "report.html"
+RECORDS_FILE = "requests.jsonl"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replay found. `figures`: the keys of report.json. `interrupted`: it was ended early by the user."""
+
+    out: Path
+    figures: dict[str, Any]
+    records: Sequence[RequestRecord] = field(repr=False)
+    requests: Mapping[int, PlannedRequest] = field(repr=False)
+    history: ClusterHistory = field(repr=False)
+    objectives: Objectives = field(repr=False)
+    interrupted: bool = False
+
+    @property
+    def json_path(self) -> Path:
+        """The figures as JSON."""
+        return self.out / JSON_FILE
+
+    @property
+    def html_path(self) -> Path:
+        """The page with the pictures."""
+        return self.out / HTML_FILE
+
+    @property
+    def ok(self) -> bool:
+        """Whether requests were completed, none failed, and no wrong token was found."""
+        return bool(self.figures["completed"]) and not self.figures["failed"] and not self.figures["wrong_tokens"]
+
+    def write(self) -> None:
+        """Write report.json, requests.jsonl and report.html into `out`."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(finite(self.figures), indent=2, ensure_ascii=False, allow_nan=False)
+        self.json_path.write_text(text + "\n", encoding="utf-8")
+        with (self.out / RECORDS_FILE).open("w", encoding="utf-8") as file:
+            for record in self.records:
+                file.write(json.dumps(finite(record.as_json()), allow_nan=False) + "\n")
+        write_page(
+            self.html_path, self.figures, self.records, self.requests, history=self.history, objectives=self.objectives
+        )
+
+
+def finite(value: Any) -> Any:
+    """The value with every number that JSON cannot hold (NaN, infinities) as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

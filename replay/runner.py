@@ -1,0 +1,277 @@
+"""A whole replay, from trace to report: the thin shell around the package's parts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+
+from replay.client import CompletionClient
+from replay.cluster_metrics import ClusterHistory
+from replay.config import ReplayConfig
+from replay.errors import PromptPlanError
+from replay.objectives import Objectives
+from replay.plan import PlannedRequest, PlanSettings, plan_requests
+from replay.poller import MetricsPoller
+from replay.progress import ProgressDisplay, detail_of
+from replay.record import RequestRecord
+from replay.report import Report
+from replay.sender import Tally, send_open_loop
+from replay.server import ServerInfo, check_tokenizer, discover
+from replay.summary import summarise
+from replay.text import TextBook
+from replay.tokens import ModelTokens, load_model_tokens
+from replay.unloaded import Unloaded, measure_unloaded
+from replay.verify import Scorer, Verification, choose_sample, load_reference, verify_records
+from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
+
+_ASK_DEADLINE_S = 15.0
+_SETTLE_S = 6.0
+_REFRESH_S = 0.25
+_HEAD_START_S = 0.2
+
+
+def run(config: ReplayConfig, console: Console | None = None) -> Report:
+    """Replay the trace, verify if asked to, write the report's files and return it.
+
+    Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None: shows nothing.
+    """
+    trace = select_rows(config)
+    tokens = load_model_tokens(config.model_path)
+    # Before the load: a reference that does not load should not be found out after an hour.
+    reference = _reference(config) if config.verify else None
+    with ProgressDisplay(console) as display:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            live = runner.run(_live(config, trace, tokens, display))
+        verification = _verify(config, reference, live, display) if reference else None
+    figures = {
+        "interrupted": live.interrupted,
+        "settings": _settings(config, trace, live.server),
+        "trace": _trace_figures(trace),
+        **summarise(
+            live.records,
+            live.requests,
+            tokens_per_block=config.tokens_per_block,
+            objectives=live.objectives,
+            history=live.history,
+            verification=verification,
+        ),
+        "notices": [*trace.notices, *live.notices],
+    }
+    report = Report(
+        config.out, figures, live.records, live.requests, live.history, live.objectives, interrupted=live.interrupted
+    )
+    report.write()
+    return report
+
+
+def select_rows(config: ReplayConfig) -> Trace:
+    """The trace's rows that the configuration asks for. Raises TraceError."""
+    trace = load_trace(config.trace)
+    if config.sample_families < 1:
+        trace = sample_families(trace, config.sample_families, seed=config.sample_seed)
+    if config.duration_s > 0:
+        trace = first_seconds(trace, config.duration_s)
+    if config.limit > 0:
+        trace = first_requests(trace, config.limit)
+    return trace
+
+
+@dataclass
+class _Live:
+    """What the phases against the server left."""
+
+    server: ServerInfo
+    requests: dict[int, PlannedRequest]
+    objectives: Objectives
+    records: Sequence[RequestRecord]
+    history: ClusterHistory
+    notices: list[str]
+    interrupted: bool
+
+
+async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
+    stop = asyncio.Event()
+    with _interrupts(stop):
+        async with _session(config) as session:
+            url = config.url.rstrip("/")
+            server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
+            notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
+            requests = plan_requests(trace, _book(config, tokens), _plan_settings(config, server, tokens))
+            run_salt = "" if config.reuse_earlier else f"replay-{secrets.token_hex(8)}"
+            unloaded = await _unloaded(config, session, server, requests, stop, display)
+            # What the lone requests moved must not count as the replay's.
+            before = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
+            await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
+            clock = _clock_from(time.monotonic() + _HEAD_START_S)
+            poller = MetricsPoller(session, url, clock=clock, every_s=config.poll_every_s)
+            client = CompletionClient(session, server, timeout_s=config.request_timeout_s, clock=clock)
+            tally = Tally(len(requests))
+            async with _background(poller.run(), _show(tally, display)):
+                records = await send_open_loop(
+                    client,
+                    requests,
+                    speed=config.speed,
+                    clock=clock,
+                    cache_salt=run_salt,
+                    stop=stop,
+                    tally=tally,
+                )
+            display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
+            await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
+    notices = [notice] if notice else []
+    if poller.history.failed_polls:
+        notices.append(f"{poller.history.failed_polls} looks at /metrics failed")
+    return _Live(
+        server=server,
+        requests={r.index: r for r in requests},
+        objectives=Objectives(config.slo_ttft_s, config.slo_tbt_s, unloaded),
+        records=records,
+        history=poller.history,
+        notices=notices,
+        interrupted=stop.is_set(),
+    )
+
+
+async def _unloaded(
+    config: ReplayConfig,
+    session: aiohttp.ClientSession,
+    server: ServerInfo,
+    requests: Sequence[PlannedRequest],
+    stop: asyncio.Event,
+    display: ProgressDisplay,
+) -> Unloaded | None:
+    if not config.measure_unloaded:
+        return None
+    client = CompletionClient(session, server, timeout_s=config.request_timeout_s, clock=time.monotonic)
+    return await measure_unloaded(
+        client,
+        requests,
+        clock=time.monotonic,
+        salt=f"unloaded-{secrets.token_hex(8)}",
+        stop=stop,
+        on_done=lambda done, of: display.show("unloaded", done, of),
+    )
+
+
+def _verify(config: ReplayConfig, reference: Scorer, live: _Live, display: ProgressDisplay) -> Verification:
+    sample = choose_sample(live.records, config.verify_sample, seed=config.seed)
+    prompts = {record.index: live.requests[record.index].prompt for record in sample}
+    result = Verification(tolerance=config.verify_tolerance)
+    try:
+        verify_records(
+            reference, sample, prompts, result, on_done=lambda done: display.show("verify", done, len(sample))
+        )
+    except KeyboardInterrupt:
+        live.interrupted = True
+    return result
+
+
+def _reference(config: ReplayConfig) -> Scorer:
+    return load_reference(config.model_path, device=config.verify_device, threads=config.verify_threads or None)
+
+
+def _book(config: ReplayConfig, tokens: ModelTokens) -> TextBook:
+    return TextBook(tokens, tokens_per_block=config.tokens_per_block, seed=config.seed)
+
+
+def _plan_settings(config: ReplayConfig, server: ServerInfo, tokens: ModelTokens) -> PlanSettings:
+    max_model_len = config.max_model_len or server.max_model_len or tokens.max_model_len
+    if not max_model_len:
+        raise PromptPlanError("neither the server nor the model's config.json tells the context; give --max-model-len")
+    return PlanSettings(
+        tokens_per_block=config.tokens_per_block,
+        max_model_len=max_model_len,
+        bos=tokens.bos,
+        seed=config.seed,
+        sampled_fraction=config.sampled_fraction,
+        temperature=config.temperature,
+    )
+
+
+def _settings(config: ReplayConfig, trace: Trace, server: ServerInfo) -> dict[str, Any]:
+    """The configuration as the report keeps it: without the key."""
+    left_out = {"api_key", "quiet", "out"}
+    kept = {name: value for name, value in vars(config).items() if name not in left_out}
+    return {**kept, "trace": trace.source, "model": server.model, "model_path": str(config.model_path)}
+
+
+def _trace_figures(trace: Trace) -> dict[str, Any]:
+    found = reuse_statistics(trace)
+    return {
+        "source": trace.source,
+        "requests": found.requests,
+        "duration_s": trace.duration_s,
+        "block_references": found.block_references,
+        "unique_blocks": found.unique_blocks,
+        "block_hit_rate": found.block_hit_rate,
+        "full_block_hit_rate": found.full_block_hit_rate,
+        "token_hit_rate": found.token_hit_rate,
+    }
+
+
+@asynccontextmanager
+async def _session(config: ReplayConfig) -> AsyncIterator[aiohttp.ClientSession]:
+    headers = {"Content-Type": "application/json"}
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}"
+    # A connection per request, as from as many users: no limit that would close the loop, and no request lost to a
+    # kept connection that the server closes at that moment.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield session
+
+
+@asynccontextmanager
+async def _background(*coroutines: Any) -> AsyncIterator[None]:
+    """Run these beside the block and cancel them at its end."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _show(tally: Tally, display: ProgressDisplay) -> None:
+    while True:
+        display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
+        await asyncio.sleep(_REFRESH_S)
+
+
+def _clock_from(start: float) -> Callable[[], float]:
+    return lambda: time.monotonic() - start
+
+
+@contextmanager
+def _interrupts(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets `stop`, a second one ends the program as usual. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    with suppress(NotImplementedError):
+        loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
