@@ -6,7 +6,9 @@ from typing import Any
 import typer
 
 from moonpool.config import ServeConfig
+from moonpool.inspection import config_keys, status, validate
 from moonpool.options import configured_command
+from moonpool.replay_command import add_replay
 from moonpool.roles import ROLES, Role, run_role
 from moonpool.serve import serve
 
@@ -17,7 +19,7 @@ Disaggregated prefill/decode LLM serving built around the KV cache.
 
   [cyan]moonpool serve[/cyan]   a whole cluster on this machine, OpenAI API on port 8000
 
-  [cyan]curl 127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "In the beginning"}'[/cyan]
+  [cyan]curl 127.0.0.1:8000/v1/models[/cyan]   what it serves
 
   [cyan]moonpool demo[/cyan]    a cluster under a replayed production trace, every token verified
 """
@@ -55,6 +57,10 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
+add_replay(app)
+app.command("status")(status)
+app.command("validate")(validate)
+app.command("config")(config_keys)
 for _role in ROLES:
     configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help)
 

@@ -1,4 +1,120 @@
 """From a role's settings to the configuration object of the package that serves it: every field mapped here once.
 
-Imports the serving packages, so it is imported only by the process that becomes the role.
+A package's configuration class is imported where it is made: a process imports only what its role needs.
 """
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.config.slices import HostSettings, NodeSettings, TransportSettings
+from moonpool.run_dir import default_run_dir, make_run_dir
+from moonpool.threads import engine_threads, usable_cores
+
+if TYPE_CHECKING:
+    from conductor.server import ConductorConfig
+    from frontend import FrontendConfig
+    from kvpool import PoolNodeConfig
+    from messenger import MessengerConfig
+    from messenger.config import TransportChoice
+    from worker.config import Dtype, WorkerConfig
+
+
+def node_id_of(node: NodeSettings, command: str) -> str:
+    """The name the node was given, or one that the same command on the same host always has."""
+    return node.node_id or f"{command.removesuffix('-node')}-{socket.gethostname()}"
+
+
+def conductor_config(config: ConductorRole) -> "ConductorConfig":
+    from conductor.server import ConductorConfig
+
+    return ConductorConfig(
+        listen=config.listen.listen,
+        ttft_objective_s=config.scheduling.ttft_slo,
+        tbt_objective_s=config.scheduling.tbt_slo,
+        balancing_threshold=config.scheduling.balancing_threshold,
+        decision_log=config.scheduling.decision_log,
+    )
+
+
+def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
+    from kvpool import PoolNodeConfig
+
+    return PoolNodeConfig(
+        node_id=node_id,
+        listen=config.listen.listen,
+        conductor_target=config.conductor.conductor,
+        arena_bytes=config.pool.pool_bytes,
+        host_id=config.host.host_id,
+        messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
+    )
+
+
+def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
+    from worker.config import WorkerConfig
+
+    return WorkerConfig(
+        node_id=node_id,
+        listen=config.listen.listen,
+        conductor_target=config.conductor.conductor,
+        pool_target=config.worker.pool,
+        model_path=config.model.model,
+        served_model_name=config.model.name,
+        device=choose_device(config.engine.device, config.worker.worker_index),
+        dtype=cast("Dtype", config.engine.dtype),
+        block_tokens=config.model.block_tokens,
+        capacity_tokens=config.engine.capacity_tokens,
+        max_batch=config.engine.max_batch,
+        prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
+        prefill_lookahead=config.engine.prefill_lookahead,
+        max_model_len=config.engine.max_model_len,
+        threads=engine_threads(config.engine.threads, 1, usable_cores()),
+        lease_s=config.pool.lease,
+        put_ttl_s=config.pool.put_ttl,
+        messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
+    )
+
+
+def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
+    from frontend import FrontendConfig
+
+    return FrontendConfig(
+        model_path=config.model.model,
+        conductor_target=config.conductor.conductor,
+        host=config.http.host,
+        port=config.http.port,
+        served_model_name=config.model.name,
+        node_id=node_id,
+        api_keys=config.http.api_key,
+        block_tokens=config.model.block_tokens,
+        request_timeout_s=config.http.request_timeout,
+        drain_grace_s=config.http.drain_grace,
+    )
+
+
+def choose_device(device: str, worker_index: int) -> str:
+    """The torch device of the host's `worker_index`-th worker: auto and a bare cuda take turns over the GPUs."""
+    if device not in ("auto", "cuda"):
+        return device
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        return f"cuda:{worker_index % num_gpus}"
+    return "cpu" if device == "auto" else device
+
+
+def _messenger_config(transport: TransportSettings, host: HostSettings, socket_dir: Path) -> "MessengerConfig":
+    from messenger import MessengerConfig
+
+    return MessengerConfig(
+        listen_host=transport.data_host,
+        transport=cast("TransportChoice", transport.transport),
+        run_dir=socket_dir,
+        host_id=host.host_id or None,
+    )
+
+
+def _socket_dir(node: NodeSettings, node_id: str) -> Path:
+    return make_run_dir(node.socket_dir or default_run_dir(node_id))

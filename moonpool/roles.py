@@ -102,7 +102,9 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
 _CONFIGURATION_ERRORS = {
     "messenger.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
     "worker.errors": ("StartupError",),
-    "frontend.errors": ("ConfigError",),
+    "kvpool.errors": ("PoolConfigError",),
+    "conductor.errors": ("ConfigError", "JoinRefused"),
+    "frontend.errors": ("ConfigError", "ModelFolderError", "PortInUse"),
 }
 
 

@@ -36,9 +36,9 @@ class EngineSettings(Slice):
     """How an engine process computes."""
 
     panel: ClassVar[str] = "Engine"
-    device: Annotated[str, Key("cpu, cuda, cuda:N or auto: a GPU where there is one; workers take turns over GPUs")] = (
-        "auto"
-    )
+    device: Annotated[
+        str, Key("cpu, cuda:N, cuda (workers take turns over the GPUs), auto (cuda if there is one, else cpu)")
+    ] = "auto"
     dtype: Annotated[
         str,
         Key(

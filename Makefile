@@ -1,0 +1,66 @@
+# Every task of the project. Nothing needs more than python3 (3.11 or newer), make, git and gcc: `make setup`, on which
+# all others depend, makes the environment, and is done in no time once it was done.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where torch's CPU build comes from, if pip's own configuration does not have it, e.g.
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Empty: the package index's build, which on Linux brings the CUDA libraries with it.
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
+QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+.PHONY: help setup demo test check format proto train bench clean distclean
+
+help:
+	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
+	@echo "make test    all checks and tests: what .ci/run runs"
+	@echo "make check   format, lint, import rules, types, generated code"
+	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
+	@echo "make format  apply the formatter and the safe fixes"
+	@echo "make proto   generate Python from proto/"
+	@echo "make train   train the bundled model again"
+	@echo "make bench   run every benchmark"
+	@echo "make clean   remove caches and output; distclean: the environment too"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt .ci/install.py
+	$(PYTHON) .ci/install.py $(VENV) $(TORCH_INDEX)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m moonpool demo
+
+test: $(STAMP) check
+	$(QUIET_THREADS) $(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/generate_protos.py check
+	$(BIN)/python .ci/check_types.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP)
+	$(BIN)/python .ci/generate_protos.py write
+
+train: $(STAMP)
+	$(BIN)/python -m training.train
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

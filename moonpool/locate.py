@@ -1,0 +1,48 @@
+"""Finds a running cluster: by the conductor's address, or by what `serve` wrote on this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from moonpool.errors import ClusterNotFound, ConfigError
+from moonpool.ready_file import ReadyFile
+from moonpool.run_dir import default_run_dir
+from moonpool.serve import READY_NAME
+
+
+@dataclass(frozen=True)
+class Located:
+    """Whom to ask. `ready` is None for a cluster that `serve` of this machine did not start."""
+
+    conductor: str  # gRPC address
+    urls: tuple[str, ...]  # of the front doors known
+    ready: ReadyFile | None
+
+
+def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
+    """The cluster that is meant; `conductor` or `ready_file` go before `url`, whose port names a local cluster.
+
+    Raises ClusterNotFound when `serve` left nothing there.
+    """
+    if conductor:
+        return Located(conductor, (), None)
+    path = ready_file or _default_ready_file(url)
+    try:
+        ready = ReadyFile.read(path)
+    except ClusterNotFound as error:
+        raise ClusterNotFound(
+            f"no cluster of this user and machine is known for {ready_file or url} ({error}); "
+            "give --conductor ADDRESS for one that runs elsewhere"
+        ) from error
+    return Located(ready.conductor, (ready.url,), ready)
+
+
+def _default_ready_file(url: str) -> Path:
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        port = parts.port or 80
+    except ValueError as error:
+        raise ConfigError(f"--url {url!r} is no URL: {error}") from error
+    if parts.scheme not in ("", "http") or not parts.hostname:
+        raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
+    return default_run_dir(str(port)) / READY_NAME

@@ -1,0 +1,236 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moonpool.child import ChildPlan
+from moonpool.errors import RoleFailed, StartupFailed
+from moonpool.restart import RestartPolicy
+from moonpool.supervisor import NodeState, Supervisor, SupervisorEvents
+
+Plan = Callable[..., ChildPlan]
+FAST = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, healthy_after_s=60.0, startup_attempts=3)
+
+
+class Recorder(SupervisorEvents):
+    """Keeps what was told, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.ready: list[NodeState] = []
+        self.exits: list[tuple[str, str, float | None]] = []
+        self.lines: list[tuple[str, str]] = []
+        self.happened = asyncio.Event()
+
+    def on_ready(self, state: NodeState, seconds: float) -> None:
+        self.ready.append(state)
+        self.happened.set()
+
+    def on_exit(self, state: NodeState, cause: str, restart_in_s: float | None) -> None:
+        self.exits.append((state.node_id, cause, restart_in_s))
+        self.happened.set()
+
+    def on_line(self, node_id: str, line: str) -> None:
+        self.lines.append((node_id, line))
+        self.happened.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                self.happened.clear()
+                await self.happened.wait()
+
+
+def supervisor(plans: list[ChildPlan], log_dir: Path, recorder: Recorder | None = None) -> Supervisor:
+    return Supervisor(plans, log_dir=log_dir, events=recorder, policy=FAST)
+
+
+def pids(running: Supervisor) -> dict[str, int]:
+    return {state.node_id: state.pid for state in running.states() if state.pid is not None}
+
+
+async def test_all_processes_are_ready_and_none_is_left_after_the_block(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("serve", node_id="a"), plan("serve", node_id="b", tier=1)], tmp_path) as running:
+        await running.wait_ready(30)
+        started = pids(running)
+        assert set(started) == {"a", "b"}
+        assert all(psutil.pid_exists(pid) for pid in started.values())
+    assert not any(psutil.pid_exists(pid) for pid in started.values())
+
+
+async def test_a_killed_process_comes_back_under_the_same_node_id(plan: Plan, tmp_path: Path) -> None:
+    recorder = Recorder()
+    async with supervisor([plan("serve", node_id="a")], tmp_path, recorder) as running:
+        await running.wait_ready(30)
+        first = pids(running)["a"]
+        os.kill(first, signal.SIGKILL)
+        await recorder.until(lambda: len(recorder.ready) == 2)
+        assert recorder.exits == [("a", "killed by signal 9", pytest.approx(0.01))]
+        assert [state.node_id for state in recorder.ready] == ["a", "a"]
+        assert pids(running)["a"] != first
+        assert running.states()[0].restarts == 1
+
+
+async def test_a_crash_at_the_first_start_is_tried_again(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("once", str(tmp_path / "marker"))], tmp_path) as running:
+        await running.wait_ready(30)
+        assert running.states()[0].restarts == 1
+
+
+async def test_a_refused_configuration_fails_the_start_at_once_with_the_last_lines(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("serve", node_id="good"), plan("refuse", node_id="bad")], tmp_path) as running:
+        with pytest.raises(StartupFailed, match="the frobnicator is missing") as failure:
+            await running.wait_ready(30)
+        good = pids(running).get("good")
+    assert failure.value.node_id == "bad"
+    assert failure.value.exit_code == 2
+    assert "the frobnicator is missing" in Path(failure.value.log_path).read_text()
+    assert good is None or not psutil.pid_exists(good)
+
+
+async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts(plan: Plan, tmp_path: Path) -> None:
+    recorder = Recorder()
+    async with supervisor([plan("crash")], tmp_path, recorder) as running:
+        with pytest.raises(StartupFailed, match="3 times without becoming ready") as failure:
+            await running.wait_ready(30)
+    assert failure.value.exit_code == 1
+    assert [delay for _, _, delay in recorder.exits] == [pytest.approx(0.01), pytest.approx(0.02), None]
+
+
+async def test_a_process_that_is_silent_fails_the_start_at_the_deadline(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("silent")], tmp_path) as running:
+        with pytest.raises(StartupFailed, match=r"silent-0 was not ready within 0\.2 s"):
+            await running.wait_ready(0.2)
+
+
+async def test_a_refusal_after_the_start_ends_wait_failed(plan: Plan, tmp_path: Path) -> None:
+    # Ready once, then refused: the marker turns the second start into mode `refuse`.
+    script = f"""
+import sys, os
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import role_script
+marker = {str(tmp_path / "marker")!r}
+mode = "refuse" if os.path.exists(marker) else "serve"
+open(marker, "w").close()
+sys.exit(role_script.main(mode))
+"""
+    plans = [ChildPlan("a", "test", (sys.executable, "-c", script))]
+    async with supervisor(plans, tmp_path) as running:
+        await running.wait_ready(30)
+        os.kill(pids(running)["a"], signal.SIGKILL)
+        with pytest.raises(RoleFailed, match="refused its configuration") as failure:
+            async with asyncio.timeout(30):
+                await running.wait_failed()
+        assert failure.value.exit_code == 2
+
+
+async def test_a_process_deaf_to_sigterm_is_killed_after_the_grace(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("deaf", stop_grace_s=0.2)], tmp_path) as running:
+        await running.wait_ready(30)
+        pid = pids(running)["deaf-0"]
+    assert not psutil.pid_exists(pid)
+
+
+async def test_hurry_kills_without_waiting_for_the_grace(plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("deaf", stop_grace_s=3600.0)], tmp_path) as running:
+        await running.wait_ready(30)
+        pid = pids(running)["deaf-0"]
+        running.hurry()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_what_a_process_started_itself_ends_with_it(
+    plan: Plan, tmp_path: Path, track: Callable[[int], psutil.Process]
+) -> None:
+    async with supervisor([plan("parent", stop_grace_s=0.2)], tmp_path) as running:
+        await running.wait_ready(30)
+        announcement = running.states()[0].announcement
+        assert announcement is not None
+        grandchild = track(announcement["child"])
+    # Its adopter reaps it in its own time: dead is enough.
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_stopping_while_processes_are_being_started_leaves_none(plan: Plan, tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    async with supervisor([plan("serve", node_id=f"n{index}") for index in range(3)], tmp_path):
+        await asyncio.sleep(0)
+    assert set(psutil.Process().children()) <= before
+
+
+async def test_higher_tiers_stop_first(plan: Plan, tmp_path: Path) -> None:
+    script = """
+import signal, sys, time
+from pathlib import Path
+def end(*_):
+    Path(sys.argv[1]).open("a").write(sys.argv[2] + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("MOONPOOL_READY {}", flush=True)
+while True: time.sleep(60)
+"""
+    order = tmp_path / "order"
+    plans = [
+        ChildPlan(name, "test", (sys.executable, "-c", script, str(order), name), {}, tier, 20.0)
+        for name, tier in (("frontend", 2), ("conductor", 0), ("worker", 1))
+    ]
+    async with supervisor(plans, tmp_path) as running:
+        await running.wait_ready(30)
+    assert order.read_text().split() == ["frontend", "worker", "conductor"]
+
+
+async def test_output_is_logged_whole_whatever_the_length_of_its_lines(plan: Plan, tmp_path: Path) -> None:
+    recorder = Recorder()
+    async with supervisor([plan("chatty")], tmp_path, recorder) as running:
+        await running.wait_ready(30)
+        await recorder.until(lambda: any("all is well" in line for _, line in recorder.lines))
+        await recorder.until(lambda: sum(line.count("x") for _, line in recorder.lines) == 3 << 20)
+    logged = (tmp_path / "chatty-0.log").read_text()
+    assert logged.count("x") == 3 << 20
+    assert "WARNING chatty-0 test: careful" in logged
+    assert "MOONPOOL_READY" not in logged
+
+
+async def test_the_supervisors_own_settings_do_not_reach_its_children(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_PORT", "1234")
+    child = ChildPlan("a", "test", plan("serve").argv, {"OMP_NUM_THREADS": "1"})
+    async with supervisor([child], tmp_path) as running:
+        await running.wait_ready(30)
+        announcement: dict[str, Any] | None = running.states()[0].announcement
+    assert announcement is not None
+    assert announcement["environment"]["OMP_NUM_THREADS"] == "1"
+    assert set(announcement["environment"]) & {"MOONPOOL_PORT", "MOONPOOL_SUPERVISOR_PID"} == {
+        "MOONPOOL_SUPERVISOR_PID"
+    }
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path, track: Callable[[int], psutil.Process]) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from moonpool.child import ChildPlan
+from moonpool.supervisor import Supervisor
+async def main():
+    plan = ChildPlan("a", "test", (sys.executable, {str(Path(__file__).parent / "role_script.py")!r}, "deaf"))
+    async with Supervisor([plan], log_dir=Path({str(tmp_path)!r})) as running:
+        await running.wait_ready(30)
+        print(running.states()[0].pid, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = track(int(process.stdout.readline()))
+        process.kill()
+    gone_by = time.monotonic() + 20
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone_by, "the child outlived its supervisor"
