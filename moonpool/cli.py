@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from moonpool.config import ServeConfig
+from moonpool.demo import demo
 from moonpool.inspection import config_keys, status, validate
 from moonpool.options import configured_command
 from moonpool.replay_command import add_replay
@@ -58,6 +59,7 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
 add_replay(app)
+app.command("demo")(demo)
 app.command("status")(status)
 app.command("validate")(validate)
 app.command("config")(config_keys)

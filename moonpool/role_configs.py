@@ -14,11 +14,12 @@ from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
     from conductor.server import ConductorConfig
+    from engine.model import Dtype
     from frontend import FrontendConfig
     from kvpool import PoolNodeConfig
     from messenger import MessengerConfig
     from messenger.config import TransportChoice
-    from worker.config import Dtype, WorkerConfig
+    from worker.config import WorkerConfig
 
 
 def node_id_of(node: NodeSettings, command: str) -> str:

@@ -1,13 +1,13 @@
 """A stand-in for a role: a real process that behaves as its first argument says. Started by the supervisor's tests.
 
-    serve           ready, then waits for SIGTERM and ends with 0
-    refuse          says why, and ends with 2
-    crash           ends with 1 before it is ready
-    deaf            ready, and ignores SIGTERM
-    parent          as `deaf`, with a child process of its own whose pid it announces
-    silent          never ready
-    chatty          ready, then one very long line and a warning in the log format
-    once MARKER     crashes if the file MARKER does not exist, and makes it; else as `serve`
+serve           ready, then waits for SIGTERM and ends with 0
+refuse          says why, and ends with 2
+crash           ends with 1 before it is ready
+deaf            ready, and ignores SIGTERM
+parent          as `deaf`, with a child process of its own whose pid it announces
+silent          never ready
+chatty          ready, then one very long line and a warning in the log format
+once MARKER     crashes if the file MARKER does not exist, and makes it; else as `serve`
 """
 
 import json

@@ -91,7 +91,8 @@ async def test_a_refused_configuration_fails_the_start_at_once_with_the_last_lin
         good = pids(running).get("good")
     assert failure.value.node_id == "bad"
     assert failure.value.exit_code == 2
-    assert "the frobnicator is missing" in Path(failure.value.log_path).read_text()
+    assert failure.value.log_path == str(tmp_path / "bad.log")
+    assert "the frobnicator is missing" in (tmp_path / "bad.log").read_text()
     assert good is None or not psutil.pid_exists(good)
 
 

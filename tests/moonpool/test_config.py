@@ -1,0 +1,170 @@
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.config import COMPOSITES, ServeConfig, WorkerRole, all_settings, composite_settings, flatten, load
+from moonpool.config.fields import composite_slices, slice_settings
+from moonpool.config.sources import parse_size
+from moonpool.errors import ConfigError, UnknownKey
+
+
+def loaded(
+    composite: type = ServeConfig,
+    *,
+    flags: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+    config_file: Path | None = None,
+) -> Any:
+    return load(composite, flags=flags or {}, environ=environ or {}, config_file=config_file, known=all_settings())
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("port: 1111\nhost: 10.0.0.1\nttft_slo: 2\n")
+    return path
+
+
+def test_defaults_alone_are_a_valid_configuration() -> None:
+    config = loaded()
+    assert (config.topology.num_prefill, config.topology.num_decode, config.http.port) == (1, 1, 8000)
+
+
+def test_the_environment_wins_over_the_file_and_flags_over_both(config_file: Path) -> None:
+    environ = {"MOONPOOL_PORT": "2222", "MOONPOOL_HOST": "10.0.0.2", "PATH": "/bin"}
+    config = loaded(flags={"port": "3333", "host": None}, environ=environ, config_file=config_file)
+    assert config.http.port == 3333
+    assert config.http.host == "10.0.0.2"
+    assert config.scheduling.ttft_slo == 2.0
+
+
+def test_the_environment_can_name_the_file(config_file: Path) -> None:
+    assert loaded(environ={"MOONPOOL_CONFIG": str(config_file)}).http.port == 1111
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 80", r"unknown key 'prot'; did you mean port\?"),
+        ("prefill-nodes: 2", r"unknown key 'prefill-nodes'; did you mean prefill_nodes\?"),
+        ("zzzzzz: 1", r"unknown key 'zzzzzz'; see `moonpool config`"),
+        ("port: 80\nport: 81", "the key 'port' is given twice"),
+        ("- port", "must hold `key: value` lines"),
+        ("port: [", "is not valid YAML"),
+        ("port: 70000", r"cluster.yaml: port is 70000: expected 0 to 65535"),
+        ("port: true", r"port is True: expected a whole number"),
+        ("port: 1.5", r"port is 1.5: expected a whole number"),
+        ("transport: rdma", r"transport is 'rdma': expected one of auto, tcp, shm"),
+        ("api_key: [1]", r"api_key is \[1\]: expected a list of texts"),
+        ("port: null", r"port is None: expected a whole number"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        loaded(config_file=path)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*nowhere.yaml"):
+        loaded(config_file=tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("MOONPOOL_PROT", "1", r"unknown environment variable MOONPOOL_PROT; did you mean MOONPOOL_PORT\?"),
+        ("MOONPOOL_PORT", "many", r"MOONPOOL_PORT: 'many' is no whole number"),
+        ("MOONPOOL_TTFT_SLO", "nan", r"MOONPOOL_TTFT_SLO: 'nan' is no finite number"),
+        ("MOONPOOL_LOG_JSON", "maybe", r"MOONPOOL_LOG_JSON: 'maybe' is neither true nor false"),
+        ("MOONPOOL_POOL_BYTES", "much", r"MOONPOOL_POOL_BYTES: 'much' is no size"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(environ={variable: text})
+
+
+def test_an_unknown_key_is_its_own_error() -> None:
+    with pytest.raises(UnknownKey):
+        loaded(environ={"MOONPOOL_PROT": "1"})
+
+
+def test_a_role_passes_over_the_keys_of_others_in_a_shared_file(config_file: Path) -> None:
+    flags = {"conductor": "head:7000", "pool": "here:7001"}
+    config = loaded(WorkerRole, flags=flags, environ={"MOONPOOL_PORT": "5"}, config_file=config_file)
+    assert config.conductor.conductor == "head:7000"
+
+
+def test_a_worker_without_a_conductor_is_told_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="--conductor is required"):
+        loaded(WorkerRole, flags={"pool": "here:7001"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"prefill_nodes": "0", "decode_nodes": "2"}, "one cannot serve without the other"),
+        ({"prefill_nodes": "0", "decode_nodes": "0"}, "no worker is asked for"),
+        ({"transport": "shm", "pool_nodes": "2"}, "share no memory"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(flags=flags)
+
+
+def test_aggregated_workers_replace_the_default_split() -> None:
+    topology = loaded(flags={"aggregated": "2"}).topology
+    assert (topology.num_prefill, topology.num_decode, topology.num_engines) == (0, 0, 2)
+
+
+def test_a_slice_made_directly_is_checked_too() -> None:
+    slice_class = composite_slices(ServeConfig)["http"]
+    with pytest.raises(ConfigError, match="port is -1"):
+        slice_class(port=-1)  # type: ignore[call-arg]
+
+
+def test_no_key_is_declared_twice() -> None:
+    slices = {cls for composite in COMPOSITES for cls in composite_slices(composite).values()}
+    names = [name for cls in slices for name in slice_settings(cls)]
+    assert len(names) == len(set(names))
+
+
+def test_every_key_has_one_line_of_help_and_a_valid_default() -> None:
+    for declared in all_settings().values():
+        assert declared.key.help
+        assert "\n" not in declared.key.help
+
+
+def test_what_flatten_gives_loads_back_to_the_same(tmp_path: Path) -> None:
+    flags = {"port": "81", "api_key": ["a", "b"], "run_dir": str(tmp_path), "pool_bytes": "2GiB", "prefill_nodes": "3"}
+    config = loaded(flags={**flags, "decode_nodes": "1"})
+    path = tmp_path / "again.yaml"
+    path.write_text(yaml.safe_dump(flatten(config)))
+    assert loaded(config_file=path) == config
+
+
+@given(st.sampled_from(sorted(composite_settings(ServeConfig))), st.text(max_size=20))
+def test_any_text_for_any_key_loads_or_is_a_configuration_error(key: str, text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        loaded(environ={f"MOONPOOL_{key.upper()}": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1024", 1024), ("1KiB", 1024), ("1kB", 1000), ("1.5 GiB", 3 << 29), ("2g", 2 << 30), ("3B", 3)],
+)
+def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_plain_number_of_bytes_is_read_to_within_a_float(nbytes: int) -> None:
+    assert parse_size(str(nbytes)) == pytest.approx(nbytes)

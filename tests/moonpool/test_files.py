@@ -1,0 +1,140 @@
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
+from moonpool.locate import locate
+from moonpool.log_file import LogFile
+from moonpool.model_folder import check_model_folder
+from moonpool.ready_file import ReadyFile, ReadyNode
+from moonpool.run_dir import RunDirLock, make_run_dir
+from moonpool.startup_view import record_level
+from moonpool.threads import engine_threads, usable_cores
+
+READY = ReadyFile(
+    "http://127.0.0.1:1",
+    "m",
+    7,
+    "/run/x",
+    "unix:/run/x/conductor.sock",
+    {"a": ReadyNode("conductor", 8, "unix:/run/x/conductor.sock", True, 0, "/run/x/a.log")},
+)
+
+
+def test_a_ready_file_is_read_as_written(tmp_path: Path) -> None:
+    READY.write(tmp_path / "ready.json")
+    assert ReadyFile.read(tmp_path / "ready.json") == READY
+    assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"nodes": {}}', '{"nodes": {"a": {}}}', '{"nodes": 1}'])
+def test_what_is_no_ready_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ready.json"
+    path.write_text(text)
+    with pytest.raises(ClusterNotFound, match=r"is no ready file of `moonpool serve`"):
+        ReadyFile.read(path)
+
+
+def test_a_cluster_is_found_by_its_port_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    run_dir = tmp_path / f"moonpool-{os.getuid()}" / "8000"
+    run_dir.mkdir(parents=True)
+    READY.write(run_dir / "serve.json")
+    assert locate(conductor="", url="http://127.0.0.1:8000", ready_file=None).conductor == READY.conductor
+    with pytest.raises(ClusterNotFound, match="give --conductor ADDRESS"):
+        locate(conductor="", url="http://127.0.0.1:8001", ready_file=None)
+    with pytest.raises(ConfigError, match="--url"):
+        locate(conductor="", url="http://127.0.0.1:notaport", ready_file=None)
+    assert locate(conductor="head:7000", url="", ready_file=None).urls == ()
+
+
+def test_a_run_directory_is_its_users_alone(tmp_path: Path) -> None:
+    path = make_run_dir(tmp_path / "a" / "b")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_run_directory_too_long_for_unix_sockets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long a path for unix sockets"):
+        make_run_dir(tmp_path / ("x" * 80))
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make the run directory"):
+        make_run_dir(tmp_path / "file")
+
+
+def test_a_run_directory_in_use_names_its_owner_and_is_free_afterwards(tmp_path: Path) -> None:
+    with RunDirLock(tmp_path), pytest.raises(RunDirInUse, match=f"process {os.getpid()}"), RunDirLock(tmp_path):
+        pass
+    with RunDirLock(tmp_path):
+        pass
+
+
+def test_a_log_is_bounded_and_keeps_the_newest_lines(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.log", limit_nbytes=1000)
+    for index in range(200):
+        log.write(f"line {index:04d}")
+    log.close()
+    current, previous = tmp_path / "a.log", tmp_path / "a.log.1"
+    assert current.stat().st_size + previous.stat().st_size <= 2 * 1010
+    lines = (previous.read_text() + current.read_text()).split("\n")[:-1]
+    assert lines[-1] == "line 0199"
+    assert lines == [f"line {index:04d}" for index in range(200 - len(lines), 200)]
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": "{"}, "cannot be read"),
+        ({"config.json": "[]"}, "must hold a JSON object"),
+        ({"config.json": "{}"}, r"holds no \*\.safetensors"),
+        ({"config.json": "{}", "a.safetensors": ""}, r"has no tokenizer\.json"),
+    ],
+)
+def test_an_incomplete_model_folder_is_named_with_what_it_lacks(
+    tmp_path: Path, present: dict[str, str], message: str
+) -> None:
+    for name, text in present.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelFolderError, match=message):
+        check_model_folder(tmp_path)
+
+
+def test_a_folder_with_all_parts_passes(tmp_path: Path) -> None:
+    for name in ("config.json", "a.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    check_model_folder(tmp_path)
+
+
+def test_a_container_quota_limits_the_cores(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text("50000 100000\n")
+    assert usable_cores(quota) == 1
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path / "missing") == len(os.sched_getaffinity(0))
+
+
+def test_threads_are_an_equal_share_unless_given() -> None:
+    assert [engine_threads(0, engines, 8) for engines in (1, 2, 3, 8, 100)] == [8, 4, 2, 1, 1]
+    assert engine_threads(5, 2, 8) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("12:00:00.123 WARNING node x: y", "WARNING"),
+        ("12:00:00.123 INFO    node x: y", "INFO"),
+        (json.dumps({"level": "error"}), "ERROR"),
+        ("{broken", None),
+        ('{"level": 3}', None),
+        ("Traceback (most recent call last):", None),
+    ],
+)
+def test_a_records_level_is_read_in_both_formats(line: str, level: str | None) -> None:
+    assert record_level(line) == level

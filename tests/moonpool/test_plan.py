@@ -1,0 +1,88 @@
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moonpool.config import ServeConfig, WorkerRole, all_settings, load
+from moonpool.plan import describe, plan_cluster
+from moonpool.roles import ROLES
+from moonpool.serve import child_plan
+
+RUN_DIR = Path("/run/moonpool-test")
+
+
+def config(**flags: Any) -> ServeConfig:
+    given = {key: str(value) for key, value in flags.items()}
+    return load(ServeConfig, flags=given, environ={}, config_file=None, known=all_settings())
+
+
+def plans(cores: int = 8, **flags: Any) -> dict[str, Any]:
+    planned = plan_cluster(config(**flags), run_dir=RUN_DIR, port=8123, cores=cores)
+    return {plan.node_id: plan for plan in planned}
+
+
+def test_the_default_cluster_is_one_of_each() -> None:
+    planned = plans()
+    assert list(planned) == ["conductor", "pool-0", "prefill-0", "decode-0", "frontend"]
+    assert [plan.tier for plan in planned.values()] == [0, 1, 2, 2, 3]
+    assert describe(config()) == "1 prefill, 1 decode, 1 pool node"
+
+
+def test_workers_take_turns_over_the_pool_nodes_and_share_their_host() -> None:
+    planned = plans(prefill_nodes=2, decode_nodes=2, pool_nodes=2)
+    for name in ("prefill", "decode"):
+        for index in range(2):
+            worker, pool = planned[f"{name}-{index}"], planned[f"pool-{index}"]
+            assert worker.settings["pool"] == pool.target
+            assert worker.settings["host_id"] == pool.settings["host_id"] != ""
+    assert planned["pool-0"].settings["host_id"] != planned["pool-1"].settings["host_id"]
+
+
+def test_with_one_pool_node_all_are_of_this_machine() -> None:
+    assert {plan.settings.get("host_id", "") for plan in plans(decode_nodes=3).values()} == {""}
+
+
+def test_the_cores_are_shared_by_the_engine_processes() -> None:
+    planned = plans(cores=9, prefill_nodes=2, decode_nodes=2)
+    assert planned["prefill-0"].settings["threads"] == 2
+    assert planned["prefill-0"].env["OMP_NUM_THREADS"] == planned["prefill-0"].env["NUMBA_NUM_THREADS"] == "2"
+    assert planned["prefill-0"].env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert planned["conductor"].env["OMP_NUM_THREADS"] == "1"
+    assert plans(cores=1)["decode-0"].settings["threads"] == 1
+    assert plans(cores=1, threads=3)["decode-0"].settings["threads"] == 3
+
+
+def test_addresses_are_distinct_unix_sockets_in_the_run_directory() -> None:
+    planned = plans(prefill_nodes=3, decode_nodes=3, pool_nodes=3)
+    targets = Counter(plan.target for plan in planned.values())
+    assert max(targets.values()) == 1
+    assert all(target.startswith(f"unix:{RUN_DIR}/") for target in targets)
+    assert {plan.settings["conductor"] for plan in planned.values() if "conductor" in plan.settings} == {
+        planned["conductor"].target
+    }
+
+
+def test_every_planned_role_starts_from_its_file_as_planned(tmp_path: Path) -> None:
+    composites = {role.command: role.composite for role in ROLES}
+    for plan in plan_cluster(config(aggregated=1, prefill_nodes=1, decode_nodes=1), run_dir=RUN_DIR, port=1, cores=2):
+        child = child_plan(plan, tmp_path)
+        path = Path(child.argv[-1])
+        assert path.stat().st_mode & 0o077 == 0, "the file may hold API keys"
+        composite = composites[plan.command]
+        loaded: Any = load(composite, flags={}, environ={}, config_file=path, known=all_settings())
+        assert loaded.node.node_id == plan.node_id
+        if composite is WorkerRole:
+            assert loaded.engine.threads == plan.settings["threads"]
+
+
+def test_the_front_door_gets_its_keys_and_the_chosen_port() -> None:
+    settings = plans(api_key="secret", port=0)["frontend"].settings
+    assert settings["port"] == 8123
+    assert settings["api_key"] == ["secret"]
+    assert yaml.safe_load(yaml.safe_dump(settings)) == settings
+
+
+def test_no_argument_list_holds_an_api_key(tmp_path: Path) -> None:
+    planned = plan_cluster(config(api_key="secret"), run_dir=tmp_path, port=1, cores=1)
+    assert not any("secret" in word for plan in planned for word in child_plan(plan, tmp_path).argv)

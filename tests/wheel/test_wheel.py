@@ -1,0 +1,115 @@
+"""The wheel as somebody else gets it: built, installed without the source tree in sight, and used."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = [Path(path).name for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+BUILD_DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, freshly built."""
+    out = tmp_path_factory.mktemp("wheel")
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_DEADLINE_S,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel; it sees the present one's dependencies, but not the project's source tree.
+
+    The present site-packages are added as a directory through a .pth file. Their own .pth files, among them the
+    editable install's, are not followed from there.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)],
+        check=True,
+        timeout=BUILD_DEADLINE_S,
+    )
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(python), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+        env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_wheel_holds_model_trace_and_their_notices(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for needed in ("model.safetensors", "config.json", "tokenizer.json", "LICENSE", "NOTICE"):
+        assert f"moonpool/data/model/{needed}" in names
+    trace_files = [name for name in names if name.startswith("traces/data/")]
+    assert any("conversation" in name for name in trace_files)
+    assert any("NOTICE" in name or "LICENSE" in name for name in trace_files)
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    shipped = [path.removeprefix("proto/") for path in tracked if path.removeprefix("proto/").split("/")[0] in PACKAGES]
+    assert set(shipped) <= names
+
+
+def test_every_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    script = (
+        f"import importlib, json\nprint(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES!r}]))"
+    )
+    shown = run(installed, "-W", "error::ImportWarning", "-c", script, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    environment = installed.parent.parent
+    assert all(Path(path).is_relative_to(environment) for path in json.loads(shown.stdout.splitlines()[-1]))
+
+
+def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
+    shown = run(installed.with_name("moonpool"), "--help", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "serve" in shown.stdout
+
+
+def test_the_bundled_model_and_trace_load_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    script = (
+        "import numpy as np\n"
+        "from engine import load_model\n"
+        "from moonpool.config.slices import BUNDLED_MODEL\n"
+        "from traces import CONVERSATION, load_trace\n"
+        "model = load_model(BUNDLED_MODEL, threads=1)\n"
+        "scores = model.score(np.arange(8, dtype=np.int32))\n"
+        "print(len(load_trace(CONVERSATION).rows), scores.shape == (8, model.config.vocab_size))"
+    )
+    shown = run(installed, "-c", script, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.split() == ["12031", "True"]
