@@ -1,0 +1,49 @@
+"""The messenger: one-sided moves of bytes between processes' registered memory, and the control plane's gRPC."""
+
+from messenger.config import Endpoint, MessengerConfig
+from messenger.errors import (
+    AddressInUse,
+    BindFailed,
+    ControlError,
+    DeadlineExceeded,
+    InvalidArgument,
+    MessengerClosed,
+    MessengerError,
+    PeerLost,
+    PeerRestarted,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteAccessError,
+    TransferDeadlineExceeded,
+    TransferError,
+)
+from messenger.keys import RemoteKey
+from messenger.memory import Region, SharedMemory
+from messenger.messenger import Messenger
+from messenger.operation import TransferResult
+from messenger.peer import Peer
+
+__all__ = [
+    "AddressInUse",
+    "BindFailed",
+    "ControlError",
+    "DeadlineExceeded",
+    "Endpoint",
+    "InvalidArgument",
+    "Messenger",
+    "MessengerClosed",
+    "MessengerConfig",
+    "MessengerError",
+    "Peer",
+    "PeerLost",
+    "PeerRestarted",
+    "PeerUnreachable",
+    "ProtocolError",
+    "Region",
+    "RemoteAccessError",
+    "RemoteKey",
+    "SharedMemory",
+    "TransferDeadlineExceeded",
+    "TransferError",
+    "TransferResult",
+]

@@ -1,0 +1,93 @@
+"""One thread that calls back at given times: deadlines of operations and grace periods.
+
+Alarms are kept in buckets of `TICK_S`, so setting and clearing one costs a dictionary operation.
+"""
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+TICK_S = 0.005
+
+_log = logging.getLogger(__name__)
+
+
+class Alarm:
+    """A callback that is due; `clear` it when it is no longer wanted."""
+
+    __slots__ = ("callback", "tick")
+
+    def __init__(self, tick: int, callback: Callable[[], None]) -> None:
+        self.tick = tick
+        self.callback = callback
+
+
+class AlarmClock:
+    """Callbacks run on the clock's thread, must be brief, and run at most `TICK_S` late on an idle machine."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._buckets: dict[int, set[Alarm]] = {}
+        self._ticks: list[int] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def set(self, delay_s: float, callback: Callable[[], None]) -> Alarm:
+        """Call back once, `delay_s` from now. An alarm set after `close` never rings."""
+        alarm = Alarm(int((time.monotonic() + delay_s) / TICK_S) + 1, callback)
+        with self._changed:
+            bucket = self._buckets.get(alarm.tick)
+            if bucket is None:
+                bucket = self._buckets[alarm.tick] = set()
+                heapq.heappush(self._ticks, alarm.tick)
+                if self._ticks[0] == alarm.tick:
+                    self._changed.notify()
+            bucket.add(alarm)
+        return alarm
+
+    def clear(self, alarm: Alarm) -> None:
+        """Forget the alarm; too late if it rings already."""
+        with self._changed:
+            bucket = self._buckets.get(alarm.tick)
+            if bucket is not None:
+                bucket.discard(alarm)
+
+    def pending(self) -> int:
+        """Alarms that are set."""
+        with self._changed:
+            return sum(map(len, self._buckets.values()))
+
+    def close(self) -> None:
+        """End the thread; alarms that are set never ring. Not to be called from a callback."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._forget_empty()
+                if self._closing:
+                    return
+                wait_s = self._ticks[0] * TICK_S - time.monotonic() if self._ticks else None
+                if wait_s is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                due = self._buckets.pop(heapq.heappop(self._ticks))
+            for alarm in due:
+                try:
+                    alarm.callback()
+                except Exception:
+                    _log.exception("an alarm's callback failed")
+
+    def _forget_empty(self) -> None:
+        # Only at the head: operations that ended in time leave empty buckets, which must not wake the thread.
+        while self._ticks and not self._buckets[self._ticks[0]]:
+            del self._buckets[heapq.heappop(self._ticks)]

@@ -1,0 +1,76 @@
+"""Making one connection to a peer: connect, greet, and learn whether it is the incarnation that was meant."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from messenger.config import Endpoint
+from messenger.errors import ProtocolError
+from messenger.frames import Hello, Reject, Welcome
+from messenger.link import Link
+from messenger.transport import Requester, Transport
+
+
+class Unreachable(Exception):
+    """Nobody listens there, or somebody else: this incarnation never comes back."""
+
+
+class Restarted(Exception):
+    """Another incarnation answers."""
+
+
+class Busy(OSError):
+    """The peer turned the connection away for now."""
+
+
+@dataclass(frozen=True)
+class Dialer:
+    """How one stream reaches its peer. `node_id` and `incarnation` are the caller's own."""
+
+    transport: Transport
+    endpoint: Endpoint
+    node_id: str
+    incarnation: int
+    session: bytes
+    timeout_s: float
+
+    @property
+    def address(self) -> str:
+        return self.transport.address_of(self.endpoint)
+
+    def dial(self, opened: Callable[[Link], None]) -> tuple[Link, Requester]:
+        """A greeted link. `opened` gets it before anything blocks, so that another thread can cut it.
+
+        Raises Unreachable or Restarted when trying again is of no use, OSError when it is.
+        """
+        link = Link(self.transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {self.address}")
+        try:
+            opened(link)
+            link.set_timeout(self.timeout_s)
+            try:
+                link.connect(lambda sock: self.transport.connect(sock, self.endpoint))
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
+            link.send(
+                Hello(self.node_id, self.incarnation, self.endpoint.node_id, self.endpoint.incarnation, self.session)
+            )
+            self._check_answer(link)
+            link.set_timeout(None)
+        except BaseException:
+            link.close()
+            raise
+        return link, self.transport.requester(link)
+
+    def _check_answer(self, link: Link) -> None:
+        try:
+            answer = link.receive()
+        except ProtocolError as error:
+            raise Unreachable(f"no messenger of this protocol answers there: {error}") from error
+        if isinstance(answer, Reject):
+            if answer.code == "restarted":
+                raise Restarted(answer.reason)
+            if answer.code in ("full", "busy"):
+                raise Busy(answer.reason)
+            raise Unreachable(f"it rejects the greeting: {answer.reason}")
+        expected = Welcome(self.endpoint.node_id, self.endpoint.incarnation)
+        if answer != expected:
+            raise Unreachable(f"it answers {answer!r} where {expected!r} was expected")

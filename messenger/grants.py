@@ -1,0 +1,146 @@
+"""The owner's table of regions and grants: who may touch what, who is touching it now, and the fence.
+
+Fence: every access by a peer happens between `enter` and `leave` in this process (on shm, too, the owner itself copies
+what a peer writes). `revoke` first makes later accesses fail, then waits for those inside; after a grace it cuts their
+connections, which ends them. When it returns, nothing can change memory under the key, whatever state the peer is in.
+"""
+
+import secrets
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from messenger.errors import InvalidArgument
+from messenger.keys import RemoteKey
+from messenger.memory import Region, SharedMemory
+from messenger.slices import Rows, within
+
+
+class AccessDenied(Exception):
+    """The reason for which a peer is refused; travels to it as text."""
+
+
+class Cuttable(Protocol):
+    """Whatever moves the bytes of an access, and can be made to stop at once."""
+
+    def cut(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Grant:
+    key: RemoteKey
+    region: Region
+    movers: list[Cuttable] = field(default_factory=list)
+
+
+class Access:
+    """One transfer inside the fence; `leave` exactly once."""
+
+    def __init__(self, table: "GrantTable", grant: _Grant, mover: Cuttable) -> None:
+        self.region = grant.region
+        self._table = table
+        self._grant = grant
+        self._mover = mover
+
+    def __enter__(self) -> "Access":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._table._leave(self._grant, self._mover)
+
+
+class GrantTable:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._regions: dict[int, Region] = {}
+        self._grants: dict[int, _Grant] = {}
+        self._leaving: list[_Grant] = []
+        self._next_region_id = 1
+
+    def register(self, memory: SharedMemory) -> Region:
+        array = memory.array
+        with self._changed:
+            region = Region(self._next_region_id, memory, array)
+            self._next_region_id += 1
+            self._regions[region.region_id] = region
+        return region
+
+    def deregister(self, region: Region, grace_s: float) -> None:
+        """Revoke the region's grants and forget it. Unknown regions are ignored."""
+        with self._changed:
+            self._regions.pop(region.region_id, None)
+            keys = [grant.key for grant in self._grants.values() if grant.region is region]
+        for key in keys:
+            self.revoke(key, grace_s)
+
+    def grant(self, region: Region, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
+        """A new key for a window of the region."""
+        if not (read or write):
+            raise InvalidArgument("a grant needs a right: read, write or both")
+        if offset < 0 or nbytes <= 0 or offset + nbytes > region.nbytes:
+            raise InvalidArgument(f"window [{offset}, {offset + nbytes}) is not in a region of {region.nbytes} bytes")
+        with self._changed:
+            self.require(region)
+            token = secrets.randbits(64)
+            while token in self._grants:
+                token = secrets.randbits(64)
+            key = RemoteKey(region.region_id, token, offset, nbytes, read, write)
+            self._grants[token] = _Grant(key, region)
+        return key
+
+    def revoke(self, key: RemoteKey, grace_s: float) -> None:
+        """Returns once nothing under the key can touch memory any more. A key revoked before is waited for as well."""
+        with self._changed:
+            grant = self._grants.pop(key.token, None)
+            if grant is not None:
+                self._leaving.append(grant)
+            else:
+                grant = next((one for one in self._leaving if one.key.token == key.token), None)
+            if grant is None:
+                return
+            if not self._changed.wait_for(lambda: not grant.movers, grace_s):
+                for mover in grant.movers:
+                    mover.cut()
+                self._changed.wait_for(lambda: not grant.movers)
+            if grant in self._leaving:
+                self._leaving.remove(grant)
+
+    def enter(self, region_id: int, token: int, rows: Rows, *, write: bool, mover: Cuttable) -> Access:
+        """Begin an access to rows, int64 [n, 2] (offset, nbytes). Raises AccessDenied."""
+        with self._changed:
+            grant = self._grants.get(token)
+            if grant is None or grant.key.region_id != region_id:
+                raise AccessDenied(f"the key for region {region_id} is unknown or revoked: ask the owner for a new one")
+            key = grant.key
+            if not (key.write if write else key.read):
+                raise AccessDenied(f"the key does not give the right to {'write' if write else 'read'}")
+            if not within(rows[:, 0], rows[:, 1], key.offset, key.offset + key.nbytes):
+                raise AccessDenied(f"out of bounds: the key's window is [{key.offset}, {key.offset + key.nbytes})")
+            grant.movers.append(mover)
+        return Access(self, grant, mover)
+
+    def require(self, region: Region) -> None:
+        """Raises InvalidArgument unless the region is registered here."""
+        with self._changed:
+            if self._regions.get(region.region_id) is not region:
+                raise InvalidArgument(f"region {region.region_id} is not registered with this messenger")
+
+    def counts(self) -> tuple[int, int]:
+        """Regions and grants that are open."""
+        with self._changed:
+            return len(self._regions), len(self._grants)
+
+    def problems(self) -> list[str]:
+        """Accesses going on now."""
+        with self._changed:
+            grants = [*self._grants.values(), *self._leaving]
+            return [
+                f"{len(grant.movers)} transfers under way in region {grant.key.region_id}"
+                for grant in grants
+                if grant.movers
+            ]
+
+    def _leave(self, grant: _Grant, mover: Cuttable) -> None:
+        with self._changed:
+            grant.movers.remove(mover)
+            self._changed.notify_all()

@@ -1,0 +1,247 @@
+"""The messenger: one per process. Owns the regions and grants, listens for peers, and connects to them."""
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+
+from messenger.alarms import AlarmClock
+from messenger.config import Endpoint, MessengerConfig, boot_id
+from messenger.counters import Counters
+from messenger.dialing import Dialer
+from messenger.errors import InvalidArgument, MessengerClosed
+from messenger.grants import GrantTable
+from messenger.inbound import Owner
+from messenger.keys import RemoteKey
+from messenger.memory import Region, SharedMemory
+from messenger.peer import Peer
+from messenger.server import Server
+from messenger.sessions import SessionTable
+from messenger.shm import ShmTransport
+from messenger.stream import Stream
+from messenger.tcp import TcpTransport
+from messenger.transport import Transport
+
+NotifyHandler = Callable[[str, bytes, bytes], None]
+PeerLostHandler = Callable[[str, int], None]
+
+_MAX_SPENT_PEERS = 256
+
+_log = logging.getLogger(__name__)
+
+
+class Messenger:
+    """Safe to use from any thread, and from asyncio: no call blocks on a peer, except `revoke`, `deregister` (at most
+    for the grace and the end of what is under way) and `close`. Handlers run on messenger threads and must be brief.
+    """
+
+    def __init__(self, config: MessengerConfig, *, node_id: str, incarnation: int) -> None:
+        if not node_id or not 0 <= incarnation < 1 << 64:
+            raise InvalidArgument(f"node {node_id!r} of incarnation {incarnation} is no identity")
+        self._config = config
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._counters = Counters()
+        self._grants = GrantTable()
+        self._clock = AlarmClock(f"{node_id}-alarms")
+        self._notify_handlers: list[NotifyHandler] = []
+        self._lost_handlers: list[PeerLostHandler] = []
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._lost: set[tuple[str, int]] = set()
+        self._transports: dict[str, Transport] = {}
+        self._endpoint: Endpoint | None = None
+        self._closed = False
+        owner = Owner(
+            node_id=node_id,
+            incarnation=incarnation,
+            handshake_timeout_s=config.handshake_timeout_s,
+            grants=self._grants,
+            sessions=SessionTable(),
+            counters=self._counters,
+            deliver=self._deliver,
+        )
+        self._server = Server(
+            owner,
+            self._clock,
+            max_connections=config.max_connections,
+            loss_grace_s=config.peer_loss_grace_s,
+            on_lost=self._peer_lost,
+            on_found=self._peer_found,
+        )
+
+    def start(self) -> Endpoint:
+        """Listen; returns where. Raises AddressInUse or BindFailed, and is closed then."""
+        if self._endpoint is not None or self._closed:
+            raise InvalidArgument("a messenger is started once")
+        config = self._config
+        self._clock.start()
+        tcp_host, tcp_port, shm_socket = "", 0, ""
+        try:
+            if config.transport != "shm":
+                tcp = self._transports["tcp"] = TcpTransport(config)
+                tcp_host = config.advertise_host or config.listen_host
+                tcp_port = self._server.listen(tcp).getsockname()[1]
+            if config.transport != "tcp":
+                shm = self._transports["shm"] = ShmTransport(config.run_dir, self._incarnation)
+                self._server.listen(shm)
+                shm_socket = os.fspath(shm.path)
+        except BaseException:
+            self.close()
+            raise
+        host_id = config.host_id if config.host_id is not None else boot_id()
+        self._endpoint = Endpoint(self._node_id, self._incarnation, host_id, tcp_host, tcp_port, shm_socket)
+        return self._endpoint
+
+    def close(self) -> None:
+        """Fail what is pending, disconnect, end the threads. Regions stay their memory's owner's. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
+        self._server.close()
+        self._clock.close()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where this messenger listens."""
+        if self._endpoint is None:
+            raise InvalidArgument("the messenger has not been started")
+        return self._endpoint
+
+    def register(self, memory: SharedMemory) -> Region:
+        """Make memory usable as source, destination and, by grants, for peers."""
+        return self._grants.register(memory)
+
+    def deregister(self, region: Region) -> None:
+        """Revoke all grants of the region and forget it. Own operations under way keep the mapping until they end."""
+        self._grants.deregister(region, self._config.revoke_grace_s)
+
+    def grant(self, region: Region, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
+        """Let whoever has the key read or write bytes [offset, offset + nbytes) of the region."""
+        return self._grants.grant(region, offset, nbytes, read=read, write=write)
+
+    def revoke(self, key: RemoteKey) -> None:
+        """Void the key. When this returns, no operation under it can touch the memory any more, on any transport.
+
+        Transfers in flight get the configured grace to finish, then their connections are cut: see grants.py.
+        """
+        self._grants.revoke(key, self._config.revoke_grace_s)
+
+    def connect(self, endpoint: Endpoint) -> Peer:
+        """The peer, by the best transport both sides have; cached, and connected at its first operation.
+
+        Raises InvalidArgument when there is no transport in common.
+        """
+        with self._lock:
+            if self._closed or self._endpoint is None:
+                raise MessengerClosed("the messenger is not running")
+            identity = (endpoint.node_id, endpoint.incarnation)
+            peer = self._peers.get(identity)
+            if peer is None or peer.endpoint != endpoint:
+                self._forget_spent_peers()
+                peer = self._peers[identity] = self._new_peer(endpoint)
+            return peer
+
+    def on_notify(self, handler: NotifyHandler) -> None:
+        """Call `handler(peer_node_id, tag, payload)` for each notification, in order per peer; before `start`."""
+        self._notify_handlers.append(handler)
+
+    def on_peer_lost(self, handler: PeerLostHandler) -> None:
+        """Call `handler(node_id, incarnation)` once when a peer's process is found gone or unreachable."""
+        self._lost_handlers.append(handler)
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, and what is open now (names ending in `_open`)."""
+        regions, grants = self._grants.counts()
+        with self._lock:
+            outbound = sum(peer.connections() for peer in self._peers.values())
+        return self._counters.snapshot() | {
+            "regions_open": regions,
+            "grants_open": grants,
+            "connections_in_open": self._server.connections(),
+            "connections_out_open": outbound,
+        }
+
+    def validate(self) -> list[str]:
+        """Operations pending here and transfers under way in granted memory; empty at rest."""
+        with self._lock:
+            peers = list(self._peers.values())
+        return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]
+
+    def _choose(self, endpoint: Endpoint) -> Transport:
+        shm = self._transports.get("shm")
+        same_host = self._endpoint is not None and endpoint.host_id == self._endpoint.host_id
+        # The path may be out of sight, in another container of the same machine.
+        if shm is not None and endpoint.shm_socket and same_host and os.path.exists(endpoint.shm_socket):
+            return shm
+        tcp = self._transports.get("tcp")
+        if tcp is not None and endpoint.tcp_port:
+            return tcp
+        raise InvalidArgument(
+            f"no transport in common with {endpoint}: this side has {', '.join(self._transports)} "
+            f"on host {self.endpoint.host_id}"
+        )
+
+    def _new_peer(self, endpoint: Endpoint) -> Peer:
+        transport = self._choose(endpoint)
+        identity = (endpoint.node_id, endpoint.incarnation)
+        streams = [
+            Stream(
+                Dialer(
+                    transport=transport,
+                    endpoint=endpoint,
+                    node_id=self._node_id,
+                    incarnation=self._incarnation,
+                    session=secrets.token_bytes(16),
+                    timeout_s=self._config.handshake_timeout_s,
+                ),
+                self._clock,
+                self._counters,
+                name=f"{self._node_id}-{endpoint.node_id}-{index}",
+                on_lost=lambda reason: self._peer_lost(*identity, reason),
+                on_connected=lambda: self._peer_found(*identity),
+            )
+            for index in range(self._config.streams_per_peer)
+        ]
+        return Peer(
+            endpoint,
+            transport.name,
+            streams,
+            default_deadline_s=self._config.default_deadline_s,
+            require_region=self._grants.require,
+        )
+
+    def _forget_spent_peers(self) -> None:
+        if len(self._peers) >= _MAX_SPENT_PEERS:
+            for identity in [identity for identity, peer in self._peers.items() if peer.is_spent()]:
+                del self._peers[identity]
+                self._lost.discard(identity)
+
+    def _deliver(self, node_id: str, tag: bytes, payload: bytes) -> None:
+        for handler in self._notify_handlers:
+            try:
+                handler(node_id, tag, payload)
+            except Exception:
+                _log.exception("a handler failed on notification %r from %s", tag, node_id)
+
+    def _peer_found(self, node_id: str, incarnation: int) -> None:
+        with self._lock:
+            self._lost.discard((node_id, incarnation))
+
+    def _peer_lost(self, node_id: str, incarnation: int, reason: str = "its connections broke") -> None:
+        with self._lock:
+            if self._closed or (node_id, incarnation) in self._lost:
+                return
+            self._lost.add((node_id, incarnation))
+        _log.warning("lost peer %s of incarnation %#x: %s", node_id, incarnation, reason)
+        self._counters.add("peers_lost")
+        for handler in self._lost_handlers:
+            try:
+                handler(node_id, incarnation)
+            except Exception:
+                _log.exception("a handler failed on the loss of %s", node_id)

@@ -1,0 +1,141 @@
+"""Listening sockets, the bounded set of accepted connections, and word of peers whose connections all broke."""
+
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from messenger.alarms import AlarmClock
+from messenger.frames import Hello, Reject
+from messenger.inbound import Inbound, Owner
+from messenger.link import Link
+from messenger.transport import Transport
+
+_BACKLOG = 128
+
+_log = logging.getLogger(__name__)
+
+Caller = tuple[str, int]
+
+
+class Server:
+    """`on_lost(node_id, incarnation)`: a caller's last connection broke, and none came back within the grace.
+
+    `on_found` is called whenever one connects.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        clock: AlarmClock,
+        *,
+        max_connections: int,
+        loss_grace_s: float,
+        on_lost: Callable[[str, int], None],
+        on_found: Callable[[str, int], None],
+    ) -> None:
+        self._owner = owner
+        self._clock = clock
+        self._max_connections = max_connections
+        self._loss_grace_s = loss_grace_s
+        self._on_lost = on_lost
+        self._on_found = on_found
+        self._lock = threading.Lock()
+        self._connections: dict[Inbound, threading.Thread] = {}
+        self._callers: Counter[Caller] = Counter()
+        self._listeners: list[tuple[Transport, socket.socket, threading.Thread]] = []
+        self._closing = False
+
+    def listen(self, transport: Transport) -> socket.socket:
+        """Accept connections of the transport from now on; returns the listening socket, which stays the server's."""
+        listener = transport.listen(_BACKLOG)
+        thread = threading.Thread(
+            target=self._accept, args=(transport, listener), name=f"{self._owner.node_id}-{transport.name}", daemon=True
+        )
+        self._listeners.append((transport, listener, thread))
+        thread.start()
+        return listener
+
+    def connections(self) -> int:
+        """Inbound connections open now."""
+        with self._lock:
+            return len(self._connections)
+
+    def close(self) -> None:
+        """Stop listening, cut every connection and wait for the threads."""
+        with self._lock:
+            self._closing = True
+            connections = dict(self._connections)
+        for transport, listener, thread in self._listeners:
+            # Closing alone would leave the thread in accept.
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            listener.close()
+            transport.unlisten()
+        for connection in connections:
+            connection.cut()
+        for thread in connections.values():
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def greeted(self, hello: Hello) -> None:
+        with self._lock:
+            self._callers[hello.node_id, hello.incarnation] += 1
+        self._on_found(hello.node_id, hello.incarnation)
+
+    def ended(self, connection: Inbound, hello: Hello | None, *, in_peace: bool) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+            if hello is None:
+                return
+            caller = (hello.node_id, hello.incarnation)
+            self._callers[caller] -= 1
+            if self._callers[caller] > 0:
+                return
+            del self._callers[caller]
+            if in_peace or self._closing:
+                return
+        self._clock.set(self._loss_grace_s, lambda: self._report_lost(caller))
+
+    def _report_lost(self, caller: Caller) -> None:
+        with self._lock:
+            if self._callers[caller] > 0 or self._closing:
+                return
+        self._on_lost(*caller)
+
+    def _accept(self, transport: Transport, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                with self._lock:
+                    if self._closing:
+                        return
+                # Out of descriptors, or a caller that left at once: neither ends the service.
+                _log.warning("accepting a %s connection failed: %s", transport.name, error)
+                threading.Event().wait(0.05)
+                continue
+            name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
+            self._begin(transport, Link(sock, name))
+
+    def _begin(self, transport: Transport, link: Link) -> None:
+        connection = Inbound(self._owner, self, transport, link)
+        thread = threading.Thread(target=connection.run, name=f"{self._owner.node_id}-inbound", daemon=True)
+        with self._lock:
+            admitted = not self._closing and len(self._connections) < self._max_connections
+            if admitted:
+                self._connections[connection] = thread
+                thread.start()
+        if not admitted:
+            self._turn_away(link)
+
+    def _turn_away(self, link: Link) -> None:
+        self._owner.counters.add("connections_turned_away")
+        _log.warning("turned away a connection from %s: %d are open", link.address, self._max_connections)
+        try:
+            link.set_timeout(0.1)
+            link.send(Reject("full", f"{self._max_connections} connections are open, which is the limit"))
+        except OSError:
+            pass
+        link.close()

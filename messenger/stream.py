@@ -1,0 +1,391 @@
+"""One ordered stream of requests to a peer: queue, sending thread, receiving thread, retries and deadlines.
+
+Order: requests are sent, done and acknowledged in the order of submission. A connection that breaks is made again and
+what was not acknowledged is repeated under the same numbers, which the owner recognises; a peer whose process is gone
+fails everything at once.
+
+Deadlines: an operation that is still queued simply leaves the queue. One that is on the wire has its connection cut
+first, and its future fails only when both threads have let go of it: from then on no byte of its local memory is read
+or written. In the owner's memory, bytes that were under way may still land until it revokes the key (its own fence)
+or notices the cut, which it does before it delivers a notify. Other requests of the stream are repeated.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from messenger.alarms import AlarmClock
+from messenger.counters import Counters
+from messenger.dialing import Dialer, Restarted, Unreachable
+from messenger.errors import (
+    MessengerClosed,
+    PeerLost,
+    PeerRestarted,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteAccessError,
+    TransferDeadlineExceeded,
+    TransferError,
+)
+from messenger.frames import Ack, Goodbye, Offer, Refused
+from messenger.link import Link
+from messenger.operation import Kind, Operation, Part, TransferResult
+from messenger.transport import Requester
+
+MAX_ATTEMPTS = 4
+_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_PROBES_WHEN_IDLE = 3
+
+_log = logging.getLogger(__name__)
+
+
+class Stream:
+    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        clock: AlarmClock,
+        counters: Counters,
+        *,
+        name: str,
+        on_lost: Callable[[str], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._dialer = dialer
+        self._clock = clock
+        self._counters = counters
+        self._name = name
+        self._on_lost = on_lost
+        self._on_connected = on_connected
+        self._changed = threading.Condition()
+        self._queue: deque[Part] = deque()
+        self._in_flight: deque[Part] = deque()
+        self._link: Link | None = None
+        self._link_ended = False
+        self._sender: threading.Thread | None = None
+        self._receiver: threading.Thread | None = None
+        self._next_seq = 1
+        self._closing = False
+        self._cause = "it has not been connected yet"
+
+    def submit(self, operation: Operation, parts: Iterable[Part]) -> None:
+        """Queue the operation's parts; its future is settled on a messenger thread."""
+        operation.future.set_running_or_notify_cancel()
+        with self._changed:
+            if not self._closing:
+                operation.alarm = self._clock.set(operation.deadline_s, lambda: self._expire(operation))
+                self._queue.extend(parts)
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
+                    self._sender.start()
+                self._changed.notify_all()
+                return
+            operation.failure = MessengerClosed(f"the messenger was closed before its {operation.kind.value} began")
+        self._settle([operation])
+
+    def pending(self) -> int:
+        """Requests queued or in flight."""
+        with self._changed:
+            return len(self._queue) + len(self._in_flight)
+
+    def connected(self) -> bool:
+        with self._changed:
+            return self._receiver is not None and not self._link_ended
+
+    def idle_and_lost(self) -> bool:
+        """Nothing to do and no thread: the stream can be forgotten."""
+        with self._changed:
+            return self._sender is None and not self._queue and not self._in_flight
+
+    def close(self) -> None:
+        """Fail what is pending with MessengerClosed, say goodbye, end the threads."""
+        with self._changed:
+            self._closing = True
+            failure = MessengerClosed(f"the messenger was closed during an operation towards {self._dialer.address}")
+            for part in (*self._queue, *self._in_flight):
+                part.operation.failure = part.operation.failure or failure
+            settled = self._drop_doomed()
+            if self._link is not None and (self._in_flight or self._receiver is None):
+                self._link.cut()
+            self._changed.notify_all()
+            sender = self._sender
+        self._settle(settled)
+        if sender is not None and sender is not threading.current_thread():
+            sender.join()
+
+    # The sending thread: it alone connects, sends, and cleans up after a lost connection.
+
+    def _run(self) -> None:
+        requester: Requester | None = None
+        while True:
+            if requester is None:
+                requester = self._connect()
+                if requester is None:
+                    with self._changed:
+                        if self._closing or not self._queue:
+                            self._sender = None
+                            return
+                    continue
+            part = self._take()
+            if part is not None:
+                self._send(requester, part)
+                continue
+            with self._changed:
+                said_goodbye = self._closing and not self._link_ended
+            if said_goodbye:
+                self._say_goodbye()
+            self._clean_up()
+            requester = None
+
+    def _take(self) -> Part | None:
+        """The next part, in flight from now on; None when the link ended or the stream closes."""
+        with self._changed:
+            while not self._link_ended and not self._closing and not self._queue:
+                self._changed.wait()
+            if self._link_ended or self._closing:
+                return None
+            part = self._queue.popleft()
+            if not part.seq:
+                part.seq = self._next_seq
+                self._next_seq += 1
+            self._in_flight.append(part)
+        return part
+
+    def _send(self, requester: Requester, part: Part) -> None:
+        part.attempts += 1
+        if part.attempts > 1:
+            self._counters.add("retries")
+        try:
+            requester.send(part)
+        except OSError as error:
+            self._end_link(error)
+        except Exception as error:
+            _log.exception("sending to %s failed", self._dialer.address)
+            self._end_link(error)
+
+    def _connect(self) -> Requester | None:
+        """A fresh connection; None when the stream closes, or the peer is lost and everything queued has failed."""
+        failures = 0
+        while not self._given_up(failures):
+            try:
+                link, requester = self._dialer.dial(self._opened)
+            except Unreachable as error:
+                self._lose(PeerUnreachable, str(error))
+                return None
+            except Restarted as error:
+                self._lose(PeerRestarted, str(error))
+                return None
+            except OSError as error:
+                self._counters.add("failed_connects")
+                with self._changed:
+                    self._link = None
+                    self._cause = f"cannot connect: {error}"
+                    self._changed.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+                continue
+            self._begin_receiving(link, requester)
+            return requester
+        return None
+
+    def _given_up(self, failures: int) -> bool:
+        with self._changed:
+            if self._closing:
+                return True
+            if self._queue or failures < _PROBES_WHEN_IDLE:
+                return False
+        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer.
+        self._lose(PeerUnreachable, self._cause)
+        return True
+
+    def _begin_receiving(self, link: Link, requester: Requester) -> None:
+        receiver = threading.Thread(
+            target=self._receive, args=(link, requester), name=f"{self._name}-receive", daemon=True
+        )
+        with self._changed:
+            self._receiver = receiver
+            self._link_ended = False
+        self._counters.add("connects")
+        receiver.start()
+        self._on_connected()
+
+    def _opened(self, link: Link) -> None:
+        with self._changed:
+            self._link = link
+            if self._closing:
+                link.cut()
+
+    def _say_goodbye(self) -> None:
+        link = self._link
+        if link is not None:
+            try:
+                link.send(Goodbye())
+            except OSError:
+                pass
+
+    def _clean_up(self) -> None:
+        """Both threads have let go of the parts in flight after this: settle the doomed, queue the others again."""
+        link, receiver = self._link, self._receiver
+        assert link is not None
+        assert receiver is not None
+        link.cut()
+        receiver.join()
+        with self._changed:
+            link.close(reset=bool(self._in_flight))
+            self._link = self._receiver = None
+            self._link_ended = False
+            for part in self._in_flight:
+                part.copied = False
+                if part.attempts >= MAX_ATTEMPTS and part.operation.failure is None:
+                    reason = f"the connection broke {part.attempts} times, at last because {self._cause}"
+                    part.operation.failure = self._error(PeerLost, reason, part.operation)
+            self._queue.extendleft(reversed(self._in_flight))
+            self._in_flight.clear()
+            settled = self._drop_doomed()
+        self._settle(settled)
+
+    def _lose(self, kind: type[PeerLost], reason: str) -> None:
+        self._on_lost(reason)
+        with self._changed:
+            self._link = None
+            self._cause = reason
+            for part in self._queue:
+                operation = part.operation
+                operation.failure = operation.failure or self._error(kind, reason, operation)
+            settled = self._drop_doomed()
+        self._settle(settled)
+
+    # The receiving thread of one link.
+
+    def _receive(self, link: Link, requester: Requester) -> None:
+        try:
+            while True:
+                message = link.receive()
+                if isinstance(message, Offer):
+                    requester.offered(message)
+                    continue
+                part = self._oldest_in_flight()
+                if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
+                    raise ProtocolError(f"{link.address} answers {type(message).__name__} to what was not asked")
+                if isinstance(message, Refused):
+                    requester.refused(part)
+                    self._refused(part, message.reason)
+                elif requester.accept(part, message):
+                    self._done(part)
+                else:
+                    self._next_step(part)
+        except OSError as error:
+            self._end_link(error)
+        except ProtocolError as error:
+            _log.warning("closed the connection to %s: %s", link.address, error)
+            self._counters.add("malformed_frames")
+            self._end_link(error)
+        except Exception as error:
+            _log.exception("receiving from %s failed", link.address)
+            self._end_link(error)
+
+    def _oldest_in_flight(self) -> Part | None:
+        with self._changed:
+            return self._in_flight[0] if self._in_flight else None
+
+    def _done(self, part: Part) -> None:
+        operation = part.operation
+        with self._changed:
+            self._in_flight.popleft()
+            operation.outstanding -= 1
+            operation.acknowledged_nbytes += part.nbytes
+            settled = [operation] if not operation.outstanding else []
+        self._count(part)
+        self._settle(settled)
+
+    def _next_step(self, part: Part) -> None:
+        with self._changed:
+            self._in_flight.popleft()
+            part.seq = part.attempts = 0
+            self._queue.appendleft(part)
+            settled = self._drop_doomed()
+            self._changed.notify_all()
+        self._settle(settled)
+
+    def _refused(self, part: Part, reason: str) -> None:
+        operation = part.operation
+        self._counters.add("refused")
+        with self._changed:
+            self._in_flight.popleft()
+            operation.outstanding -= 1
+            operation.failure = operation.failure or self._error(RemoteAccessError, reason, operation)
+            settled = self._drop_doomed()
+            if not operation.outstanding and operation not in settled:
+                settled.append(operation)
+        self._settle(settled)
+
+    def _end_link(self, error: Exception) -> None:
+        with self._changed:
+            self._link_ended = True
+            self._cause = str(error)
+            if self._link is not None:
+                self._link.cut()
+            self._changed.notify_all()
+
+    # Any thread.
+
+    def _expire(self, operation: Operation) -> None:
+        with self._changed:
+            if not operation.outstanding or operation.failure is not None:
+                return
+            reason = f"not done within {operation.deadline_s:.3g} s; the connection's last trouble: {self._cause}"
+            operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
+            self._counters.add("deadlines_exceeded")
+            settled = self._drop_doomed()
+            if any(part.operation is operation for part in self._in_flight) and self._link is not None:
+                self._link.cut()
+        self._settle(settled)
+
+    def _drop_doomed(self) -> list[Operation]:
+        """Take the parts of failed operations out of the queue; returns the operations that have none left."""
+        settled = []
+        if any(part.operation.failure is not None for part in self._queue):
+            kept: deque[Part] = deque()
+            for part in self._queue:
+                if part.operation.failure is None:
+                    kept.append(part)
+                    continue
+                part.operation.outstanding -= 1
+                if not part.operation.outstanding:
+                    settled.append(part.operation)
+            self._queue = kept
+        return settled
+
+    def _settle(self, operations: list[Operation]) -> None:
+        """Give the futures their outcome; never with the lock held, since callbacks run here."""
+        for operation in operations:
+            if operation.alarm is not None:
+                self._clock.clear(operation.alarm)
+            if operation.failure is not None:
+                operation.future.set_exception(operation.failure)
+                continue
+            if operation.kind is Kind.NOTIFY:
+                operation.future.set_result(None)
+                continue
+            seconds = time.monotonic() - operation.started_s
+            operation.future.set_result(TransferResult(operation.nbytes, seconds, self._dialer.transport.name))
+
+    def _count(self, part: Part) -> None:
+        transport = self._dialer.transport.name
+        if part.transfer is not None:
+            verb = "read" if part.operation.kind is Kind.READ else "written"
+            self._counters.add(f"bytes_{verb}_{transport}", part.nbytes)
+            self._counters.add(f"slices_{verb}_{transport}", len(part.transfer.rows))
+        if part.notification is not None:
+            self._counters.add("notifies_sent")
+
+    def _error(self, kind: type[TransferError], reason: str, operation: Operation) -> TransferError:
+        return kind(
+            f"{operation.kind.value} of {operation.nbytes} bytes failed: {reason}",
+            peer=self._dialer.endpoint.node_id,
+            transport=self._dialer.transport.name,
+            address=self._dialer.address,
+            acknowledged_nbytes=operation.acknowledged_nbytes,
+        )

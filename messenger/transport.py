@@ -1,0 +1,126 @@
+"""The seam between what a messenger promises and how bytes move. tcp.py and shm.py are its two sides' implementations.
+
+A transport opens links to peers and listens for theirs. On each link there is a Requester (the side that calls write,
+read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
+notifications are the same for every transport, and live in stream.py and server.py.
+"""
+
+import socket
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from messenger.config import Endpoint
+from messenger.errors import ProtocolError
+from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Notify, Offer, Read, Write
+from messenger.link import Link
+from messenger.memory import Region
+from messenger.operation import Kind, Part, Transfer
+from messenger.slices import Rows
+
+
+class Requester(ABC):
+    """The calling side of one link. `send` runs on the stream's sending thread, the rest on its receiving thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, part: Part) -> None:
+        """Put the part on the wire; blocks while the link is full. Raises OSError when the link ended."""
+        if part.transfer is None:
+            assert part.notification is not None
+            self._link.send(Notify(part.seq, part.notification.tag, part.notification.payload))
+        elif part.operation.kind is Kind.READ:
+            self._send_read(part, part.transfer)
+        else:
+            self._send_write(part, part.transfer)
+
+    @abstractmethod
+    def accept(self, part: Part, ack: Ack) -> bool:
+        """Take what follows the part's Ack. False: the part is to be sent once more, as its next step."""
+
+    @abstractmethod
+    def refused(self, part: Part) -> None:
+        """The owner refused the part."""
+
+    def offered(self, offer: Offer) -> None:
+        """The owner offered memory."""
+        raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
+
+    @abstractmethod
+    def _send_write(self, part: Part, transfer: Transfer) -> None: ...
+
+    @abstractmethod
+    def _send_read(self, part: Part, transfer: Transfer) -> None: ...
+
+
+class Responder(ABC):
+    """The owning side of one link; every method runs on the connection's thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @abstractmethod
+    def target_rows(self, message: Write) -> Rows:
+        """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
+
+    @abstractmethod
+    def land(self, message: Write, region: Region) -> None:
+        """Put the bytes in place. Raises OSError when the link ended first."""
+
+    @abstractmethod
+    def skip(self, message: Write) -> None:
+        """Pass over the bytes of a write that is refused or was done before."""
+
+    @abstractmethod
+    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+        """Answer a read that is allowed, the Ack included."""
+
+    def offered(self, offer: Offer) -> None:
+        """The caller offered memory."""
+        raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
+
+
+class Transport(ABC):
+    """`name` stands in results, errors and counters."""
+
+    name: str
+
+    @abstractmethod
+    def listen(self, backlog: int) -> socket.socket:
+        """Bind and listen. Raises AddressInUse or BindFailed."""
+
+    @abstractmethod
+    def unlisten(self) -> None:
+        """Remove what `listen` left in the file system."""
+
+    @abstractmethod
+    def address_of(self, endpoint: Endpoint) -> str:
+        """Where the endpoint is sought, for errors and logs."""
+
+    @abstractmethod
+    def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        """Connect under the socket's time limit; raises OSError."""
+
+    @abstractmethod
+    def new_socket(self, endpoint: Endpoint) -> socket.socket:
+        """A socket of the family that reaches the endpoint."""
+
+    @abstractmethod
+    def requester(self, link: Link) -> Requester: ...
+
+    @abstractmethod
+    def responder(self, link: Link) -> Responder: ...
+
+
+def parse_rows(packed: bytes, columns: int, nbytes: int) -> Rows:
+    """int64 [n, columns] from the wire, the last column being lengths that add up to `nbytes`. Raises ProtocolError."""
+    if len(packed) % (8 * columns) or len(packed) > 8 * columns * MAX_PART_ROWS:
+        raise ProtocolError(f"{len(packed)} bytes are no list of at most {MAX_PART_ROWS} slices")
+    rows: Rows = np.frombuffer(packed, dtype="<i8").reshape(-1, columns)
+    lengths = rows[:, -1]
+    if not len(rows) or int(lengths.min()) < 0 or int(lengths.max()) > MAX_PART_NBYTES:
+        raise ProtocolError(f"slices must be of 0 to {MAX_PART_NBYTES} bytes")
+    if int(lengths.sum()) != nbytes or nbytes > MAX_PART_NBYTES:
+        raise ProtocolError(f"slices of {int(lengths.sum())} bytes where the frame announces {nbytes}")
+    return rows
