@@ -38,7 +38,7 @@ def install_with_uv(python: Path, sources: dict[str, list[str]]) -> bool:
     if not run([str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), "uv"]):
         print("uv cannot be installed; going on with pip")
         return False
-    uv = [str(python.with_name("uv")), "pip", "install", "--python", str(python), "--link-mode=copy"]
+    uv = [str(python.with_name("uv")), "pip", "install", "--python", str(python)]
     options = [f"--{key}={value}" for key, values in sources.items() for value in values]
     # pip takes the best version over all its sources, uv by default only those of the first that has the package.
     strategy = ["--index-strategy=unsafe-best-match"]
