@@ -15,6 +15,7 @@ from replay.panels import Evidence, Panel, all_panels
 from replay.plan import PlannedRequest
 from replay.record import RequestRecord
 
+_INTERRUPTED = "The replay was interrupted; these are the figures up to then."
 _DEFINITIONS = (
     "TTFT runs from sending a request to its first token. Time between tokens is taken at the client, per token, the "
     "hand-off from prefill to decode included.",
@@ -43,7 +44,8 @@ def write_page(
 def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
     """The whole HTML document."""
     css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
-    notices = "".join(f'<p class="notice">{escape(text)}</p>' for text in _notices(report))
+    interrupted = f'<p class="notice">{_INTERRUPTED}</p>' if report["interrupted"] else ""
+    notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in report["notices"])
     cards = "".join(_picture(panel) for panel in panels)
     tables = "".join(_table(name, rows) for name, rows in figures.rows(report)) + _reasons(report)
     definitions = "".join(f"<p>{escape(text)}</p>" for text in (f"Objectives: {report['slo_rule']}.", *_DEFINITIONS))
@@ -61,6 +63,7 @@ def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
 <h1>{escape(_title(report))}</h1>
 <p class="lead">{escape(_lead(report))}</p>
 {notices}
+{interrupted}
 <section class="tiles">{"".join(_tiles(report))}</section>
 <section class="pictures">{cards}</section>
 <section class="tables">{tables}</section>
@@ -82,11 +85,6 @@ def _lead(report: Mapping[str, Any]) -> str:
         f"{s['tokens_per_block']} tokens per block, {s['sampled_fraction']:.0%} drawn at temperature "
         f"{s['temperature']:g}, the rest greedy; seed {s['seed']}."
     )
-
-
-def _notices(report: Mapping[str, Any]) -> list[str]:
-    interrupted = ["The replay was interrupted; these are the figures up to then."] if report["interrupted"] else []
-    return [*interrupted, *report["notices"]]
 
 
 def _tiles(report: Mapping[str, Any]) -> list[str]:

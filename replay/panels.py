@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from replay import figures
 from replay import pictures as p
 from replay.cluster_metrics import ClusterHistory
 from replay.objectives import Objectives
@@ -68,7 +67,7 @@ def ttft_distribution(e: Evidence) -> Panel:
         if e.objectives.unloaded:
             p.distribution(pic.axes, [t for _, t in e.objectives.unloaded.samples], color=p.MUTED, label="unloaded")
         p.distribution(pic.axes, [r.ttft_s for r in e.completed], color=p.BLUE, label="replay")
-        _log_seconds_x(pic)
+        _log_seconds_x(pic, drawn=bool(pic.axes.lines))
     return Panel("Time to first token", "Share of requests at or below; dots at p50, p90, p99.", pic.svg)
 
 
@@ -81,7 +80,7 @@ def tbt_distribution(e: Evidence) -> Panel:
         p.distribution(pic.axes, worst, color=p.ORANGE, label="longest tenth, per request")
         if math.isfinite(e.objectives.tbt_objective_s):
             pic.axes.axvline(e.objectives.tbt_objective_s, color=p.RED, linestyle="--", label="objective")
-        _log_seconds_x(pic)
+        _log_seconds_x(pic, drawn=bool(intervals))
     return Panel("Time between tokens", "The objective holds for the mean of a request's longest tenth.", pic.svg)
 
 
@@ -105,7 +104,7 @@ def tbt_over_time(e: Evidence) -> Panel:
     """Worst tenth of intervals of each request by arrival."""
     with p.picture("tbt-over-time", x="arrival, seconds of replay", y="time between tokens") as pic:
         some = [r for r in e.completed if r.intervals_s]
-        x, y = [r.due_s for r in some], [max(r.tbt_worst10_s, 1e-5) for r in some]
+        x, y = [r.due_s for r in some], [r.tbt_worst10_s for r in some]
         p.points(pic.axes, x, y, color=p.BLUE, label="longest tenth of a request")
         if math.isfinite(e.objectives.tbt_objective_s):
             pic.axes.axhline(e.objectives.tbt_objective_s, color=p.RED, linestyle="--", label="objective")
@@ -129,7 +128,7 @@ def ttft_by_length(e: Evidence) -> Panel:
         if e.objectives.known:
             bound = [e.objectives.ttft_of(int(n)) for n in lengths]
             pic.axes.plot(lengths, bound, color=p.RED, linestyle="--", label="objective")
-        _log_seconds_y(pic)
+        _log_seconds_y(pic, drawn=bool(e.completed))
     caption = "The objective of each request follows the lone request of its length."
     return Panel("Time to first token by prompt length", caption, pic.svg)
 
@@ -165,7 +164,8 @@ def load(e: Evidence) -> Panel:
             for what, style in (("running", "-"), ("waiting", ":")):
                 times, values = e.history.load_of(role, what)
                 if any(values):
-                    pic.axes.plot(times, values, color=color, linestyle=style, label=f"{name} {what}")
+                    label = f"{name} {what}"
+                    pic.axes.plot(times, values, color=color, linestyle=style, linewidth=1.3, label=label)
         times, values = in_flight(e.records)
         if times:
             step = -(-len(times) // p.MAX_POINTS)
@@ -182,8 +182,8 @@ def kv_bytes(e: Evidence) -> Panel:
         if moved:
             times = e.history.increases_of(next(iter(moved)))[0]
             stack = [e.history.increases_of(path)[1] for path in moved]
-            names = [f"{path} {figures.size(total)}" for path, total in moved.items()]
-            pic.axes.stackplot(times, stack, colors=p.SERIES[: len(stack)], labels=names, alpha=0.8, linewidth=0)
+            colors = p.SERIES[: len(stack)]
+            pic.axes.stackplot(times, stack, colors=colors, labels=list(moved), alpha=0.8, linewidth=0)
         pic.axes.set_ylim(0, None)
         p.size_axis(pic.axes)
         p.legend(pic.axes)
@@ -218,8 +218,8 @@ def outcomes(e: Evidence) -> Panel:
 def lateness(e: Evidence) -> Panel:
     """CDF of how late requests were sent."""
     with p.picture("lateness", x="lateness of sending", y="share of requests") as pic:
-        p.distribution(pic.axes, [max(r.lateness_s, 1e-6) for r in e.records], color=p.PURPLE, label="requests")
-        _log_seconds_x(pic)
+        p.distribution(pic.axes, [r.lateness_s for r in e.records], color=p.PURPLE, label="requests")
+        _log_seconds_x(pic, drawn=bool(e.records))
     return Panel(
         "Lateness of sending", "An open loop must not wait for the server: how far it kept its times.", pic.svg
     )
@@ -238,20 +238,22 @@ def _running_p90(pic: p.Picture, x: Sequence[float], y: Sequence[float]) -> None
     centres, values = p.running(x, y, share=0.9)
     if any(a != b for a, b in pairwise(centres)):
         pic.axes.plot(centres, values, color=p.INK, linewidth=1.4, label="running p90")
-    _log_seconds_y(pic)
+    _log_seconds_y(pic, drawn=bool(x))
 
 
-def _log_seconds_x(pic: p.Picture) -> None:
-    if any((np.asarray(line.get_xdata()) > 0).all() for line in pic.axes.lines):
-        pic.axes.set_xscale("log", nonpositive="clip")
+def _log_seconds_x(pic: p.Picture, *, drawn: bool) -> None:
+    """A logarithmic axis of durations; of an axis without values matplotlib makes no logarithm."""
+    if drawn:
+        pic.axes.set_xscale("log")
     p.seconds_axis(pic.axes, "x")
     p.share_axis(pic.axes)
     pic.axes.set_ylim(0, 1.03)
     p.legend(pic.axes)
 
 
-def _log_seconds_y(pic: p.Picture) -> None:
-    if any((np.asarray(line.get_ydata()) > 0).all() for line in pic.axes.lines):
-        pic.axes.set_yscale("log", nonpositive="clip")
+def _log_seconds_y(pic: p.Picture, *, drawn: bool) -> None:
+    """As `_log_seconds_x`, for the other axis."""
+    if drawn:
+        pic.axes.set_yscale("log")
     p.seconds_axis(pic.axes)
     p.legend(pic.axes)

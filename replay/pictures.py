@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from replay import figures
 
@@ -34,6 +34,8 @@ _VARIABLES: Final = {
 }
 SERIES: Final = (BLUE, ORANGE, GREEN, PURPLE, RED)
 MAX_POINTS: Final = 3000
+LEAST_S: Final = 1e-6
+"""Durations are drawn on logarithmic axes from here on; tokens that came in one event have intervals of 0."""
 _STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "font.size": 10.0,
@@ -106,8 +108,11 @@ def inline_svg(svg: str, name: str) -> str:
 
 
 def seconds_axis(axes: Axes, which: str = "y") -> None:
-    """Ticks as durations."""
+    """Ticks as durations; on a short logarithmic axis 1, 2 and 5 of each decade. Call it once all is drawn."""
     axis = axes.yaxis if which == "y" else axes.xaxis
+    if axis.get_scale() == "log":
+        low, high = axes.get_ylim() if which == "y" else axes.get_xlim()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: figures.seconds(value) if value else "0"))
     axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
@@ -119,25 +124,28 @@ def share_axis(axes: Axes) -> None:
 
 def size_axis(axes: Axes) -> None:
     """The y axis as bytes."""
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figures.size(value) if value else "0"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: figures.size(value).replace(".0 ", " ") if value else "0")
+    )
 
 
 def distribution(axes: Axes, values: Sequence[float], *, color: str, label: str) -> None:
     """The share of values at or below x, with marks at p50, p90 and p99. Nothing for no values."""
-    ordered = np.sort(np.array([v for v in values if np.isfinite(v)]))
+    ordered = np.sort(np.maximum([v for v in values if np.isfinite(v)], LEAST_S))
     if not len(ordered):
         return
     shares = np.arange(1, len(ordered) + 1) / len(ordered)
     kept = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), 400)).astype(int))
     axes.plot(ordered[kept], shares[kept], color=color, label=label)
-    marks = np.percentile(ordered, (50, 90, 99))
+    marks = ordered[[int(np.ceil(q * len(ordered))) - 1 for q in (0.5, 0.9, 0.99)]]
     axes.plot(marks, (0.5, 0.9, 0.99), "o", color=color, markersize=4.5, markeredgecolor=SURFACE)
 
 
 def points(axes: Axes, x: Sequence[float], y: Sequence[float], *, color: str, label: str) -> None:
-    """A scatter; of very many points every k-th."""
+    """A scatter of durations; of very many points every k-th."""
     step = -(-len(x) // MAX_POINTS) or 1
-    axes.plot(x[::step], y[::step], "o", color=color, label=label, markersize=3, alpha=0.55, markeredgewidth=0)
+    shown = np.maximum(y[::step], LEAST_S)
+    axes.plot(x[::step], shown, "o", color=color, label=label, markersize=3, alpha=0.55, markeredgewidth=0)
 
 
 def running(x: Sequence[float], y: Sequence[float], *, share: float, bins: int = 40) -> tuple[list[float], list[float]]:
@@ -146,7 +154,7 @@ def running(x: Sequence[float], y: Sequence[float], *, share: float, bins: int =
         return [], []
     edges = np.linspace(min(x), max(x) + 1e-9, bins + 1)
     place = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
-    values = np.asarray(y)
+    values = np.maximum(y, LEAST_S)
     filled = [b for b in range(bins) if (place == b).any()]
     centres = [float((edges[b] + edges[b + 1]) / 2) for b in filled]
     return centres, [float(np.quantile(values[place == b], share)) for b in filled]

@@ -66,10 +66,7 @@ def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: i
 
 def reuse_statistics(trace: Trace) -> ReuseStatistics:
     """The trace's own figures, at its own block size."""
-    cache, references, hits, full_references, full_hits, prompt_tokens, output_tokens, reused = (
-        InfiniteCache(),
-        *[0] * 7,
-    )
+    cache, references, hits, full_references, full_hits, prompt_tokens, output_tokens = InfiniteCache(), *[0] * 6
     for row in trace:
         hit = cache.match_and_insert(row.hash_ids)
         full = row.full_blocks(trace.block_tokens)
@@ -77,16 +74,13 @@ def reuse_statistics(trace: Trace) -> ReuseStatistics:
         hits += hit
         full_references += full
         full_hits += min(hit, full)
-        prompt_tokens += row.input_length
-        output_tokens += row.output_length
-        reused += reusable_tokens(min(hit, full), row.input_length, trace.block_tokens)
     return ReuseStatistics(
         requests=len(trace),
         block_references=references,
         unique_blocks=len(cache),
         block_hit_rate=hits / references if references else 0.0,
         full_block_hit_rate=full_hits / full_references if full_references else 0.0,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        token_hit_rate=reused / prompt_tokens if prompt_tokens else 0.0,
+        prompt_tokens=sum(row.input_length for row in trace),
+        output_tokens=sum(row.output_length for row in trace),
+        token_hit_rate=token_hit_rate(((row.hash_ids, row.input_length) for row in trace), trace.block_tokens),
     )

@@ -54,7 +54,7 @@ def replay(tmp_path: Path, model_path: Path, trace_file: Path) -> Callable[..., 
             "url": url,
             "out": tmp_path / "out",
             "model_path": model_path,
-            "speed": 4.0,
+            "speed": 20.0,
             "poll_every_s": 0.05,
         }
         return run(ReplayConfig(**(values | changes)))
