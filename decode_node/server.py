@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -45,10 +46,8 @@ class DecodeFace(WorkerFace):
         self._arrivals = Arrivals(self.node)
         self._epochs = itertools.count(1)
         self._open: dict[int, Reservation] = {}
-        loop = asyncio.get_running_loop()
-        self.node.messenger.on_peer_lost(
-            lambda node_id, incarnation: loop.call_soon_threadsafe(self._writer_lost, node_id, incarnation)
-        )
+        self._loop = asyncio.get_running_loop()
+        self.node.messenger.on_peer_lost(self._on_peer_lost)
 
     def accept(self, request: Request) -> None:
         raise RequestRefused("wrong_role", f"{self.node.config.node_id} is a decode node; it takes no prompts")
@@ -75,8 +74,9 @@ class DecodeFace(WorkerFace):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         job = node.run_job(parsed, self._serve(parsed, request, reserved))
+        either: list[asyncio.Future[Any]] = [job, reserved]
         try:
-            await asyncio.wait({job, asyncio.ensure_future(reserved)}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the prefill node has hung up
             job.cancel()
             raise
@@ -113,6 +113,10 @@ class DecodeFace(WorkerFace):
             reservation.gone = "aborted by the prefill node"
             reservation.first_token.cancel()
         return AbortReply()
+
+    def _on_peer_lost(self, node_id: str, incarnation: int) -> None:
+        """On a messenger thread."""
+        self._loop.call_soon_threadsafe(self._writer_lost, node_id, incarnation)
 
     def _writer_lost(self, node_id: str, incarnation: int) -> None:
         for reservation in list(self._open.values()):
