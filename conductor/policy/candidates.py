@@ -1,0 +1,83 @@
+"""Which nodes could serve a request at all: role, size, exclusions. Load plays no part here."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.policy.decisions import Reject
+from conductor.policy.decode_choice import peak_tokens
+from conductor.policy.events import RequestArrived
+from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.state import ClusterState
+
+__all__ = ["Places", "find_places"]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a request fits: at least one prefill (or aggregated) node, and a decode node if one of those needs it."""
+
+    prefill: Candidates
+    decode: Candidates
+    need_tokens: int  # pages it may need where it decodes
+
+
+def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Places | Reject:
+    """The nodes that can serve the request, or why there is none."""
+    model = state.nodes.model(request.model)
+    if model is None:
+        return _unserved(now_ns, state, request)
+    need = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
+    excluded = request.excluded
+    places = _fitting(request, model, need, model.prefill.without(excluded), model.decode.without(excluded))
+    if len(places.prefill):
+        return places
+    total = request.prompt_tokens + request.max_new_tokens
+    everyone = model.all_prefill, model.all_decode
+    if len(_staffed(request, *everyone)) and not len(_fitting(request, model, need, *everyone).prefill):
+        message = (
+            f"the request needs {total} tokens ({request.prompt_tokens} prompt, {request.max_new_tokens} new); "
+            f"no node of model {request.model!r} takes that many: {_limits(model)}"
+        )
+        return Reject(request.request_id, request.attempt, "too_long", message, 0.0)
+    roles = f"{len(model.prefill)} prefill or aggregated and {len(model.decode)} decode nodes take new work"
+    without = f", {', '.join(excluded)} excluded" if excluded else ""
+    return _no_nodes(request, f"no node can serve model {request.model!r} now: {roles}{without}")
+
+
+def _unserved(now_ns: int, state: ClusterState, request: RequestArrived) -> Reject:
+    age_ns = now_ns - (state.started_ns if state.started_ns is not None else now_ns)
+    settling = age_ns < state.config.settle_s * 1e9
+    if settling or request.model in state.costs or not state.nodes.has_workers():
+        return _no_nodes(request, f"no worker of model {request.model!r} has joined")
+    message = f"model {request.model!r} is not served here"
+    return Reject(request.request_id, request.attempt, "unknown_model", message, 0.0)
+
+
+def _no_nodes(request: RequestArrived, message: str) -> Reject:
+    return Reject(request.request_id, request.attempt, "no_nodes", message, 1.0)
+
+
+def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -> Candidates:
+    """The prefill candidates that have whom to hand over to, or need nobody."""
+    if len(decode) or request.max_new_tokens <= 1:
+        return prefill
+    return prefill.where(prefill.is_aggregated)
+
+
+def _fitting(request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates) -> Places:
+    total = request.prompt_tokens + request.max_new_tokens
+    decode = decode.where((decode.capacity_tokens >= need) & (decode.max_model_len >= total))
+    prompt_pages = peak_tokens(request.prompt_tokens, 0, model.block_tokens)
+    pages = np.where(prefill.is_aggregated, need, prompt_pages)
+    prefill = prefill.where((prefill.capacity_tokens >= pages) & (prefill.max_model_len >= total))
+    return Places(_staffed(request, prefill, decode), decode, need)
+
+
+def _limits(model: ModelNodes) -> str:
+    nodes = (
+        *zip(model.all_prefill.ids, model.all_prefill.max_model_len, model.all_prefill.capacity_tokens, strict=True),
+        *zip(model.all_decode.ids, model.all_decode.max_model_len, model.all_decode.capacity_tokens, strict=True),
+    )
+    longest = max(nodes, key=lambda node: min(node[1], node[2]))
+    return f"{longest[0]} takes the most, with max_model_len {longest[1]} and {longest[2]} tokens of KV"

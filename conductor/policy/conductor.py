@@ -1,0 +1,159 @@
+"""The conductor as a state machine: `on_event(now_ns, event) -> decisions`. It dispatches and counts."""
+
+from typing import Any
+
+import numpy as np
+
+from conductor.policy.config import NS, PolicyConfig
+from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan
+from conductor.policy.events import (
+    CopyFinished,
+    Event,
+    NodeJoined,
+    NodeLost,
+    NodeReported,
+    RequestArrived,
+    RequestCompleted,
+    Tick,
+    TransferSample,
+)
+from conductor.policy.placement import place
+from conductor.policy.reports import complete, lose_node, report
+from conductor.policy.requests import NONE
+from conductor.policy.state import ClusterState
+
+__all__ = ["Conductor"]
+
+
+class Conductor:
+    """The same events at the same times give the same decisions, in a live server as in a simulator."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._state = ClusterState(config)
+
+    def on_event(self, now_ns: int, event: Event) -> list[Decision]:
+        """Take in one event. `now_ns` never decreases; its origin does not matter."""
+        state = self._state
+        if state.started_ns is None:
+            state.started_ns = now_ns
+        decisions: list[Decision] = []
+        match event:
+            case RequestArrived():
+                decisions = place(now_ns, state, event)
+            case RequestCompleted():
+                complete(now_ns, state, event)
+            case NodeReported():
+                report(now_ns, state, event)
+            case NodeJoined(node):
+                known = state.nodes.get(node.node_id)
+                if known is not None and known.incarnation != node.incarnation:
+                    lose_node(state, known)
+                state.nodes.add(node)
+                if node.role != "pool":
+                    state.costs_of(node.model)
+            case NodeLost(node_id, incarnation):
+                known = state.nodes.get(node_id)
+                if known is not None and known.incarnation == incarnation:
+                    lose_node(state, known)
+            case CopyFinished():
+                self._copy_finished(event)
+            case Tick():
+                state.forget_recent(now_ns)
+                decisions = self._release_orphans(now_ns)
+        self._count(event, decisions)
+        return decisions
+
+    def is_ready(self) -> bool:
+        """Can any model's request be placed?"""
+        return any(self._serves(model) for model in self.models())
+
+    def models(self) -> list[str]:
+        """Models that some joined node serves."""
+        return sorted({node.model for node in self._state.nodes if node.role != "pool"})
+
+    def validate(self) -> tuple[list[str], dict[str, int]]:
+        """(problems, counts): claims that no node stands behind; at rest all counts are 0."""
+        state, requests = self._state, self._state.requests
+        slots = {state.nodes.slot(node.node_id) for node in state.nodes}
+        problems = []
+        for row, claim in enumerate(requests.claims):
+            at = [int(requests.column(name)[row]) for name in ("prefill_node", "decode_node", "sender")]
+            if at[0] == NONE and at[1] == NONE:
+                problems.append(f"request {claim.request_id} claims nothing and is still in the ledger")
+            if any(slot != NONE and slot not in slots for slot in at):
+                problems.append(f"request {claim.request_id} claims something of a node that has left")
+        counts = {
+            "requests": len(requests),
+            "committed_tokens": int(requests.committed_tokens(state.nodes.num_slots).sum()),
+            "prefills": int(np.count_nonzero(requests.column("prefill_node") != NONE)),
+            "sends": int(np.count_nonzero(requests.column("sender") != NONE)),
+            "copies": len(state.copies),
+        }
+        return problems, counts
+
+    def snapshot(self, now_ns: int) -> dict[str, Any]:
+        """State for export, as JSON."""
+        state = self._state
+        num_slots = state.nodes.num_slots
+        queue_ns = state.requests.queue_ns(now_ns, num_slots)
+        committed = state.requests.committed_tokens(num_slots)
+        nodes = {}
+        for node in state.nodes:
+            slot = state.nodes.slot(node.node_id)
+            nodes[node.node_id] = {
+                "role": node.role,
+                "model": node.model,
+                "queue_s": float(queue_ns[slot]) / NS,
+                "committed_tokens": int(committed[slot]),
+                "capacity_tokens": node.capacity_tokens,
+            }
+        return {
+            "nodes": nodes,
+            "requests": len(state.requests),
+            "copies_under_way": len(state.copies),
+            "counters": dict(sorted(state.counts.items())),
+            "costs": {model: costs.summary() for model, costs in sorted(state.costs.items())},
+            "transfers": state.transfers.summary(),
+            "prediction_error": {
+                "ttft_s": state.ttft_error.mean_s,
+                "ttft_samples": state.ttft_error.num_samples,
+                "tbt_s": state.tbt_error.mean_s,
+                "tbt_samples": state.tbt_error.num_samples,
+            },
+        }
+
+    def _serves(self, name: str) -> bool:
+        model = self._state.nodes.model(name)
+        if model is None or not len(model.prefill):
+            return False
+        return len(model.decode) > 0 or bool(model.prefill.is_aggregated.any())
+
+    def _copy_finished(self, event: CopyFinished) -> None:
+        state = self._state
+        if state.copies.end(event.target, event.match_key) and event.nbytes > 0:
+            state.transfers.add(TransferSample(event.nbytes, event.seconds, "copy"))
+        state.counts["copied_bytes"] += event.nbytes
+
+    def _release_orphans(self, now_ns: int) -> list[Decision]:
+        requests = self._state.requests
+        before_ns = now_ns - round(self._state.config.orphan_timeout_s * NS)
+        rows = np.flatnonzero(requests.column("seen_ns") <= before_ns)
+        gone = [requests.remove(int(row)) for row in rows[::-1]]
+        return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
+
+    def _count(self, event: Event, decisions: list[Decision]) -> None:
+        counts = self._state.counts
+        for decision in decisions:
+            match decision:
+                case Place():
+                    counts["placed"] += 1
+                    counts["reused_blocks"] += decision.reuse_blocks
+                case Reject(reason=reason):
+                    counts[f"rejected_{reason}"] += 1
+                case Copy():
+                    counts["copies"] += 1
+                case ReleaseOrphan():
+                    counts["orphans"] += 1
+        if isinstance(event, RequestArrived):
+            counts["arrived"] += 1
+            counts["replaced"] += event.attempt > 0

@@ -1,0 +1,37 @@
+"""What the policy can be told: objectives and bounds. Nothing about sockets or files."""
+
+from dataclasses import dataclass, fields
+from math import isfinite
+
+from conductor.errors import ConfigError
+
+__all__ = ["NS", "PolicyConfig"]
+
+NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """One cluster's policy. Objectives of 0 are off: then no request is rejected for latency."""
+
+    ttft_objective_s: float = 0.0  # time to first token that an admitted request must be predicted to meet
+    tbt_objective_s: float = 0.0  # time between tokens likewise
+    balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
+    max_queue_s: float = 60.0  # longest predicted wait for a prefill turn or for decode pages
+    max_copies: int = 8  # hot-spot copies under way at once in the cluster
+    max_copies_per_pool: int = 2  # of them, into one pool node
+    orphan_timeout_s: float = 120.0  # a request that no worker holds and no frontend completes is forgotten
+    recent_s: float = 30.0  # how long a completed request is remembered, so that late reports do not revive it
+    settle_s: float = 5.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
+    explain: bool = False  # put every candidate's score into the decision
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isfinite(value) or value < 0:
+                raise ConfigError(f"{field.name} is {value}: must be a finite number of at least 0")
+        if self.balancing_threshold < 1:
+            raise ConfigError(f"balancing_threshold is {self.balancing_threshold}: must be at least 1")
+        for name in ("max_queue_s", "orphan_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")

@@ -1,0 +1,108 @@
+"""What work costs: prefill(new, reused), decode step(batch, context), transfer(bytes). Fitted per model, online.
+
+The priors describe a small model on a CPU or a large one on a GPU about equally badly; one sample sets their scale.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
+from conductor.policy.regression import CostFit
+
+__all__ = ["MeanDuration", "ModelCosts", "TransferCosts"]
+
+Floats = NDArray[np.float64]
+_PREFILL_PRIOR = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
+_DECODE_PRIOR = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
+_TRANSFER_PRIOR = (5e-4, 1e-9)  # per batch, per byte
+_POOL_READS = ("load", "pull", "copy")  # the paths that read from a pool node
+_MEMORY = 0.95
+
+
+class MeanDuration:
+    """A running mean; None before the first value."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.mean_s: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """Learn from one measurement."""
+        self.num_samples += 1
+        memory = min(_MEMORY, 1 - 1 / self.num_samples)
+        self.mean_s = seconds if self.mean_s is None else memory * self.mean_s + (1 - memory) * seconds
+
+
+class ModelCosts:
+    """One model's compute costs, over all its nodes."""
+
+    def __init__(self) -> None:
+        self._prefill = CostFit(_PREFILL_PRIOR)
+        self._decode = CostFit(_DECODE_PRIOR)
+        self._step = MeanDuration()
+        self.decode_time = MeanDuration()  # t_d: how long a request decodes
+
+    def add_prefill(self, sample: PrefillSample) -> None:
+        self._prefill.add(_prefill_features(sample.new_tokens, sample.reused_tokens), sample.seconds)
+
+    def add_decode(self, sample: DecodeSample) -> None:
+        if sample.batch > 0:
+            self._decode.add((1.0, sample.batch, sample.context_tokens), sample.seconds)
+            self._step.add(sample.seconds)
+
+    def prefill_s(self, prompt_tokens: int, reused_tokens: Floats) -> Floats:
+        """Seconds to prefill a prompt of which `reused_tokens` (one per candidate) need not be computed."""
+        fixed, per_token, per_pair = self._prefill.coefficients
+        new = prompt_tokens - reused_tokens
+        return fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
+
+    def prefill_cost_s(self, new_tokens: int) -> float:
+        """Seconds to prefill `new_tokens` with nothing reused."""
+        return self._prefill.predict(_prefill_features(new_tokens, 0))
+
+    def decode_step_s(self, batch: Floats, context_tokens: Floats) -> Floats:
+        """Seconds of one decode step, per candidate."""
+        fixed, per_sequence, per_token = self._decode.coefficients
+        return fixed + per_sequence * batch + per_token * context_tokens
+
+    @property
+    def typical_step_s(self) -> float:
+        """Seconds between a request's tokens as lately seen."""
+        return self._step.mean_s if self._step.mean_s is not None else self._decode.predict((1.0, 1.0, 0.0))
+
+    def summary(self) -> dict[str, Any]:
+        """For export."""
+        return {
+            "prefill": self._prefill.summary(),
+            "decode": self._decode.summary(),
+            "decode_time_s": self.decode_time.mean_s,
+        }
+
+
+class TransferCosts:
+    """Cost of moving KV bytes, per path."""
+
+    def __init__(self) -> None:
+        self._fits = {"pool_read": CostFit(_TRANSFER_PRIOR)}
+
+    def add(self, sample: TransferSample) -> None:
+        path = "pool_read" if sample.path in _POOL_READS else sample.path
+        fit = self._fits.setdefault(path, CostFit(_TRANSFER_PRIOR))
+        if sample.nbytes > 0:
+            fit.add((1.0, sample.nbytes), sample.seconds)
+
+    def pool_read_s(self, nbytes: Floats, num_concurrent: int) -> Floats:
+        """Seconds to read `nbytes` from a pool node that sends to `num_concurrent` others; 0 for 0 bytes."""
+        fixed, per_byte = self._fits["pool_read"].coefficients
+        return np.where(nbytes > 0, fixed + per_byte * nbytes * (1 + num_concurrent), 0.0)
+
+    def summary(self) -> dict[str, Any]:
+        """For export."""
+        return {path: fit.summary() for path, fit in sorted(self._fits.items())}
+
+
+def _prefill_features(new_tokens: int, reused_tokens: int) -> tuple[float, float, float]:
+    # Each new token attends to all reused ones and to half of the new ones.
+    return 1.0, float(new_tokens), new_tokens * (reused_tokens + new_tokens / 2)

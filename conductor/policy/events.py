@@ -1,0 +1,174 @@
+"""Everything that can happen to a cluster, as plain data; `codec` gives each a JSON form. No behaviour lives here.
+
+Blocks are counted, never named: what a request shares with the pool arrives as lengths per pool node.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "CopyFinished",
+    "DecodeSample",
+    "Event",
+    "Held",
+    "NodeJoined",
+    "NodeLost",
+    "NodeReported",
+    "NodeView",
+    "Phase",
+    "PrefillSample",
+    "Progress",
+    "RequestArrived",
+    "RequestCompleted",
+    "Role",
+    "Tick",
+    "TransferSample",
+]
+
+Role = Literal["prefill", "decode", "aggregated", "pool"]
+Phase = Literal["prefill_started", "prefill_ended", "decode_joined", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What placement needs to know of a node; pool nodes have only the first four fields."""
+
+    node_id: str
+    role: Role
+    incarnation: int
+    host_id: str
+    pool_node_id: str = ""
+    model: str = ""
+    block_tokens: int = 1
+    capacity_tokens: int = 0
+    max_model_len: int = 0
+    max_batch: int = 1
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node is there. A known node id with another incarnation replaces the old node; with the same, it goes on."""
+
+    node: NodeView
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The node's stream ended: what it held is gone."""
+
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request (attempt) that a worker holds right now."""
+
+    request_id: str
+    attempt: int
+    committed_tokens: int = 0  # KV pages, in tokens; 0 on prefill nodes
+    remaining_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A request (attempt) reached a phase on the reporting node."""
+
+    request_id: str
+    attempt: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """One request's prefill, as computed."""
+
+    new_tokens: int
+    reused_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """One decode step."""
+
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSample:
+    """One batch of bytes moved; path is "push", "pull", "load", "store" or "copy"."""
+
+    nbytes: int
+    seconds: float
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReported:
+    """A worker's report: all that it holds now, and what happened since its last report."""
+
+    node_id: str
+    draining: bool = False
+    held: tuple[Held, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    prefills: tuple[PrefillSample, ...] = ()
+    decodes: tuple[DecodeSample, ...] = ()
+    transfers: tuple[TransferSample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A request, or a further attempt of one, wants a place.
+
+    `matches`: (pool node, leading blocks of the prompt that it holds). `match_key`: short key of the longest match's
+    last block, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
+    """
+
+    request_id: str
+    attempt: int
+    frontend_id: str
+    model: str
+    prompt_tokens: int
+    max_new_tokens: int
+    matches: tuple[tuple[str, int], ...] = ()
+    match_key: int = 0
+    generated: int = 0
+    excluded: tuple[str, ...] = ()
+    ttft_objective_s: float = 0.0  # 0 = the cluster's
+    tbt_objective_s: float = 0.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCompleted:
+    """The frontend's last word on an attempt; measured times are 0 where there are none."""
+
+    request_id: str
+    attempt: int
+    outcome: str
+    ttft_s: float = 0.0
+    mean_tbt_s: float = 0.0
+    generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFinished:
+    """A Copy decision was carried out, or could not be (`nbytes` 0)."""
+
+    source: str
+    target: str
+    match_key: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: orphans are looked for."""
+
+
+Event = NodeJoined | NodeLost | NodeReported | RequestArrived | RequestCompleted | CopyFinished | Tick

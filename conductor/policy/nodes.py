@@ -1,0 +1,149 @@
+"""The nodes of the cluster and, per model, its candidates as arrays. Which nodes there are; not what they are doing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.events import NodeView
+
+__all__ = ["Candidates", "ModelNodes", "NodeTable"]
+
+Ints = NDArray[np.int64]
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Nodes that can take one kind of work, sorted by node id: the first of equals has the smallest id.
+
+    All arrays have one entry per node; `slots` index the per-node sums of RequestTable.
+    """
+
+    ids: tuple[str, ...]
+    pools: tuple[str, ...]
+    slots: Ints
+    capacity_tokens: Ints
+    max_model_len: Ints
+    max_batch: Ints
+    is_aggregated: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def where(self, keep: NDArray[np.bool_]) -> "Candidates":
+        """The candidates for which `keep` holds, in the same order."""
+        if keep.all():
+            return self
+        chosen = np.flatnonzero(keep)
+        return Candidates(
+            tuple(self.ids[i] for i in chosen),
+            tuple(self.pools[i] for i in chosen),
+            self.slots[chosen],
+            self.capacity_tokens[chosen],
+            self.max_model_len[chosen],
+            self.max_batch[chosen],
+            self.is_aggregated[chosen],
+        )
+
+    def without(self, excluded: tuple[str, ...]) -> "Candidates":
+        """All but the named nodes."""
+        return self.where(np.array([node_id not in excluded for node_id in self.ids], bool)) if excluded else self
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNodes:
+    """One model's nodes by what they can do; aggregated nodes, among the prefill ones, do both."""
+
+    model: str
+    block_tokens: int
+    block_nbytes: int
+    prefill: Candidates  # prefill and aggregated nodes
+    decode: Candidates
+    all_prefill: Candidates  # draining ones too: what the model's requests could have
+    all_decode: Candidates
+
+
+class NodeTable:
+    """All joined nodes. Each has a slot, a small number that is given to another node only after it was lost."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, NodeView] = {}
+        self._slots: dict[str, int] = {}
+        self._draining: set[str] = set()
+        self._names: list[str | None] = []
+        self._models: dict[str, ModelNodes] = {}
+
+    def __contains__(self, node_id: object) -> bool:
+        return node_id in self._nodes
+
+    def __iter__(self) -> Iterator[NodeView]:
+        return iter([self._nodes[node_id] for node_id in sorted(self._nodes)])
+
+    @property
+    def num_slots(self) -> int:
+        """Length of arrays indexed by slot."""
+        return len(self._names)
+
+    def add(self, node: NodeView) -> None:
+        """Add a node, or renew its description under the same slot."""
+        if node.node_id not in self._slots:
+            slot = self._names.index(None) if None in self._names else len(self._names)
+            self._names[slot : slot + 1] = [node.node_id]
+            self._slots[node.node_id] = slot
+        self._nodes[node.node_id] = node
+        self._draining.discard(node.node_id)
+        self._models.clear()
+
+    def remove(self, node_id: str) -> None:
+        """Forget a node; its slot may be given to another one, so nothing may refer to it any more."""
+        del self._nodes[node_id]
+        self._names[self._slots.pop(node_id)] = None
+        self._draining.discard(node_id)
+        self._models.clear()
+
+    def set_draining(self, node_id: str, draining: bool) -> None:
+        """A draining node is no candidate."""
+        if draining != (node_id in self._draining):
+            (self._draining.add if draining else self._draining.discard)(node_id)
+            self._models.clear()
+
+    def get(self, node_id: str) -> NodeView | None:
+        return self._nodes.get(node_id)
+
+    def slot(self, node_id: str) -> int:
+        """The node's slot; -1 for none and for unknown nodes."""
+        return self._slots.get(node_id, -1)
+
+    def has_workers(self) -> bool:
+        """Is any node of any model here?"""
+        return any(node.role != "pool" for node in self._nodes.values())
+
+    def model(self, model: str) -> ModelNodes | None:
+        """The model's candidates; None when no node (draining ones count) serves it."""
+        if model not in self._models:
+            nodes = [node for node in self if node.role != "pool" and node.model == model]
+            if not nodes:
+                return None
+            active = [node for node in nodes if node.node_id not in self._draining]
+            kinds = ("prefill", "aggregated"), ("decode",)
+            self._models[model] = ModelNodes(
+                model,
+                nodes[0].block_tokens,
+                nodes[0].block_tokens * nodes[0].kv_bytes_per_token,
+                *(self._candidates(among, roles) for among in (active, nodes) for roles in kinds),
+            )
+        return self._models[model]
+
+    def _candidates(self, nodes: list[NodeView], roles: tuple[str, ...]) -> Candidates:
+        chosen = [node for node in nodes if node.role in roles]
+        return Candidates(
+            tuple(node.node_id for node in chosen),
+            tuple(node.pool_node_id for node in chosen),
+            np.array([self._slots[node.node_id] for node in chosen], np.int64),
+            np.array([node.capacity_tokens for node in chosen], np.int64),
+            np.array([node.max_model_len or _UNLIMITED for node in chosen], np.int64),
+            np.array([max(1, node.max_batch) for node in chosen], np.int64),
+            np.array([node.role == "aggregated" for node in chosen], bool),
+        )

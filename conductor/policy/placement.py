@@ -1,0 +1,216 @@
+"""Places a request: Algorithm 1 for the prefill node, predicted TBT for the decode node, admission, hot-spot copy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.policy.admission import Verdict, judge
+from conductor.policy.algorithm1 import PrefillScores, Prefixes, best_holder, holders, score_prefill
+from conductor.policy.candidates import Places, find_places
+from conductor.policy.config import NS
+from conductor.policy.costs import ModelCosts
+from conductor.policy.decisions import Copy, Decision, Place, Reject
+from conductor.policy.decode_choice import DecodeScores, score_decode, wait_for_room_s
+from conductor.policy.events import RequestArrived
+from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.requests import NONE, Claim
+from conductor.policy.state import ClusterState
+
+__all__ = ["place"]
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodePlan:
+    """Where the request decodes; `nodes` has that node at `index`."""
+
+    nodes: Candidates
+    index: int
+    scores: DecodeScores
+    wait_s: float  # predicted, until its pages are free
+
+    @property
+    def node_id(self) -> str:
+        return self.nodes.ids[self.index]
+
+    @property
+    def tbt_s(self) -> float:
+        return float(self.scores.tbt_s[self.index])
+
+
+def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
+    """One Place or Reject, and possibly a Copy after a Place."""
+    stale = state.requests.find(request.request_id)
+    if stale is not None:
+        # A new attempt, or the same one asked again: what the old answer claimed is void.
+        state.requests.remove(stale)
+    state.recent.pop(request.request_id, None)
+    places = find_places(now_ns, state, request)
+    if isinstance(places, Reject):
+        return [places]
+    model = state.nodes.model(request.model)
+    assert model is not None
+    costs = state.costs_of(request.model)
+    prefixes = _prefixes(state, request, model, places.prefill)
+    scores = _score(now_ns, state, request, model, places, prefixes, costs)
+    chosen = int(np.argmin(scores.ttft_s))
+    decode = _plan_decode(now_ns, state, request, places, costs, chosen, float(scores.ttft_s[chosen]))
+    queue_s = float(scores.queue_s[chosen])
+    # Prefill begins only once the decode node has the pages.
+    ttft_s = float(scores.ttft_s[chosen]) + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
+    verdict = Verdict(
+        ttft_s=ttft_s,
+        queue_s=queue_s,
+        tbt_s=decode.tbt_s if decode is not None else 0.0,
+        room_wait_s=decode.wait_s if decode is not None else 0.0,
+        has_room=decode is None or bool(decode.scores.has_room[decode.index]),
+        decode_nodes=decode.nodes if decode is not None else None,
+        decode_index=decode.index if decode is not None else 0,
+    )
+    rejection = judge(now_ns, state, request, verdict, costs)
+    if rejection is not None:
+        return [rejection]
+    placed = _placed(state, request, places.prefill, prefixes, scores, chosen, decode, ttft_s)
+    _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
+    return [placed, *_copy(state, request, places.prefill.pools[chosen], prefixes, bool(scores.fetches[chosen]))]
+
+
+def _prefixes(state: ClusterState, request: RequestArrived, model: ModelNodes, prefill: Candidates) -> Prefixes:
+    limit = (request.prompt_tokens - 1) // model.block_tokens
+    usable = {p: n for p, n in request.matches if p not in request.excluded and state.nodes.slot(p) != NONE}
+    own = np.array([min(usable.get(pool, 0), limit) for pool in prefill.pools], np.int64)
+    if not usable:
+        return Prefixes(own, 0, "", 0)
+    sends = state.num_sends()
+    pool, best = best_holder(usable, limit, sends)
+    return Prefixes(own, best, pool, sends.get(pool, 0))
+
+
+def _score(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    places: Places,
+    prefixes: Prefixes,
+    costs: ModelCosts,
+) -> PrefillScores:
+    nodes = places.prefill
+    num_slots = state.nodes.num_slots
+    queue_s = state.requests.queue_ns(now_ns, num_slots)[nodes.slots] / NS
+    if nodes.is_aggregated.any():
+        # There the prefill itself waits for the pages that the whole request needs.
+        committed = state.requests.committed_tokens(num_slots)[nodes.slots]
+        missing = np.where(nodes.is_aggregated, committed + places.need_tokens - nodes.capacity_tokens, 0)
+        for i in np.flatnonzero(missing > 0):
+            wait_s = wait_for_room_s(
+                nodes, int(i), state.requests, costs, now_ns=now_ns, missing_tokens=int(missing[i])
+            )
+            queue_s[i] = max(queue_s[i], wait_s)
+    return score_prefill(
+        prefixes,
+        queue_s,
+        prompt_tokens=request.prompt_tokens,
+        block_tokens=model.block_tokens,
+        block_nbytes=model.block_nbytes,
+        balancing_threshold=state.config.balancing_threshold,
+        costs=costs,
+        transfers=state.transfers,
+    )
+
+
+def _plan_decode(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    costs: ModelCosts,
+    chosen: int,
+    ttft_s: float,
+) -> _DecodePlan | None:
+    """None: the request ends with its first token, on a prefill node."""
+    nodes = places.decode
+    if places.prefill.is_aggregated[chosen]:
+        nodes = places.prefill.where(np.arange(len(places.prefill)) == chosen)
+    elif request.max_new_tokens <= 1:
+        return None
+    scores = score_decode(
+        nodes,
+        state.requests,
+        costs,
+        at_ns=now_ns + round(ttft_s * NS),
+        prompt_tokens=request.prompt_tokens,
+        need_tokens=places.need_tokens,
+        num_slots=state.nodes.num_slots,
+    )
+    index = scores.choose()
+    missing = places.need_tokens - int(scores.free_tokens[index])
+    wait_s = wait_for_room_s(nodes, index, state.requests, costs, now_ns=now_ns, missing_tokens=missing)
+    return _DecodePlan(nodes, index, scores, wait_s)
+
+
+def _placed(
+    state: ClusterState,
+    request: RequestArrived,
+    nodes: Candidates,
+    prefixes: Prefixes,
+    scores: PrefillScores,
+    chosen: int,
+    decode: _DecodePlan | None,
+    ttft_s: float,
+) -> Place:
+    own, fetches = int(prefixes.own[chosen]), bool(scores.fetches[chosen])
+    return Place(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prefill=nodes.ids[chosen],
+        decode="" if decode is None or nodes.is_aggregated[chosen] else decode.node_id,
+        reuse_blocks=int(scores.reuse_blocks[chosen]),
+        holders=holders(nodes.pools[chosen], own, prefixes, fetches),
+        predicted_ttft_s=ttft_s,
+        predicted_tbt_s=decode.tbt_s if decode is not None else 0.0,
+        scores=scores.explain(nodes.ids) if state.config.explain else (),
+    )
+
+
+def _claim(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    prefixes: Prefixes,
+    scores: PrefillScores,
+    chosen: int,
+    placed: Place,
+) -> None:
+    decodes_at = placed.decode or (placed.prefill if places.prefill.is_aggregated[chosen] else "")
+    claim = Claim(
+        request.request_id,
+        request.attempt,
+        request.model,
+        request.frontend_id,
+        placed.predicted_ttft_s,
+        placed.predicted_tbt_s,
+    )
+    state.requests.add(
+        claim,
+        prefill_node=int(places.prefill.slots[chosen]),
+        decode_node=state.nodes.slot(decodes_at),
+        sender=state.nodes.slot(prefixes.best_pool) if scores.fetches[chosen] else NONE,
+        prefill_ns=round(float(scores.prefill_s[chosen]) * NS),
+        ready_ns=now_ns + round(placed.predicted_ttft_s * NS),
+        committed=places.need_tokens if decodes_at else 0,
+        prompt=request.prompt_tokens,
+        max_new=request.max_new_tokens,
+        seen_ns=now_ns,
+    )
+
+
+def _copy(
+    state: ClusterState, request: RequestArrived, own_pool: str, prefixes: Prefixes, fetches: bool
+) -> list[Decision]:
+    """Algorithm 1's last line: the chosen node's pool gets the prefix that it had to fetch."""
+    if not fetches or state.nodes.slot(own_pool) == NONE:
+        return []
+    if not state.copies.try_begin(prefixes.best_pool, own_pool, request.match_key):
+        return []
+    return [Copy(prefixes.best_pool, own_pool, prefixes.best, request.match_key)]

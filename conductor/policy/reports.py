@@ -1,0 +1,158 @@
+"""What workers' reports change: phases of their requests, cost samples, and claims that only they remember."""
+
+from conductor.policy.config import NS
+from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
+from conductor.policy.requests import NONE, Claim
+from conductor.policy.state import ClusterState
+
+__all__ = ["complete", "lose_node", "report"]
+
+
+def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
+    """Take in one report of a joined node."""
+    node = state.nodes.get(event.node_id)
+    if node is None:
+        return
+    state.nodes.set_draining(node.node_id, event.draining)
+    for transfer in event.transfers:
+        state.transfers.add(transfer)
+    if node.role == "pool":
+        return
+    costs = state.costs_of(node.model)
+    for prefill in event.prefills:
+        costs.add_prefill(prefill)
+    for decode in event.decodes:
+        costs.add_decode(decode)
+    for progress in event.progress:
+        _progress(now_ns, state, node, progress)
+    over = {(p.request_id, p.attempt) for p in event.progress if p.phase == "ended"}
+    held = [h for h in event.held if (h.request_id, h.attempt) not in over]
+    for one in held:
+        _note_held(now_ns, state, node, one)
+    _release_unheld(now_ns, state, node, {(h.request_id, h.attempt) for h in held})
+
+
+def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
+    """The frontend is done with an attempt: its claims end, whatever workers still have to tidy."""
+    row = state.requests.find(event.request_id, event.attempt)
+    claim = state.retire(row, now_ns) if row is not None else None
+    if claim is None:
+        recent = state.recent.get(event.request_id)
+        claim = recent.claim if recent is not None and recent.claim.attempt == event.attempt else None
+    state.counts[f"completed_{event.outcome}"] += 1
+    if claim is None or claim.is_revived or event.outcome != "finished":
+        return
+    if event.attempt == 0 and event.ttft_s > 0:
+        state.ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
+    if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
+        state.tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
+
+
+def lose_node(state: ClusterState, node: NodeView) -> None:
+    """A node is gone with all that it held. What its requests claim elsewhere stays until that ends there."""
+    slot = state.nodes.slot(node.node_id)
+    for row in state.requests.rows_at(slot):
+        for column in ("prefill_node", "decode_node"):
+            values = state.requests.column(column)
+            if values[row] == slot:
+                values[row] = NONE
+        if not _has_claim(state, row):
+            # Not retired: a worker that only lost its stream comes back and still holds it.
+            state.requests.remove(row)
+    state.requests.drop_sender(slot)
+    state.copies.drop_pool(node.node_id)
+    state.nodes.remove(node.node_id)
+
+
+def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progress) -> None:
+    row = state.requests.find(progress.request_id, progress.attempt)
+    slot = state.nodes.slot(node.node_id)
+    if row is None:
+        return
+    requests = state.requests
+    prefills_here = requests.column("prefill_node")[row] == slot
+    decodes_here = requests.column("decode_node")[row] == slot
+    match progress.phase:
+        case "prefill_started" if prefills_here:
+            requests.column("started_ns")[row] = now_ns
+            requests.column("ready_ns")[row] = now_ns + requests.column("prefill_ns")[row]
+            requests.column("sender")[row] = NONE
+        case "prefill_ended" if prefills_here:
+            requests.column("prefill_ns")[row] = 0
+            requests.column("ready_ns")[row] = now_ns
+            requests.column("sender")[row] = NONE
+            if decodes_here:
+                requests.column("joined_ns")[row] = now_ns
+        case "decode_joined" if decodes_here:
+            requests.column("joined_ns")[row] = now_ns
+        case "ended":
+            joined_ns = int(requests.column("joined_ns")[row])
+            if decodes_here and joined_ns != NONE:
+                state.costs_of(node.model).decode_time.add((now_ns - joined_ns) / NS)
+            _release(now_ns, state, row, prefill=bool(prefills_here), decode=bool(decodes_here))
+
+
+def _release(now_ns: int, state: ClusterState, row: int, *, prefill: bool, decode: bool) -> None:
+    if prefill:
+        state.requests.column("prefill_node")[row] = NONE
+        state.requests.column("sender")[row] = NONE
+    if decode:
+        state.requests.column("decode_node")[row] = NONE
+    if not _has_claim(state, row):
+        state.retire(row, now_ns)
+
+
+def _has_claim(state: ClusterState, row: int) -> bool:
+    requests = state.requests
+    return bool(requests.column("prefill_node")[row] != NONE or requests.column("decode_node")[row] != NONE)
+
+
+def _note_held(now_ns: int, state: ClusterState, node: NodeView, held: Held) -> None:
+    row = state.requests.find(held.request_id)
+    if row is None or state.requests.claims[row].is_revived:
+        row = _revive(now_ns, state, node, held, row)
+    if row is None or state.requests.claims[row].attempt != held.attempt:
+        return
+    claim, slot = state.requests.claims[row], state.nodes.slot(node.node_id)
+    state.requests.column("seen_ns")[row] = now_ns
+    claim.seen_prefill |= bool(state.requests.column("prefill_node")[row] == slot)
+    claim.seen_decode |= bool(state.requests.column("decode_node")[row] == slot)
+
+
+def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: int | None) -> int | None:
+    """Rebuild (a part of) a claim that this conductor did not make: it was restarted, or the worker's stream broke."""
+    recent = state.recent.get(held.request_id)
+    if recent is not None and recent.claim.attempt >= held.attempt:
+        return None  # over: the worker is tidying up
+    requests, slot = state.requests, state.nodes.slot(node.node_id)
+    if row is not None and requests.claims[row].attempt < held.attempt:
+        requests.remove(row)
+        row = None
+    if row is None:
+        claim = Claim(held.request_id, held.attempt, node.model, "", is_revived=True)
+        row = requests.add(claim, prefill_ns=0, ready_ns=now_ns, committed=0, prompt=0, max_new=0, seen_ns=now_ns)
+        state.counts["revived"] += 1
+    elif requests.claims[row].attempt != held.attempt:
+        return row
+    if node.role != "decode" and requests.column("prefill_node")[row] == NONE:
+        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
+        requests.column("prefill_node")[row] = slot
+        requests.column("prefill_ns")[row] = round(cost_s * NS)
+        requests.column("ready_ns")[row] = now_ns + round(cost_s * NS)
+    if node.role != "prefill" and requests.column("decode_node")[row] == NONE:
+        requests.column("decode_node")[row] = slot
+        requests.column("committed")[row] = held.committed_tokens
+        requests.column("prompt")[row] = held.committed_tokens
+    return row
+
+
+def _release_unheld(now_ns: int, state: ClusterState, node: NodeView, held: set[tuple[str, int]]) -> None:
+    """What the node once held and holds no more is over there, even if the report that said so was lost."""
+    slot = state.nodes.slot(node.node_id)
+    for row in state.requests.rows_at(slot):
+        claim = state.requests.claims[row]
+        if (claim.request_id, claim.attempt) not in held:
+            prefill = claim.seen_prefill and state.requests.column("prefill_node")[row] == slot
+            decode = claim.seen_decode and state.requests.column("decode_node")[row] == slot
+            if prefill or decode:
+                _release(now_ns, state, row, prefill=bool(prefill), decode=bool(decode))

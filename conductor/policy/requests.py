@@ -1,0 +1,150 @@
+"""What the placed requests claim, as a struct of arrays: prefill queues, the decode ledger, who sends to whom.
+
+Every sum per node is computed from these rows when it is asked for. No total is kept beside them, so none can drift.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NONE", "Claim", "Pace", "RequestTable"]
+
+NONE = -1  # no node, no time yet
+_COLUMNS = (
+    "prefill_node",  # slot of the node that prefills, NONE once it let go
+    "decode_node",  # slot of the node whose pages are committed, NONE once they are free
+    "sender",  # slot of the pool node that sends it a prefix, NONE once it has arrived
+    "prefill_ns",  # predicted compute time; 0 once the prefill has ended
+    "started_ns",  # when the prefill started, or NONE
+    "ready_ns",  # when the prefill ends: predicted, then true
+    "joined_ns",  # when it joined the decode batch, or NONE
+    "committed",  # tokens of pages claimed on the decode node
+    "prompt",
+    "max_new",
+    "seen_ns",  # when last placed, or held by a worker
+)
+
+
+@dataclass(slots=True)
+class Claim:
+    """What of a row is not a number to sum."""
+
+    request_id: str
+    attempt: int
+    model: str
+    frontend_id: str
+    predicted_ttft_s: float = 0.0
+    predicted_tbt_s: float = 0.0
+    is_revived: bool = False  # known only from what workers hold
+    seen_prefill: bool = False  # a report of the prefill node held it
+    seen_decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a model's requests decode: a token per step, for t_d (Mooncake §6.3; None while unknown)."""
+
+    decode_ns: int | None
+    step_ns: int
+
+
+class RequestTable:
+    """Live requests, one row each, dense: rows [0, len) of every column."""
+
+    def __init__(self) -> None:
+        self._columns = {name: np.full(64, NONE, np.int64) for name in _COLUMNS}
+        self._rows: dict[str, int] = {}
+        self.claims: list[Claim] = []
+
+    def __len__(self) -> int:
+        return len(self.claims)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """A writable view int64 [len] of a column."""
+        return self._columns[name][: len(self.claims)]
+
+    def add(self, claim: Claim, **values: int) -> int:
+        """A new row; columns not named hold NONE. Returns its number, which holds until the next `remove`."""
+        assert claim.request_id not in self._rows
+        row = len(self.claims)
+        if row == len(self._columns["prompt"]):
+            self._columns = {n: np.concatenate([c, np.full_like(c, NONE)]) for n, c in self._columns.items()}
+        for name, column in self._columns.items():
+            column[row] = values.get(name, NONE)
+        self.claims.append(claim)
+        self._rows[claim.request_id] = row
+        return row
+
+    def find(self, request_id: str, attempt: int | None = None) -> int | None:
+        """The request's row; None when there is none, or none of this attempt."""
+        row = self._rows.get(request_id)
+        return row if row is not None and attempt in (None, self.claims[row].attempt) else None
+
+    def remove(self, row: int) -> Claim:
+        """Drop a row; the last row takes its number."""
+        claim, last = self.claims[row], len(self.claims) - 1
+        for column in self._columns.values():
+            column[row] = column[last]
+        self.claims[row] = self.claims[last]
+        self._rows[self.claims[row].request_id] = row
+        del self._rows[claim.request_id]
+        self.claims.pop()
+        return claim
+
+    def rows_at(self, slot: int) -> list[int]:
+        """Rows with a claim on the node, highest first: safe to remove while iterating."""
+        held = (self.column("prefill_node") == slot) | (self.column("decode_node") == slot)
+        return [int(row) for row in np.flatnonzero(held)[::-1]]
+
+    def drop_sender(self, slot: int) -> None:
+        """The pool node sends nothing any more."""
+        sender = self.column("sender")
+        sender[sender == slot] = NONE
+
+    def queue_ns(self, now_ns: int, num_slots: int) -> NDArray[np.float64]:
+        """Per node: predicted time until all prefills placed there have ended."""
+        started = self.column("started_ns")
+        elapsed = np.where(started == NONE, 0, now_ns - started)
+        return self._sum_at("prefill_node", np.maximum(self.column("prefill_ns") - elapsed, 0), num_slots)
+
+    def committed_tokens(self, num_slots: int) -> NDArray[np.float64]:
+        """Per node: the decode ledger."""
+        return self._sum_at("decode_node", self.column("committed"), num_slots)
+
+    def num_sends(self, num_slots: int) -> NDArray[np.float64]:
+        """Per pool node: prefixes that it is sending."""
+        return self._sum_at("sender", np.ones(len(self), np.int64), num_slots)
+
+    def decoding_at(self, at_ns: int, num_slots: int, pace: Pace) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Per node: (sequences, tokens of context) predicted to be decoding at `at_ns`.
+
+        Counted: those whose prefill ends by then. Not counted: those that will have decoded for longer than t_d.
+        """
+        since = self._decoding_since()
+        elapsed = at_ns - since
+        decoding = elapsed >= 0
+        if pace.decode_ns is not None:
+            decoding &= (self.column("joined_ns") == NONE) | (elapsed <= pace.decode_ns)
+        grown = np.clip(elapsed // pace.step_ns, 0, self.column("max_new"))
+        batch = self._sum_at("decode_node", decoding.astype(np.int64), num_slots)
+        return batch, self._sum_at("decode_node", np.where(decoding, self.column("prompt") + grown, 0), num_slots)
+
+    def departures(self, slot: int, now_ns: int, pace: Pace) -> list[tuple[int, int, int]]:
+        """(predicted end ns, committed tokens, context) of the node's requests, soonest first."""
+        rows = np.flatnonzero(self.column("decode_node") == slot)
+        longest = self.column("max_new")[rows] * pace.step_ns
+        if pace.decode_ns is not None:
+            longest = np.minimum(longest, pace.decode_ns)
+        ends = np.maximum(self._decoding_since()[rows] + longest, now_ns)
+        committed, prompt = self.column("committed")[rows], self.column("prompt")[rows]
+        return sorted(zip(ends.tolist(), committed.tolist(), prompt.tolist(), strict=True))
+
+    def _decoding_since(self) -> NDArray[np.int64]:
+        joined = self.column("joined_ns")
+        return np.where(joined == NONE, self.column("ready_ns"), joined)
+
+    def _sum_at(self, node_column: str, values: NDArray[np.int64], num_slots: int) -> NDArray[np.float64]:
+        # Sums of integers below 2**53 (104 days of queue) are exact in float64. Slot NONE lands in front and is cut.
+        weights = values.astype(np.float64)
+        return np.bincount(self.column(node_column) + 1, weights, num_slots + 1)[1:].astype(np.float64, copy=False)

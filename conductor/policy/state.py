@@ -1,0 +1,66 @@
+"""All that the policy knows, in one place. Data and look-ups; decisions are made elsewhere."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from conductor.policy.config import PolicyConfig
+from conductor.policy.copies import Copies
+from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.nodes import NodeTable
+from conductor.policy.requests import Claim, RequestTable
+
+__all__ = ["ClusterState", "Recent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A request that left the table: its last reports and its frontend's last word may still come."""
+
+    claim: Claim
+    at_ns: int
+
+
+@dataclass
+class ClusterState:
+    """The cluster as the policy sees it."""
+
+    config: PolicyConfig
+    nodes: NodeTable = field(default_factory=NodeTable)
+    requests: RequestTable = field(default_factory=RequestTable)
+    transfers: TransferCosts = field(default_factory=TransferCosts)
+    costs: dict[str, ModelCosts] = field(default_factory=dict)
+    recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
+    counts: Counter[str] = field(default_factory=Counter)
+    ttft_error: MeanDuration = field(default_factory=MeanDuration)  # seconds, |predicted - measured|
+    tbt_error: MeanDuration = field(default_factory=MeanDuration)
+    started_ns: int | None = None
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
+
+    def costs_of(self, model: str) -> ModelCosts:
+        """The model's costs, those of the prior while nothing was measured."""
+        return self.costs.setdefault(model, ModelCosts())
+
+    def retire(self, row: int, now_ns: int) -> Claim:
+        """Drop a request that is over, and remember it for a while."""
+        claim = self.requests.remove(row)
+        self.recent.pop(claim.request_id, None)
+        self.recent[claim.request_id] = Recent(claim, now_ns)
+        return claim
+
+    def forget_recent(self, now_ns: int) -> None:
+        """Drop what has been over for long enough."""
+        before_ns = now_ns - round(self.config.recent_s * 1e9)
+        while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
+            del self.recent[next(iter(self.recent))]
+
+    def num_sends(self) -> dict[str, int]:
+        """Per pool node: prefixes and copies that it is sending."""
+        sends = self.copies.num_sends()
+        per_slot = self.requests.num_sends(self.nodes.num_slots)
+        for node in self.nodes:
+            if node.role == "pool":
+                sends[node.node_id] += int(per_slot[self.nodes.slot(node.node_id)])
+        return sends

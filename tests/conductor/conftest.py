@@ -1,0 +1,116 @@
+"""Clusters and requests for the conductor's tests."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from conductor.policy import Conductor, PolicyConfig
+from conductor.policy.config import NS
+from conductor.policy.decisions import Decision
+from conductor.policy.events import (
+    DecodeSample,
+    Event,
+    Held,
+    NodeJoined,
+    NodeReported,
+    NodeView,
+    PrefillSample,
+    Progress,
+    RequestArrived,
+    Role,
+)
+
+BLOCK = 16
+
+
+def node(node_id: str, role: Role, *, incarnation: int = 1, host: str = "", **fields: object) -> NodeView:
+    """A worker whose host's pool node is "pool-<host>", or that pool node."""
+    host = host or node_id[-1]
+    if role == "pool":
+        return NodeView(node_id, role, incarnation, host)
+    view = NodeView(
+        node_id,
+        role,
+        incarnation,
+        host,
+        pool_node_id=f"pool-{host}",
+        model="m",
+        block_tokens=BLOCK,
+        capacity_tokens=4096,
+        max_model_len=4096,
+        max_batch=8,
+        kv_bytes_per_token=1024,
+    )
+    return replace(view, **fields)  # type: ignore[arg-type]
+
+
+def request(request_id: str = "r", *, prompt: int = 256, new: int = 64, **fields: object) -> RequestArrived:
+    """A first attempt for model "m"."""
+    arrived = RequestArrived(request_id, 0, "f", "m", prompt, new)
+    return replace(arrived, **fields)  # type: ignore[arg-type]
+
+
+class Cluster:
+    """A Conductor with a clock and events by short names; every event's decisions are returned."""
+
+    def __init__(self, *nodes: NodeView, **config: float) -> None:
+        self.conductor = Conductor(PolicyConfig(**config))  # type: ignore[arg-type]
+        self.now_ns = 1_000 * NS
+        for view in nodes:
+            self.send(NodeJoined(view))
+
+    def send(self, event: Event) -> list[Decision]:
+        return self.conductor.on_event(self.now_ns, event)
+
+    def after(self, seconds: float) -> "Cluster":
+        self.now_ns += round(seconds * NS)
+        return self
+
+    def progress(self, node_id: str, phase: str, request_id: str = "r", attempt: int = 0) -> list[Decision]:
+        return self.send(NodeReported(node_id, progress=(Progress(request_id, attempt, phase),)))  # type: ignore[arg-type]
+
+    def holds(self, node_id: str, *held: Held) -> list[Decision]:
+        return self.send(NodeReported(node_id, held=held))
+
+    def learn(self, node_id: str, *, per_token_s: float = 1e-3, step_s: float = 0.01) -> None:
+        """Give the model flat, known costs: `per_token_s` per new token, `step_s` per decode step of one sequence."""
+        prefills = tuple(PrefillSample(n, r, n * per_token_s) for n in (64, 256, 1024) for r in (0, 512)) * 40
+        decodes = tuple(DecodeSample(b, c, step_s * b) for b in (1, 2, 4, 8) for c in (100, 4000)) * 40
+        self.send(NodeReported(node_id, prefills=prefills, decodes=decodes))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.conductor.validate()[1]
+
+    def close(self) -> None:
+        problems, _ = self.conductor.validate()
+        assert problems == []
+
+
+@pytest.fixture
+def make() -> SimpleNamespace:
+    """`node`, `request`, `block`."""
+    return SimpleNamespace(node=node, request=request, block=BLOCK)
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    """Factory of clusters; each is validated at the end. Without nodes: 2 prefill, 2 decode, a pool per host."""
+    made: list[Cluster] = []
+
+    def factory(*nodes: NodeView, **config: float) -> Cluster:
+        default = (
+            node("pool-0", "pool"),
+            node("pool-1", "pool"),
+            node("prefill-0", "prefill"),
+            node("prefill-1", "prefill"),
+            node("decode-0", "decode"),
+            node("decode-1", "decode"),
+        )
+        made.append(Cluster(*(nodes or default), **config))
+        return made[-1]
+
+    yield factory
+    for one in made:
+        one.close()

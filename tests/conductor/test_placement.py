@@ -1,0 +1,181 @@
+"""Where requests go: Algorithm 1, the decode choice, holders and hot-spot copies."""
+
+import pytest
+
+from conductor.policy.decisions import Copy, Holder, Place, Reject
+from conductor.policy.events import CopyFinished, NodeLost, NodeReported, RequestCompleted
+
+
+def placed(decisions):
+    assert isinstance(decisions[0], Place), decisions
+    return decisions[0]
+
+
+def rejected(decisions):
+    assert isinstance(decisions[0], Reject), decisions
+    return decisions[0]
+
+
+def test_equal_nodes_are_taken_in_the_order_of_their_ids(cluster, make):
+    place = placed(cluster().send(make.request()))
+    assert (place.prefill, place.decode) == ("prefill-0", "decode-0")
+
+
+def test_a_queue_sends_the_next_request_to_the_other_node(cluster, make):
+    c = cluster()
+    nodes = [placed(c.send(make.request(f"r{i}"))) for i in range(4)]
+    assert [p.prefill for p in nodes] == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
+    assert [p.decode for p in nodes] == ["decode-0", "decode-1", "decode-0", "decode-1"]
+
+
+def test_predicted_ttft_counts_the_prefills_queued_before(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"))
+    c.learn("p", per_token_s=1e-3)
+    times = [placed(c.send(make.request(f"r{i}", prompt=512))).predicted_ttft_s for i in range(3)]
+    assert times == pytest.approx([0.512, 1.024, 1.536], rel=0.05)
+
+
+def test_the_queue_drains_with_time_once_a_prefill_has_started(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"))
+    c.learn("p", per_token_s=1e-3)
+    placed(c.send(make.request("r", prompt=1000)))
+    c.progress("p", "prefill_started")
+    assert placed(c.after(0.4).send(make.request("s", prompt=500))).predicted_ttft_s == pytest.approx(1.1, rel=0.05)
+
+
+def test_a_prefill_reported_as_ended_leaves_the_queue(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"))
+    c.learn("p")
+    placed(c.send(make.request("r", prompt=1000)))
+    c.progress("p", "prefill_ended")
+    assert placed(c.send(make.request("s", prompt=500))).predicted_ttft_s == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_node_that_holds_the_prefix_is_preferred_and_reuses_it(cluster, make):
+    place = placed(cluster().send(make.request(matches=(("pool-1", 10),))))
+    assert place.prefill == "prefill-1"
+    assert place.reuse_blocks == 10
+    assert place.holders == (Holder("pool-1", 0, 10),)
+
+
+def test_the_last_prompt_token_is_always_computed(cluster, make):
+    place = placed(cluster().send(make.request(prompt=10 * make.block, matches=(("pool-0", 10),))))
+    assert place.reuse_blocks == 9
+    assert sum(holder.num_blocks for holder in place.holders) == 9
+
+
+def test_a_busy_holder_leaves_the_request_to_another_node_that_fetches_and_copies(cluster, make):
+    c = cluster()
+    c.learn("prefill-0", per_token_s=1e-2)
+    for i in range(3):
+        c.send(make.request(f"q{i}", prompt=1024, matches=(("pool-0", 10),), excluded=("prefill-1",)))
+    decisions = c.send(make.request(matches=(("pool-0", 12), ("pool-1", 2)), match_key=7))
+    place = placed(decisions)
+    assert place.prefill == "prefill-1"
+    assert place.holders == (Holder("pool-1", 0, 2), Holder("pool-0", 2, 10))
+    assert decisions[1] == Copy("pool-0", "pool-1", 12, 7)
+
+
+def test_a_prefix_within_the_threshold_is_used_as_it_is(cluster, make):
+    c = cluster(balancing_threshold=1.5)
+    decisions = c.send(make.request(matches=(("pool-0", 12), ("pool-1", 8)), excluded=("prefill-0",)))
+    assert placed(decisions).holders == (Holder("pool-1", 0, 8),)
+    assert len(decisions) == 1
+
+
+def test_the_same_prefix_is_copied_once_at_a_time(cluster, make):
+    c = cluster()
+    ask = {"matches": (("pool-0", 12),), "match_key": 7, "excluded": ("prefill-0",)}
+    assert len(c.send(make.request("a", **ask))) == 2
+    assert len(c.send(make.request("b", **ask))) == 1
+    c.send(CopyFinished("pool-0", "pool-1", 7, 1000, 0.1))
+    assert len(c.send(make.request("c", **ask))) == 2
+
+
+def test_copies_are_bounded(cluster, make):
+    c = cluster(max_copies=2, max_copies_per_pool=2)
+    ask = {"matches": (("pool-0", 12),), "excluded": ("prefill-0",)}
+    assert [len(c.send(make.request(f"r{i}", match_key=i, **ask))) for i in range(4)] == [2, 2, 1, 1]
+
+
+def test_a_pool_node_that_sends_already_makes_fetching_slower_until_it_has_sent(cluster, make):
+    c = cluster(explain=True, max_copies=0)
+    ask = {"prompt": 4000, "matches": (("pool-0", 240),), "excluded": ("prefill-0",)}
+    alone, beside = (placed(c.send(make.request(name, **ask))).scores[0].transfer_s for name in "ab")
+    c.progress("prefill-1", "prefill_started", "a")
+    c.progress("prefill-1", "prefill_started", "b")
+    again = placed(c.send(make.request("c", **ask))).scores[0].transfer_s
+    assert alone == again
+    assert 1.5 < beside / alone <= 2
+
+
+def test_with_equal_matches_the_pool_that_sends_least_is_read(cluster, make):
+    c = cluster(*(make.node(f"pool-{i}", "pool") for i in range(3)), make.node("p-2", "prefill"), make.node("d-2", "decode"))
+    ask = {"matches": (("pool-0", 5), ("pool-1", 5))}
+    sources = [placed(c.send(make.request(f"r{i}", match_key=i, **ask))).holders[0].pool for i in range(2)]
+    assert sources == ["pool-0", "pool-1"]
+
+
+def test_blocks_of_a_lost_pool_node_are_not_reused(cluster, make):
+    c = cluster()
+    c.send(NodeLost("pool-1", 1))
+    assert placed(c.send(make.request(matches=(("pool-1", 10),)))).reuse_blocks == 0
+
+
+def test_an_excluded_pool_node_is_not_read(cluster, make):
+    assert placed(cluster().send(make.request(matches=(("pool-1", 10),), excluded=("pool-1",)))).reuse_blocks == 0
+
+
+def test_a_draining_node_gets_no_new_work(cluster, make):
+    c = cluster()
+    c.send(NodeReported("prefill-0", draining=True))
+    c.send(NodeReported("decode-0", draining=True))
+    place = placed(c.send(make.request()))
+    assert (place.prefill, place.decode) == ("prefill-1", "decode-1")
+
+
+def test_an_aggregated_node_keeps_the_request(cluster, make):
+    c = cluster(make.node("a", "aggregated"))
+    assert placed(c.send(make.request())).decode == ""
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_one_new_token_needs_no_decode_node(cluster, make):
+    c = cluster(make.node("p", "prefill"))
+    assert placed(c.send(make.request(new=1))).decode == ""
+    assert c.counts["committed_tokens"] == 0
+
+
+def test_a_prefill_node_alone_cannot_serve_two_tokens(cluster, make):
+    assert rejected(cluster(make.node("p", "prefill")).send(make.request(new=2))).reason == "no_nodes"
+
+
+def test_the_decode_node_with_the_smallest_step_is_chosen(cluster, make):
+    c = cluster()
+    c.learn("prefill-0")
+    for i in range(3):
+        placed(c.send(make.request(f"r{i}", prompt=64, excluded=("decode-1",))))
+        c.progress("decode-0", "decode_joined", f"r{i}")
+    assert placed(c.send(make.request("s"))).decode == "decode-1"
+
+
+def test_requests_that_decode_longer_than_usual_are_expected_to_be_gone(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"))
+    c.learn("p", step_s=0.01)
+    c.send(make.request("a", prompt=64))
+    c.progress("d", "decode_joined", "a")
+    c.after(1.0).progress("d", "ended", "a")  # decoded for one second
+    c.send(make.request("b", prompt=64))
+    c.progress("d", "decode_joined", "b")
+    beside = placed(c.after(0.1).send(make.request("c", prompt=64))).predicted_tbt_s
+    c.send(RequestCompleted("c", 0, "cancelled"))
+    alone = placed(c.after(2.0).send(make.request("e", prompt=64))).predicted_tbt_s
+    assert beside == pytest.approx(0.02, rel=0.1)
+    assert alone == pytest.approx(0.01, rel=0.1)
+
+
+def test_an_explained_decision_shows_every_candidates_terms(cluster, make):
+    scores = placed(cluster(explain=True).send(make.request(matches=(("pool-1", 4),)))).scores
+    assert [score.node_id for score in scores] == ["prefill-0", "prefill-1"]
+    assert scores[0].transfer_s > 0
+    assert scores[1].transfer_s == 0
