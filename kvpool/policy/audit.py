@@ -32,7 +32,7 @@ def _slots(core: "PoolCore", holders: list[Block]) -> list[str]:
     spans = [
         (offset, offset + block.spec.slot_nbytes(g)) for block in holders for g, offset in enumerate(block.offsets)
     ]
-    spans += [(offset, offset + 1) for fenced in core.fenced.values() for offset in fenced.offsets]
+    spans += [(offset, offset + 1) for offsets in core.fenced.values() for offset in offsets]
     spans.sort()
     problems = []
     if len(spans) != core.store.slabs.num_slots_used:

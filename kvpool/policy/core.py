@@ -1,9 +1,8 @@
 """A pool node's state and every decision on it: puts, leases, removal. No I/O, no clock: `now_ns` is given.
 
 A put gives slots that nobody else sees, until it is sealed (its blocks become visible, an event says so) or ends
-unsealed (aborted, expired). Then its slots are fenced: they come back only after the caller revoked the put's key and
-said so (`fence_revoked`), and, if the put expired under a writer who may still be writing, after the longest
-operation's deadline too.
+unsealed (aborted, expired). Then its slots are fenced, for its writer may still be writing: they come back when the
+caller has revoked the put's key, which ends every write under it, and says so (`fence_revoked`).
 
 A lease keeps blocks from eviction and their slots from reuse until it is released, or until it has expired and the
 longest operation's deadline has passed after that.
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from kvpool.errors import AddressError, PutLost, SpecError
 from kvpool.policy.audit import audit
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.records import Allocation, Block, FencedSlots, Lease, LeaseGrant, Put, SlotStatus
+from kvpool.policy.records import Allocation, Block, Lease, LeaseGrant, Put, SlotStatus
 from kvpool.policy.store import BlockStore
 from kvpool.spec import KvSpec
 
@@ -44,7 +43,7 @@ class PoolCore:
         self.store = BlockStore(limits.arena_nbytes, limits.slab_nbytes, self.log, self.counters)
         self.puts: dict[str, Put] = {}
         self.leases: dict[str, Lease] = {}
-        self.fenced: dict[str, FencedSlots] = {}
+        self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
         self._serial = 0
 
     def allocate(
@@ -107,24 +106,21 @@ class PoolCore:
         kept = [i for i, keep_block in enumerate(keep) if keep_block]
         del self.puts[put_id]
         self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept])
-        self._fence(put_id, [block for block in put.blocks if not block.sealed], now_ns)
+        self._fence(put_id, [block for block in put.blocks if not block.sealed])
         self.counters["stored_blocks"] += len(kept)
         return len(kept)
 
-    def abort(self, now_ns: int, put_id: str) -> bool:
-        """End a put whose owner has stopped writing; its slots stay fenced until `fence_revoked`. False: no such."""
+    def abort(self, put_id: str) -> bool:
+        """End a put unsealed; its slots stay fenced until `fence_revoked`. False: no such put."""
         put = self.puts.pop(put_id, None)
         if put is not None:
-            self._fence(put_id, put.blocks, now_ns)
+            self._fence(put_id, put.blocks)
             self.counters["aborted_puts"] += 1
         return put is not None
 
-    def fence_revoked(self, now_ns: int, put_id: str) -> None:
-        """No operation can start under the put's key any more."""
-        fenced = self.fenced.get(put_id)
-        if fenced is not None:
-            fenced.revoked = True
-            self._free_fenced(now_ns)
+    def fence_revoked(self, put_id: str) -> None:
+        """Nothing can write under the ended put's key any more: what it left unsealed is free."""
+        self.store.free_slots(self.fenced.pop(put_id, []))
 
     def pin(
         self,
@@ -193,12 +189,11 @@ class PoolCore:
         expired = [put for put in self.puts.values() if put.expires_ns <= now_ns]
         for put in expired:
             del self.puts[put.put_id]
-            self._fence(put.put_id, put.blocks, put.expires_ns + self.limits.operation_ns)
+            self._fence(put.put_id, put.blocks)
         overdue = [lease for lease in self.leases.values() if lease.kept_until_ns <= now_ns]
         for lease in overdue:
             del self.leases[lease.lease_id]
             self._release(lease)
-        self._free_fenced(now_ns)
         self.counters["expired_puts"] += len(expired)
         self.counters["expired_leases"] += len(overdue)
         return [put.put_id for put in expired]
@@ -211,14 +206,10 @@ class PoolCore:
         for block in lease.blocks:
             self.store.unlease(block)
 
-    def _fence(self, put_id: str, blocks: Sequence[Block], not_before_ns: int) -> None:
+    def _fence(self, put_id: str, blocks: Sequence[Block]) -> None:
         offsets = self.store.take_out(blocks)
         if offsets:
-            self.fenced[put_id] = FencedSlots(offsets, not_before_ns)
-
-    def _free_fenced(self, now_ns: int) -> None:
-        for put_id in [i for i, fenced in self.fenced.items() if fenced.revoked and fenced.not_before_ns <= now_ns]:
-            self.store.free_slots(self.fenced.pop(put_id).offsets)
+            self.fenced[put_id] = offsets
 
     def _lease_times(self, now_ns: int, lease_ns: int) -> tuple[int, int]:
         expires_ns = now_ns + min(lease_ns, self.limits.max_lease_ns)

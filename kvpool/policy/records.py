@@ -72,15 +72,6 @@ class Lease:
     kept_until_ns: int
 
 
-@dataclass(slots=True)
-class FencedSlots:
-    """Slots of a put that ended unsealed: not used again before its key is revoked and `not_before_ns` has come."""
-
-    offsets: list[int]
-    not_before_ns: int
-    revoked: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Answer to an Allocate: a status per block, and the NEW blocks in order. `put_id` is empty when none is new."""

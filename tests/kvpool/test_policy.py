@@ -39,7 +39,7 @@ class Pool:
         put_id, status = self.put(chain, parent, now)
         if put_id:
             self.core.seal(now * S, put_id, self.digests(status.count(NEW)))
-            self.core.fence_revoked(now * S, put_id)
+            self.core.fence_revoked(put_id)
         return status
 
     def pin(self, chain: list[bytes], now: int = 0, lease: int = 10):
@@ -109,7 +109,7 @@ def test_a_sealed_put_cannot_be_sealed_or_aborted_again(pool: Pool) -> None:
     pool.core.seal(0, put_id, pool.digests(1))
     with pytest.raises(PutLost, match="allocate again"):
         pool.core.seal(0, put_id, pool.digests(1))
-    assert not pool.core.abort(0, put_id)
+    assert not pool.core.abort(put_id)
 
 
 def test_a_put_past_its_ttl_cannot_be_sealed(pool: Pool) -> None:
@@ -118,22 +118,20 @@ def test_a_put_past_its_ttl_cannot_be_sealed(pool: Pool) -> None:
         pool.core.seal(5 * S, put_id, pool.digests(1))
 
 
-def test_an_expired_puts_slots_come_back_after_revocation_and_the_longest_operation(pool: Pool) -> None:
+def test_an_expired_puts_slots_come_back_when_its_key_is_revoked(pool: Pool) -> None:
     put_id, _ = pool.put(keys(4), ttl=5)
     assert pool.core.expire(4 * S) == []
     assert pool.core.expire(5 * S) == [put_id]
     assert pool.put(keys(1, salt=1), now=5)[1] == [NO_SPACE]
-    pool.core.fence_revoked(6 * S, put_id)
-    assert pool.put(keys(1, salt=1), now=34)[1] == [NO_SPACE]
-    assert pool.core.expire(35 * S) == []
-    assert pool.put(keys(1, salt=1), now=35)[1] == [NEW]
+    pool.core.fence_revoked(put_id)
+    assert pool.put(keys(1, salt=1), now=6)[1] == [NEW]
 
 
 def test_an_aborted_puts_slots_come_back_when_its_key_is_revoked(pool: Pool) -> None:
     put_id, _ = pool.put(keys(4))
-    assert pool.core.abort(S, put_id)
+    assert pool.core.abort(put_id)
     assert pool.put(keys(1), now=1)[1] == [NO_SPACE]
-    pool.core.fence_revoked(S, put_id)
+    pool.core.fence_revoked(put_id)
     assert pool.put(keys(1), now=1)[1] == [NEW]
 
 
@@ -141,8 +139,8 @@ def test_a_partly_kept_put_shows_the_kept_blocks_and_fences_the_others(pool: Poo
     put_id, _ = pool.put(keys(4))
     assert pool.core.seal(0, put_id, pool.digests(4), keep=[True, False, True, True]) == 3
     assert pool.held(keys(4)) == 1
-    assert len(pool.core.fenced[put_id].offsets) == 2
-    pool.core.fence_revoked(0, put_id)
+    assert len(pool.core.fenced[put_id]) == 2
+    pool.core.fence_revoked(put_id)
     assert pool.store([keys(2)[1]], parent=keys(1)[0]) == [NEW]
     assert pool.held(keys(4)) == 4
 

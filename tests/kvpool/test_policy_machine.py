@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool import Directory, KvGroup, KvSpec, keys_from_bytes, keys_u64
 from kvpool.errors import PutLost
@@ -24,11 +24,12 @@ def path(leaf: int) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    leaves = st.integers(1, 63)
+    leaves = st.integers(1, 31)
     namespaces = st.sampled_from(NAMESPACES)
-    spans = st.integers(0, 60)
+    spans = st.integers(0, 30)
+    picks = st.integers(0, 5)
 
-    @initialize(room=st.integers(2, 24))
+    @initialize(room=st.integers(2, 9))
     def start(self, room: int) -> None:
         self.now = 0
         self.core = PoolCore(PoolLimits(room * 128, 64, OPERATION_NS, 1000), incarnation=1)
@@ -39,16 +40,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.visible: dict[tuple[bytes, bytes], bytes] = {}  # address -> parent
         self.puts: dict[str, tuple[int, list[tuple[bytes, bytes, bytes]]]] = {}
         self.leases: dict[str, tuple[int, set[tuple[bytes, bytes]], set[int]]] = {}
-        self.unrevoked: dict[str, tuple[int, set[int]]] = {}  # put id -> its slots are fenced at least until then
-        self.revoked: dict[str, tuple[int, set[int]]] = {}
+        self.unrevoked: dict[str, set[int]] = {}  # ended put -> slots that its writer may still write
 
     def protected(self) -> set[int]:
         slots: set[int] = set()
         for until, _, offsets in self.leases.values():
             slots |= offsets if self.now < until + OPERATION_NS else set()
-        for until, offsets in self.revoked.values():
-            slots |= offsets if self.now < until else set()
-        for _, offsets in self.unrevoked.values():
+        for offsets in self.unrevoked.values():
             slots |= offsets
         return slots
 
@@ -76,12 +74,20 @@ class PoolMachine(RuleBasedStateMachine):
         if got.put_id:
             self.puts[got.put_id] = (self.now + ttl, [(ns, chain[i], parents[i]) for i in new])
 
-    @precondition(lambda self: self.puts)
-    @rule(data=st.data())
-    def seal(self, data: st.DataObject) -> None:
-        put_id = data.draw(st.sampled_from(sorted(self.puts)))
+    @rule(ns=namespaces, leaf=leaves)
+    def store(self, ns: bytes, leaf: int) -> None:
+        before = set(self.puts)
+        self.allocate(ns, leaf, ttl=1)
+        for put_id in self.puts.keys() - before:
+            self.seal(sorted(self.puts).index(put_id), kept=-1)
+
+    @rule(pick=picks, kept=st.integers(0, 2**6 - 1))
+    def seal(self, pick: int, kept: int) -> None:
+        if not self.puts:
+            return
+        put_id = sorted(self.puts)[pick % len(self.puts)]
         until, blocks = self.puts.pop(put_id)
-        keep = data.draw(st.lists(st.booleans(), min_size=len(blocks), max_size=len(blocks)))
+        keep = [bool(kept >> i & 1) for i in range(len(blocks))]
         offsets = self.offsets_of(put_id)
         if until <= self.now:
             self.puts[put_id] = (until, blocks)
@@ -91,37 +97,39 @@ class PoolMachine(RuleBasedStateMachine):
                 return
             raise AssertionError("an expired put was sealed")
         assert self.core.seal(self.now, put_id, [DIGESTS] * len(blocks), keep) == sum(keep)
-        for (ns, key, parent), kept in zip(blocks, keep, strict=True):
-            if kept:
+        for (ns, key, parent), keep_block in zip(blocks, keep, strict=True):
+            if keep_block:
                 self.visible[ns, key] = parent
-        dropped = {o for slots, kept in zip(offsets, keep, strict=True) if not kept for o in slots}
-        self.unrevoked[put_id] = (self.now, dropped)
+        dropped = {o for slots, keep_block in zip(offsets, keep, strict=True) if not keep_block for o in slots}
+        self.unrevoked[put_id] = dropped
 
-    @precondition(lambda self: self.puts)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        put_id = data.draw(st.sampled_from(sorted(self.puts)))
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        if not self.puts:
+            return
+        put_id = sorted(self.puts)[pick % len(self.puts)]
         offsets = self.offsets_of(put_id)
         del self.puts[put_id]
-        assert self.core.abort(self.now, put_id)
-        self.unrevoked[put_id] = (self.now, {o for slots in offsets for o in slots})
+        assert self.core.abort(put_id)
+        self.unrevoked[put_id] = {o for slots in offsets for o in slots}
 
-    @precondition(lambda self: self.unrevoked)
-    @rule(data=st.data())
-    def revoke(self, data: st.DataObject) -> None:
-        put_id = data.draw(st.sampled_from(sorted(self.unrevoked)))
-        self.core.fence_revoked(self.now, put_id)
-        self.revoked[put_id] = self.unrevoked.pop(put_id)
+    @rule(pick=picks)
+    def revoke(self, pick: int) -> None:
+        if not self.unrevoked:
+            return
+        put_id = sorted(self.unrevoked)[pick % len(self.unrevoked)]
+        self.core.fence_revoked(put_id)
+        del self.unrevoked[put_id]
 
-    @rule(step=spans)
+    @rule(step=st.integers(0, 15))
     def time_passes(self, step: int) -> None:
         self.now += step
         due = {put_id for put_id, (until, _) in self.puts.items() if until <= self.now}
         offsets = {put_id: {o for slots in self.offsets_of(put_id) for o in slots} for put_id in due}
         assert set(self.core.expire(self.now)) == due
         for put_id in due:
-            until, _ = self.puts.pop(put_id)
-            self.unrevoked[put_id] = (until + OPERATION_NS, offsets[put_id])
+            del self.puts[put_id]
+            self.unrevoked[put_id] = offsets[put_id]
         self.leases = {i: lease for i, lease in self.leases.items() if self.now < lease[0] + OPERATION_NS}
 
     @rule(ns=namespaces, leaf=leaves, lease=spans)
@@ -134,20 +142,22 @@ class PoolMachine(RuleBasedStateMachine):
             slots = {offset for b in got.blocks for offset in b.offsets}
             self.leases[got.lease_id] = (self.now + lease, {(ns, key) for key in chain[:depth]}, slots)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), lease=spans)
-    def renew(self, data: st.DataObject, lease: int) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+    @rule(pick=picks, lease=spans)
+    def renew(self, pick: int, lease: int) -> None:
+        if not self.leases:
+            return
+        lease_id = sorted(self.leases)[pick % len(self.leases)]
         until, addresses, slots = self.leases[lease_id]
         alive = self.core.renew(self.now, lease_id, lease)
         assert alive == (self.now < until)
         if alive:
             self.leases[lease_id] = (self.now + lease, addresses, slots)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+    @rule(pick=picks)
+    def unpin(self, pick: int) -> None:
+        if not self.leases:
+            return
+        lease_id = sorted(self.leases)[pick % len(self.leases)]
         del self.leases[lease_id]
         assert self.core.unpin(lease_id)
 
@@ -176,6 +186,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert {(b.kv_namespace, b.chain_key) for b in self.core.store.index if b.sealed} == self.visible.keys()
 
     @invariant()
+    def what_others_may_touch_is_kept(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        assert self.core.leases.keys() == self.leases.keys()
+        fenced = {offset for offsets in self.core.fenced.values() for offset in offsets}
+        assert fenced == {offset for offsets in self.unrevoked.values() for offset in offsets}
+
+    @invariant()
     def events_tell_what_is_visible(self) -> None:
         if not hasattr(self, "core"):
             return
@@ -183,17 +201,17 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.directory.apply("p", message)
             self.seq = message.seq
         assert self.directory.num_blocks("p") == len(self.visible)
-        assert all(self.directory.match(ns, keys_u64(keys_from_bytes(key))) for ns, key in self.visible)
 
     def teardown(self) -> None:
         """At rest nothing is held: every slot belongs to a visible block."""
         if not hasattr(self, "core"):
             return
+        assert all(self.directory.match(ns, keys_u64(keys_from_bytes(key))) for ns, key in self.visible)
         for put_id in list(self.puts):
-            self.core.abort(self.now, put_id)
-            self.unrevoked[put_id] = (self.now, set())
+            self.core.abort(put_id)
+            self.unrevoked[put_id] = set()
         for put_id in self.unrevoked:
-            self.core.fence_revoked(self.now, put_id)
+            self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
         assert (self.core.puts, self.core.leases, self.core.fenced) == ({}, {}, {})
         assert self.core.store.slabs.num_slots_used == SPEC.num_groups * len(self.visible)
@@ -201,4 +219,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
