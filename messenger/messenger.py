@@ -84,7 +84,7 @@ class Messenger:
                 tcp_host = config.advertise_host or config.listen_host
                 tcp_port = self._server.listen(tcp).getsockname()[1]
             if config.transport != "tcp":
-                shm = self._transports["shm"] = ShmTransport(config.run_dir, self._incarnation)
+                shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
                 self._server.listen(shm)
                 shm_socket = os.fspath(shm.path)
         except BaseException:

@@ -10,15 +10,16 @@ a revoke need not wait for readers (they learn that what they copied is void), a
 nothing into its memory later. What a mapping can outlive is the peer: bytes read after that are not confirmed.
 """
 
+import hashlib
 import os
 import socket
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from messenger import unix_path
 from messenger.config import Endpoint
-from messenger.copying import copy_rows
 from messenger.errors import BindFailed, ProtocolError
 from messenger.frames import Ack, Offer, Read, Write
 from messenger.link import Link
@@ -26,6 +27,9 @@ from messenger.memory import PeerMemory, Region
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
 from messenger.transport import Requester, Responder, Transport, parse_rows
+
+if TYPE_CHECKING:
+    from messenger.copying import CopyRows
 
 MAX_CONSENTS = 4096
 
@@ -45,12 +49,12 @@ class _Offers:
 
 
 class ShmRequester(Requester):
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, copy_rows: "CopyRows") -> None:
         super().__init__(link)
+        self._copy_rows = copy_rows
         self._offers = _Offers(link)
         self._mappings: dict[int, PeerMemory] = {}
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._copy = copy_rows()
 
     def offered(self, offer: Offer) -> None:
         self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
@@ -89,18 +93,18 @@ class ShmRequester(Requester):
         mapping = self._mappings.get(transfer.key.region_id)
         rows = transfer.rows
         if mapping is not None and _consent(transfer) in self._consents and _inside(rows, mapping):
-            self._copy(transfer.region.address, mapping.address, rows, LOCAL, REMOTE)
+            self._copy_rows(transfer.region.address, mapping.address, rows, LOCAL, REMOTE)
             part.copied = True
         asked = rows[:, REMOTE:].tobytes()
         self._link.send(Read(part.seq, transfer.key.region_id, transfer.key.token, transfer.nbytes, asked))
 
 
 class ShmResponder(Responder):
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, copy_rows: "CopyRows") -> None:
         super().__init__(link)
+        self._copy_rows = copy_rows
         self._offers = _Offers(link)
         self._mappings: dict[int, PeerMemory] = {}
-        self._copy = copy_rows()
 
     def offered(self, offer: Offer) -> None:
         self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
@@ -116,7 +120,7 @@ class ShmResponder(Responder):
 
     def land(self, message: Write, region: Region) -> None:
         rows = parse_rows(message.rows, 3, message.nbytes)
-        self._copy(region.address, self._mappings[message.source_id].address, rows, REMOTE, LOCAL)
+        self._copy_rows(region.address, self._mappings[message.source_id].address, rows, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""
@@ -127,17 +131,22 @@ class ShmResponder(Responder):
 
 
 class ShmTransport(Transport):
-    """`path` is the unix socket's, known before `listen`; None for a messenger that only calls is not foreseen."""
+    """`path` is the unix socket's. It is a node's own, so a successor takes its place, and a double is found out."""
 
     name = "shm"
 
-    def __init__(self, run_dir: Path | None, incarnation: int) -> None:
+    def __init__(self, run_dir: Path | None, node_id: str) -> None:
         self._own_dir = Path(tempfile.mkdtemp(prefix="moonpool-")) if run_dir is None else None
-        self.path = (run_dir or self._own_dir or Path()) / f"m-{incarnation:016x}.sock"
+        self.path = (
+            run_dir or self._own_dir or Path()
+        ) / f"m-{hashlib.blake2b(node_id.encode(), digest_size=8).hexdigest()}.sock"
         self._identity: tuple[int, int] | None = None
 
     def listen(self, backlog: int) -> socket.socket:
-        copy_rows()
+        # Numba takes long to import: a process without shm does not wait for it.
+        from messenger.copying import copy_rows
+
+        self._copy_rows = copy_rows()
         unix_path.claim(self.path)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -166,10 +175,10 @@ class ShmTransport(Transport):
         sock.connect(endpoint.shm_socket)
 
     def requester(self, link: Link) -> Requester:
-        return ShmRequester(link)
+        return ShmRequester(link, self._copy_rows)
 
     def responder(self, link: Link) -> Responder:
-        return ShmResponder(link)
+        return ShmResponder(link, self._copy_rows)
 
 
 def _consent(transfer: Transfer) -> tuple[int, int]:

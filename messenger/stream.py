@@ -34,7 +34,7 @@ from messenger.link import Link
 from messenger.operation import Kind, Operation, Part, TransferResult
 from messenger.transport import Requester
 
-MAX_ATTEMPTS = 4
+MAX_BARREN_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PROBES_WHEN_IDLE = 3
 
@@ -69,6 +69,8 @@ class Stream:
         self._receiver: threading.Thread | None = None
         self._next_seq = 1
         self._closing = False
+        self._answered = False
+        self._barren_links = 0
         self._cause = "it has not been connected yet"
 
     def submit(self, operation: Operation, parts: Iterable[Part]) -> None:
@@ -206,7 +208,7 @@ class Stream:
         )
         with self._changed:
             self._receiver = receiver
-            self._link_ended = False
+            self._link_ended = self._answered = False
         self._counters.add("connects")
         receiver.start()
         self._on_connected()
@@ -236,15 +238,25 @@ class Stream:
             link.close(reset=bool(self._in_flight))
             self._link = self._receiver = None
             self._link_ended = False
+            self._blame_oldest()
             for part in self._in_flight:
                 part.copied = False
-                if part.attempts >= MAX_ATTEMPTS and part.operation.failure is None:
-                    reason = f"the connection broke {part.attempts} times, at last because {self._cause}"
-                    part.operation.failure = self._error(PeerLost, reason, part.operation)
             self._queue.extendleft(reversed(self._in_flight))
             self._in_flight.clear()
             settled = self._drop_doomed()
         self._settle(settled)
+
+    def _blame_oldest(self) -> None:
+        """A request over which connection after connection breaks must not hold up the others for ever."""
+        if not self._in_flight or self._answered:
+            self._barren_links = 0
+            return
+        self._barren_links += 1
+        if self._barren_links >= MAX_BARREN_LINKS:
+            self._barren_links = 0
+            operation = self._in_flight[0].operation
+            reason = f"{MAX_BARREN_LINKS} connections in a row broke over it, at last because {self._cause}"
+            operation.failure = operation.failure or self._error(PeerLost, reason, operation)
 
     def _lose(self, kind: type[PeerLost], reason: str) -> None:
         self._on_lost(reason)
@@ -269,6 +281,7 @@ class Stream:
                 part = self._oldest_in_flight()
                 if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
                     raise ProtocolError(f"{link.address} answers {type(message).__name__} to what was not asked")
+                self._answered = True
                 if isinstance(message, Refused):
                     requester.refused(part)
                     self._refused(part, message.reason)
