@@ -14,6 +14,7 @@ import yaml
 
 from moonpool.child import ChildPlan
 from moonpool.config import ServeConfig
+from moonpool.errors import ConfigError
 from moonpool.http_port import claim_port, local_url, wait_http_ready
 from moonpool.model_folder import check_model_folder
 from moonpool.plan import RolePlan, describe, plan_cluster
@@ -29,6 +30,9 @@ READY_NAME = "serve.json"
 def serve(config: ServeConfig) -> int:
     """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
     check_model_folder(config.model.model)
+    ready_file = config.supervisor.ready_file
+    if ready_file is not None and not ready_file.absolute().parent.is_dir():
+        raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
     port = claim_port(config.http.host, config.http.port)
     run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir(str(port)))
     with RunDirLock(run_dir):
@@ -60,19 +64,24 @@ class _Cluster(TerminalView):
         with _signals(stop, self._supervisor):
             try:
                 async with self._supervisor:
-                    await _unless(stop, self._come_up())
-                    if not stop.is_set():
-                        self._announce(time.monotonic() - started_s)
-                        await _unless(stop, self._supervisor.wait_failed())
+                    try:
+                        await _unless(stop, self._come_up())
+                        if not stop.is_set():
+                            self._announce(time.monotonic() - started_s)
+                            await _unless(stop, self._supervisor.wait_failed())
+                    finally:
                         self.show("Stopping")
-                    self.stopping()
+                        self.stopping()
             finally:
                 self._remove_ready_files()
 
     def on_change(self) -> None:
         """Keep the ready files true over restarts."""
         if self._up:
-            self._write_ready_files()
+            try:
+                self._write_ready_files()
+            except OSError as error:
+                self.show(f"cannot write the ready file: {error}")
 
     async def _come_up(self) -> None:
         """Until every process is ready and the front door has workers behind it."""
@@ -148,7 +157,9 @@ def _signals(stop: asyncio.Event, supervisor: Supervisor) -> Iterator[None]:
             supervisor.hurry()
         stop.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to be ignored
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:

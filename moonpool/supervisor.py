@@ -12,6 +12,8 @@ from moonpool.errors import RoleFailed, StartupFailed
 from moonpool.log_file import LogFile
 from moonpool.restart import CONFIG_EXIT_CODE, GiveUp, RestartPolicy, RestartTracker, exit_text
 
+_CANNOT_START_EXIT_CODE = 126  # the shell's for a command that cannot be executed
+
 
 @dataclass(frozen=True)
 class NodeState:
@@ -148,6 +150,23 @@ class Supervisor:
     async def _keep(self, node: "_Node") -> None:
         """Run one node's process for ever; raises _GaveUp when it is not to be started again."""
         tracker = RestartTracker(self._policy)
+        while True:
+            exit_code = await self._run(node, tracker)
+            if exit_code is None or self._stopping.is_set():
+                return
+            decision = tracker.on_exit(time.monotonic_ns(), exit_code)
+            node.announcement = None
+            delay_s = None if isinstance(decision, GiveUp) else decision.delay_s
+            self._events.on_exit(node.state(), exit_text(exit_code), delay_s)
+            self._events.on_change()
+            if isinstance(decision, GiveUp):
+                raise _GaveUp(decision.reason, node, exit_code)
+            await asyncio.sleep(decision.delay_s)
+            node.restarts += 1
+
+    async def _run(self, node: "_Node", tracker: RestartTracker) -> int | None:
+        """One life of a node's process: its exit code; None when the supervisor stops, and nothing was started."""
+        started_s = time.monotonic()
 
         def on_ready(child: Child, announcement: dict[str, Any]) -> None:
             if node.announcement is not None or child is not node.child:
@@ -159,30 +178,21 @@ class Supervisor:
                 self._all_ready.set()
             self._events.on_change()
 
-        while True:
-            async with node.starting:
-                if self._stopping.is_set():
-                    return
-                started_s = time.monotonic()
-                node.child, node.follow = await Child.start(
-                    node.plan,
-                    node.log,
-                    on_ready=on_ready,
-                    on_line=lambda line: self._events.on_line(node.plan.node_id, line),
-                )
-            self._events.on_change()
-            exit_code = await asyncio.shield(node.follow)
+        def on_line(line: str) -> None:
+            self._events.on_line(node.plan.node_id, line)
+
+        async with node.starting:
             if self._stopping.is_set():
-                return
-            decision = tracker.on_exit(time.monotonic_ns(), exit_code)
-            node.announcement = None
-            delay_s = None if isinstance(decision, GiveUp) else decision.delay_s
-            self._events.on_exit(node.state(), exit_text(exit_code), delay_s)
-            self._events.on_change()
-            if isinstance(decision, GiveUp):
-                raise _GaveUp(decision.reason, node, exit_code)
-            await asyncio.sleep(decision.delay_s)
-            node.restarts += 1
+                return None
+            try:
+                node.child, node.follow = await Child.start(node.plan, node.log, on_ready=on_ready, on_line=on_line)
+            except OSError as error:  # no memory or no process left to give: later there may be
+                node.start_error = f"cannot start {node.plan.argv[0]}: {error}"
+                node.log.write(node.start_error)
+                on_line(node.start_error)
+                return _CANNOT_START_EXIT_CODE
+        self._events.on_change()
+        return await asyncio.shield(node.follow)
 
     def _raise_failure(self, kind: type[RoleFailed]) -> None:
         """Raise what ended a node's keeper, as `kind` if the node was given up."""
@@ -213,9 +223,12 @@ class _Node:
         self.announcement: dict[str, Any] | None = None
         self.restarts = 0
         self.starting = asyncio.Lock()
+        self.start_error = ""
 
     def tail(self) -> tuple[str, ...]:
-        return tuple(self.child.tail) if self.child is not None else ()
+        if self.child is not None:
+            return tuple(self.child.tail)
+        return (self.start_error,) if self.start_error else ()
 
     def state(self) -> NodeState:
         alive = self.child is not None and self.follow is not None and not self.follow.done()

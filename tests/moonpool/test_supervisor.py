@@ -105,6 +105,13 @@ async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts
     assert [delay for _, _, delay in recorder.exits] == [pytest.approx(0.01), pytest.approx(0.02), None]
 
 
+async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
+    plans = [ChildPlan("a", "test", (str(tmp_path / "no-such-program"),))]
+    async with supervisor(plans, tmp_path) as running:
+        with pytest.raises(StartupFailed, match="cannot start .*no-such-program"):
+            await running.wait_ready(30)
+
+
 async def test_a_process_that_is_silent_fails_the_start_at_the_deadline(plan: Plan, tmp_path: Path) -> None:
     async with supervisor([plan("silent")], tmp_path) as running:
         with pytest.raises(StartupFailed, match=r"silent-0 was not ready within 0\.2 s"):

@@ -1,0 +1,171 @@
+"""A real cluster on the bundled model, started and looked after by `moonpool serve`."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moonpool.config.slices import BUNDLED_MODEL
+from moonpool.ready_file import ReadyFile
+
+DEADLINE_S = 150.0
+
+
+@dataclass
+class Served:
+    """A `moonpool serve` process and where it says what it runs."""
+
+    process: subprocess.Popen[str]
+    ready_path: Path
+
+    @property
+    def ready(self) -> ReadyFile:
+        return ReadyFile.read(self.ready_path)
+
+    def wait_until(self, condition: Callable[[ReadyFile], bool]) -> ReadyFile:
+        give_up = time.monotonic() + DEADLINE_S
+        while time.monotonic() < give_up:
+            assert self.process.poll() is None, "serve ended"
+            if self.ready_path.is_file() and condition(ready := self.ready):
+                return ready
+            time.sleep(0.05)
+        raise AssertionError("not so within the deadline")
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.ready.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return dict(json.load(reply))
+
+    def moonpool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "moonpool", *arguments, "--ready-file", str(self.ready_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[Served]:
+    # A short path: unix sockets allow 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="mps-"))
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MOONPOOL_")}
+    command = [sys.executable, "-m", "moonpool", "serve", "--port=0", f"--run-dir={folder / 'run'}"]
+    process = subprocess.Popen(
+        [*command, f"--ready-file={folder / 'ready.json'}", "--block-tokens=8", "--capacity-tokens=8192", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environ, "MOONPOOL_SUPERVISOR_PID": str(os.getpid())},
+    )
+    try:
+        yield Served(process, folder / "ready.json")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """1 prefill, 1 decode, 1 pool node."""
+    with serving() as cluster:
+        cluster.wait_until(lambda ready: all(node.ready for node in ready.nodes.values()))
+        yield cluster
+
+
+def test_the_ready_file_names_every_process(served: Served) -> None:
+    ready = served.ready
+    assert list(ready.nodes) == ["conductor", "pool-0", "prefill-0", "decode-0", "frontend"]
+    assert ready.supervisor_pid == served.process.pid
+    assert ready.nodes["frontend"].target == ready.url
+    for node in ready.nodes.values():
+        assert node.pid is not None
+        assert psutil.Process(node.pid).ppid() == served.process.pid
+        assert os.getpgid(node.pid) == node.pid
+
+
+def test_the_default_model_answers_under_its_name(served: Served) -> None:
+    answer = served.post(
+        "/v1/completions", {"model": served.ready.model, "prompt": "In the beginning", "max_tokens": 4}
+    )
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("node_id", ["decode-0", "prefill-0", "pool-0", "conductor", "frontend"])
+def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_serves(
+    served: Served, node_id: str
+) -> None:
+    before = served.wait_until(lambda ready: ready.nodes[node_id].ready).nodes[node_id]
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    after = served.wait_until(lambda r: r.nodes[node_id].ready and r.nodes[node_id].pid != before.pid).nodes[node_id]
+    assert after.target == before.target
+    assert after.restarts == before.restarts + 1
+    give_up = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            answer = served.post("/v1/completions", {"model": served.ready.model, "prompt": "And", "max_tokens": 4})
+            break
+        except OSError:  # the front door itself may be coming back, or its workers
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_status_shows_every_node(served: Served) -> None:
+    shown = served.moonpool("status", "--json")
+    assert shown.returncode == 0, shown.stderr
+    rows = {row["node"]: row for row in json.loads(shown.stdout)["nodes"]}
+    assert set(rows) == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+    assert rows["decode-0"]["free_tokens"] == 8192
+    assert rows["prefill-0"]["pid"] == served.ready.nodes["prefill-0"].pid
+
+
+def test_validate_finds_nothing_held_at_rest(served: Served) -> None:
+    shown = served.moonpool("validate", "--json", "--wait", "20")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    answered = {node["node_id"] for node in json.loads(shown.stdout)["nodes"]}
+    assert answered == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_every_process_and_takes_the_ready_file_away(number: signal.Signals) -> None:
+    with serving("--aggregated=1") as cluster:
+        ready = cluster.wait_until(lambda ready: True)
+        pids = [node.pid for node in ready.nodes.values() if node.pid is not None]
+        cluster.process.send_signal(number)
+        out, err = cluster.process.communicate(timeout=60)
+        assert cluster.process.returncode == 0, err
+        assert "Moonpool is ready: http://127.0.0.1:" in out
+        assert "(1 aggregated, 1 pool node)" in out
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not cluster.ready_path.exists()
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(ready.url.rpartition(":")[2]))) != 0
+
+
+def test_a_damaged_model_ends_the_start_with_exit_code_2_and_the_workers_words(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
+    with serving(str(folder)) as cluster:
+        _, err = cluster.process.communicate(timeout=DEADLINE_S)
+        assert cluster.process.returncode == 2, err
+        assert "refused its configuration" in err
+        assert "its last lines" in err
+        assert "Traceback" not in err
