@@ -5,6 +5,7 @@ from replay.errors import (
     PromptPlanError,
     ReplayError,
     ServerUnusable,
+    SettingInvalid,
     TokenizerUnusable,
     VerificationError,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "ReplayError",
     "Report",
     "ServerUnusable",
+    "SettingInvalid",
     "TokenizerUnusable",
     "VerificationError",
     "run",

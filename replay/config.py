@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
+from replay.errors import SettingInvalid
 from traces import SAMPLING_SEED
+
+_Bound = tuple[str, Callable[[Any], bool], str]
+
+
+def _above_zero(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _not_negative(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+_BOUNDS: Final[dict[str, _Bound]] = {
+    "speed": ("--speed", _above_zero, "a number above 0"),
+    "sample_families": ("--sample-families", lambda value: 0 < value <= 1, "a fraction above 0, at most 1"),
+    "limit": ("--limit", _not_negative, "a number of requests, 0 for all"),
+    "duration_s": ("--duration", _not_negative, "seconds, 0 for all"),
+    "max_model_len": ("--max-model-len", _not_negative, "tokens, 0 to ask the server"),
+    "sampled_fraction": ("--sampled-fraction", lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "temperature": ("--temperature", _above_zero, "a number above 0"),
+    "request_timeout_s": ("--request-timeout", _above_zero, "seconds, above 0"),
+    "slo_ttft_s": ("--slo-ttft", _not_negative, "seconds, 0 for the default rule"),
+    "slo_tbt_s": ("--slo-tbt", _not_negative, "seconds, 0 for the default rule"),
+    "verify_sample": ("--verify-sample", lambda value: value >= 1, "at least 1 request"),
+    "verify_tolerance": ("--verify-tolerance", _not_negative, "a number from 0 on"),
+    "poll_every_s": ("the polling interval", _above_zero, "seconds, above 0"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,5 +97,10 @@ class ReplayConfig:
     """Threads of the reference, 0 = torch's own choice."""
     poll_every_s: float = 1.0
     """Seconds between looks at /metrics."""
-    quiet: bool = False
-    """No progress display and no table."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingInvalid naming the flag."""
+        for name, (flag, holds, expected) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise SettingInvalid(f"{flag} is {value}; expected {expected}")

@@ -16,6 +16,10 @@ class ReplayError(Exception):
     """Any reason for which a replay cannot start or go on."""
 
 
+class SettingInvalid(ReplayError):
+    """A setting is out of its range: names the flag, the value and what was expected."""
+
+
 class TokenizerUnusable(ReplayError):
     """The model folder has no tokenizer, or one that makes no tokens."""
 

@@ -201,7 +201,7 @@ def _plan_settings(config: ReplayConfig, server: ServerInfo, tokens: ModelTokens
 
 def _settings(config: ReplayConfig, trace: Trace, server: ServerInfo) -> dict[str, Any]:
     """The configuration as the report keeps it: without the key."""
-    left_out = {"api_key", "quiet", "out"}
+    left_out = {"api_key", "out"}
     kept = {name: value for name, value in vars(config).items() if name not in left_out}
     return {**kept, "trace": trace.source, "model": server.model, "model_path": str(config.model_path)}
 

@@ -66,7 +66,8 @@ def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: i
 
 def reuse_statistics(trace: Trace) -> ReuseStatistics:
     """The trace's own figures, at its own block size."""
-    cache, references, hits, full_references, full_hits, prompt_tokens, output_tokens = InfiniteCache(), *[0] * 6
+    cache = InfiniteCache()
+    references = hits = full_references = full_hits = 0
     for row in trace:
         hit = cache.match_and_insert(row.hash_ids)
         full = row.full_blocks(trace.block_tokens)

@@ -102,16 +102,12 @@ def test_replay_reports_every_key_and_verifies_the_servers_own_tokens(serve, rep
 def test_one_altered_token_is_found_by_the_verification(serve, replay, generate) -> None:
     def altered(body: dict[str, Any]) -> list[int]:
         ids = generate(body)
-        if len(server.bodies) == 30:
+        if len(server.bodies) == 17:
             ids[-1] = (ids[-1] + 1) % 2048
         return ids
 
     server = serve(answer=altered)
-    report = replay(server.url, verify=True, verify_sample=24, measure_unloaded=False, limit=24, reuse_earlier=True)
-    assert report.figures["wrong_tokens"] == 0
-    server.bodies.clear()
-    server.bodies.extend([{}] * 17)
-    report = replay(server.url, verify=True, verify_sample=24, measure_unloaded=False, reuse_earlier=True)
+    report = replay(server.url, verify=True, verify_sample=24, measure_unloaded=False)
     assert report.figures["wrong_tokens"] == 1
     assert not report.ok
     (wrong,) = report.figures["verification"]["wrong"]

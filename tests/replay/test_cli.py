@@ -1,0 +1,77 @@
+"""The command: flags, exit codes, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from replay.cli import app, bundled_model
+
+
+@pytest.fixture
+def invoke():
+    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_help_teaches(invoke) -> None:
+    text = invoke("--help").output
+    for word in ("--speed", "--sample-families", "--tokens-per-block", "--verify", "Example", "12,031"):
+        assert word in text
+
+
+def test_a_replay_prints_the_table_and_ends_with_zero(invoke, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = invoke(
+        *("conversation", "--url", server.url, "--out", tmp_path, "--limit", 20, "--speed", 2000, "--no-unloaded"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "prefix hit rate" in done.output
+    assert json.loads((tmp_path / "report.json").read_text())["completed"] == 20
+
+
+def test_wrong_tokens_end_with_one(invoke, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = invoke(
+        *("conversation", "--url", server.url, "--out", tmp_path, "--limit", 5, "--speed", 2000, "--no-unloaded"),
+        *("--verify", "--verify-sample", 2),
+    )
+    assert done.exit_code == 1
+    assert json.loads((tmp_path / "report.json").read_text())["wrong_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [0]}', "line 1"),
+        ("not json", "line 1"),
+    ],
+)
+def test_a_malformed_trace_ends_with_two_and_its_line(invoke, tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line + "\n")
+    done = invoke(path, "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_missing_tokenizer_ends_with_two_and_names_the_folder(invoke, tmp_path: Path) -> None:
+    done = invoke("conversation", "--model-path", tmp_path, "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2
+    assert "--model-path" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--speed", 0), ("--speed", "nan"), ("--sampled-fraction", 1.5), ("--limit", -1), ("--verify-sample", 0)],
+)
+def test_values_out_of_range_end_with_two_and_name_the_flag(invoke, flag: str, value: object) -> None:
+    done = invoke("conversation", flag, value, "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2
+    assert flag in done.stderr
+
+
+def test_the_bundled_model_is_the_applications() -> None:
+    assert (bundled_model() / "tokenizer.json").is_file()
