@@ -22,6 +22,7 @@ from moonpool.tether import SUPERVISOR_VARIABLE
 
 BLOCK_TOKENS = 8
 POOL_BYTES = "3GiB"  # holds all that the replay computes: the ideal hit rate is that of an infinite cache
+MAX_QUEUE_S = 600  # on a slow machine the demo takes longer; it must not begin to reject
 MIN_VERIFIED = 50
 MIN_SHARE_OF_IDEAL_HITS = 0.9
 _STARTUP_S = 180.0
@@ -89,6 +90,7 @@ def _cluster() -> Iterator[ReadyFile]:
             "pool-nodes": 1,
             "block-tokens": BLOCK_TOKENS,
             "pool-bytes": POOL_BYTES,
+            "max-queue": MAX_QUEUE_S,
             "port": 0,
             "run-dir": default_run_dir("demo"),
             "ready-file": ready_path,

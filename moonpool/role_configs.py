@@ -35,6 +35,7 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
         ttft_objective_s=config.scheduling.ttft_slo,
         tbt_objective_s=config.scheduling.tbt_slo,
         balancing_threshold=config.scheduling.balancing_threshold,
+        max_queue_s=config.scheduling.max_queue,
         decision_log=config.scheduling.decision_log,
     )
 

@@ -138,7 +138,10 @@ class SchedulingSettings(Slice):
     balancing_threshold: Annotated[
         float,
         Key("Ratio of the best cached prefix to a node's own above which KV is copied to the node", low=1, high=1e6),
-    ] = 2.0
+    ] = 1.5
+    max_queue: Annotated[
+        float, Key("Longest predicted wait, seconds, with which a request is still admitted", low=0.1, high=86400)
+    ] = 60.0
     decision_log: Annotated[Path | None, Key("JSONL file of the conductor's events and decisions")] = None
 
 
