@@ -49,7 +49,7 @@ def score_decode(
     num_slots: int,
 ) -> DecodeScores:
     """Score all candidates for a request whose prefill ends at `at_ns`."""
-    batch, context = table.decoding_at(at_ns, num_slots, _pace(costs))
+    batch, context = table.decoding_at(at_ns, num_slots, _pace(costs, costs.typical_step_s))
     committed = table.committed_tokens(num_slots)[nodes.slots].astype(np.int64)
     tbt_s = _tbt_s(costs, batch[nodes.slots] + 1, context[nodes.slots] + prompt_tokens, nodes.max_batch)
     return DecodeScores(tbt_s, nodes.capacity_tokens - committed, need_tokens)
@@ -59,8 +59,10 @@ def wait_for_room_s(
     nodes: Candidates, index: int, table: RequestTable, costs: ModelCosts, *, now_ns: int, missing_tokens: int
 ) -> float:
     """Predicted seconds until `missing_tokens` more are free on the candidate; 0 when none is missing."""
+    if missing_tokens <= 0:
+        return 0.0
     freed, end_ns = 0, now_ns
-    for end, committed, _ in table.departures(int(nodes.slots[index]), now_ns, _pace(costs)):
+    for end, committed, _ in _departures(nodes, index, table, costs, now_ns):
         if freed >= missing_tokens:
             break
         freed, end_ns = freed + committed, end
@@ -81,7 +83,7 @@ def wait_for_tbt_s(
 
     When not even an empty node meets it: until the node is empty.
     """
-    leaving = table.departures(int(nodes.slots[index]), now_ns, _pace(costs))
+    leaving = _departures(nodes, index, table, costs, now_ns)
     batch, context = len(leaving) + 1, sum(tokens for _, _, tokens in leaving) + prompt_tokens
     end_ns = now_ns
     for end, _, tokens in leaving:
@@ -89,6 +91,16 @@ def wait_for_tbt_s(
             break
         batch, context, end_ns = batch - 1, context - tokens, end
     return (end_ns - now_ns) / NS
+
+
+def _departures(
+    nodes: Candidates, index: int, table: RequestTable, costs: ModelCosts, now_ns: int
+) -> list[tuple[int, int, int]]:
+    """Who leaves the candidate when, at the pace that its requests give it."""
+    slot = int(nodes.slots[index])
+    batch, context = table.claims_at(slot)
+    step_s = float(_tbt_s(costs, np.array(batch, float), np.array(context, float), nodes.max_batch[index]))
+    return table.departures(slot, now_ns, _pace(costs, step_s))
 
 
 def _tbt_s(
@@ -99,6 +111,6 @@ def _tbt_s(
     return costs.decode_step_s(batch / turns, context / turns) * turns
 
 
-def _pace(costs: ModelCosts) -> Pace:
+def _pace(costs: ModelCosts, step_s: float) -> Pace:
     mean_s = costs.decode_time.mean_s
-    return Pace(None if mean_s is None else round(mean_s * NS), max(1, round(costs.typical_step_s * NS)))
+    return Pace(None if mean_s is None else round(mean_s * NS), max(1, round(step_s * NS)))

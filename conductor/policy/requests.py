@@ -130,6 +130,11 @@ class RequestTable:
         batch = self._sum_at("decode_node", decoding.astype(np.int64), num_slots)
         return batch, self._sum_at("decode_node", np.where(decoding, self.column("prompt") + grown, 0), num_slots)
 
+    def claims_at(self, slot: int) -> tuple[int, int]:
+        """(requests, tokens of their prompts) that decode on the node or are going to."""
+        here = self.column("decode_node") == slot
+        return int(np.count_nonzero(here)), int(self.column("prompt")[here].sum())
+
     def departures(self, slot: int, now_ns: int, pace: Pace) -> list[tuple[int, int, int]]:
         """(predicted end ns, committed tokens, context) of the node's requests, soonest first."""
         rows = np.flatnonzero(self.column("decode_node") == slot)

@@ -110,7 +110,9 @@ def test_a_pool_node_that_sends_already_makes_fetching_slower_until_it_has_sent(
 
 
 def test_with_equal_matches_the_pool_that_sends_least_is_read(cluster, make):
-    c = cluster(*(make.node(f"pool-{i}", "pool") for i in range(3)), make.node("p-2", "prefill"), make.node("d-2", "decode"))
+    c = cluster(
+        *(make.node(f"pool-{i}", "pool") for i in range(3)), make.node("p-2", "prefill"), make.node("d-2", "decode")
+    )
     ask = {"matches": (("pool-0", 5), ("pool-1", 5))}
     sources = [placed(c.send(make.request(f"r{i}", match_key=i, **ask))).holders[0].pool for i in range(2)]
     assert sources == ["pool-0", "pool-1"]

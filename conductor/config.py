@@ -1,0 +1,48 @@
+"""The conductor's slice of the configuration; parsed and validated at the edge. `policy` is the part that decides."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conductor.errors import ConfigError
+from conductor.policy.config import PolicyConfig
+
+__all__ = ["ConductorConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorConfig:
+    """What one conductor process needs to know."""
+
+    listen: str  # gRPC target to serve on
+    ttft_objective_s: float = 0.0  # requests predicted to miss it are rejected; 0 = off
+    tbt_objective_s: float = 0.0  # likewise for the time between tokens
+    balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
+    max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
+    max_copies: int = 8  # hot-spot copies under way at once
+    copy_timeout_s: float = 30.0  # a copy is given up after this long
+    orphan_timeout_s: float = 120.0  # a request that nobody holds or completes is forgotten
+    tick_s: float = 1.0  # how often orphans are looked for and the decision log is flushed
+    decision_log: Path | None = None  # JSONL of every event and its decisions
+    decision_log_bytes: int = 64 << 20  # size at which the log is rotated
+    decision_log_files: int = 4  # rotated files that are kept
+
+    def __post_init__(self) -> None:
+        for name in ("copy_timeout_s", "tick_s", "decision_log_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
+        if self.decision_log_files < 1:
+            raise ConfigError(f"decision_log_files is {self.decision_log_files}: must be at least 1")
+        _ = self.policy
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The slice that the pure core gets. Losing scores are worked out only where they are logged."""
+        return PolicyConfig(
+            ttft_objective_s=self.ttft_objective_s,
+            tbt_objective_s=self.tbt_objective_s,
+            balancing_threshold=self.balancing_threshold,
+            max_queue_s=self.max_queue_s,
+            max_copies=self.max_copies,
+            orphan_timeout_s=self.orphan_timeout_s,
+            explain=self.decision_log is not None,
+        )

@@ -1,0 +1,110 @@
+"""The pool nodes as the conductor uses them: their directories followed, prefixes matched, copies carried out."""
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.core import Core
+from conductor.policy.decisions import Copy
+from conductor.policy.events import CopyFinished
+from kvpool import Directory, KvPoolError, keys_from_bytes
+from kvpool.client import PoolClient
+from kvpool.directory_feed import follow_pool_node
+from messenger import MessengerError
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["Pools"]
+
+log = logging.getLogger(__name__)
+_OWNER = "conductor"
+
+
+class Pools:
+    """One feed and one client per joined pool node."""
+
+    def __init__(self, core: Core, incarnation: int, copy_timeout_s: float) -> None:
+        self._core = core
+        self._incarnation = incarnation
+        self._copy_timeout_s = copy_timeout_s
+        self._directory = Directory()
+        self._clients: dict[str, PoolClient] = {}
+        self._feeds: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # copies, and clients being closed
+
+    def add(self, node: conductor_pb2.Node) -> None:
+        """A pool node joined, perhaps at another address than before: follow its events."""
+        self._disconnect(node.node_id)
+        self._clients[node.node_id] = PoolClient(node.target, owner=_OWNER, owner_incarnation=self._incarnation)
+        self._feeds[node.node_id] = asyncio.create_task(
+            follow_pool_node(self._directory, node.node_id, node.target), name=f"directory feed of {node.node_id}"
+        )
+
+    def remove(self, node_id: str) -> None:
+        """A pool node is lost: nothing matches there any more."""
+        self._disconnect(node_id)
+        self._directory.drop_node(node_id)
+
+    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
+        """Leading blocks of the chain held, per pool node that holds any."""
+        return self._directory.match(kv_namespace, keys)
+
+    def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
+        """Carry out a copy in the background; the policy hears of its end."""
+        source, target = self._clients[copy.source], self._clients[copy.target]
+        keys = keys_from_bytes(chain)[: copy.num_blocks]
+        self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies under way."""
+        return len(self._tasks)
+
+    def state(self) -> dict[str, Any]:
+        """For export: how much is known of each pool node, and how sure it is."""
+        directory = self._directory
+        nodes = sorted(self._clients)
+        return {node: {"state": directory.state(node).value, "blocks": directory.num_blocks(node)} for node in nodes}
+
+    def validate(self) -> list[str]:
+        """What does not fit together in the directory."""
+        return self._directory.validate()
+
+    async def close(self) -> None:
+        """End feeds and copies, disconnect."""
+        for node_id in list(self._clients):
+            self._disconnect(node_id)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _disconnect(self, node_id: str) -> None:
+        feed, client = self._feeds.pop(node_id, None), self._clients.pop(node_id, None)
+        if feed is not None:
+            feed.cancel()
+            self._spawn(_ended(feed))
+        if client is not None:
+            self._spawn(client.close())
+
+    async def _copy(
+        self, copy: Copy, source_target: str, target: PoolClient, kv_namespace: bytes, keys: NDArray[np.uint8]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        began_s, nbytes = loop.time(), 0
+        try:
+            num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
+            log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
+        except (KvPoolError, MessengerError) as error:
+            log.warning("hot blocks not copied from %s to %s: %s", copy.source, copy.target, error)
+        seconds = loop.time() - began_s
+        self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,99 @@
+"""Who has joined, with what description and last report; and who may not. No I/O, no placement."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from conductor.errors import JoinRefused
+from conductor.wire import ROLES
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["Member", "Registry"]
+
+
+@dataclass(eq=False)
+class Member:
+    """One open Join stream."""
+
+    node: conductor_pb2.Node
+    report: conductor_pb2.NodeReport
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)  # another stream speaks for the node now
+
+    def note(self, report: conductor_pb2.NodeReport) -> None:
+        """Keep what `Cluster` shows of a report."""
+        self.report = conductor_pb2.NodeReport(
+            num_waiting=report.num_waiting,
+            num_running=report.num_running,
+            free_tokens=report.free_tokens,
+            draining=report.draining,
+            counters=dict(report.counters),
+        )
+
+
+class Registry:
+    """The joined nodes. All workers of a model have the same KV namespace and spec."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([self._members[node_id] for node_id in sorted(self._members)])
+
+    @property
+    def nodes(self) -> Mapping[str, conductor_pb2.Node]:
+        """Descriptions by node id."""
+        return {node_id: member.node for node_id, member in self._members.items()}
+
+    def node(self, node_id: str) -> conductor_pb2.Node | None:
+        member = self._members.get(node_id)
+        return member.node if member is not None else None
+
+    def admit(self, node: conductor_pb2.Node) -> Member:
+        """A node joins; a former stream of the same node id is told. Raises JoinRefused, and nothing has changed."""
+        self._check(node)
+        former = self._members.get(node.node_id)
+        if former is not None:
+            former.replaced.set()
+        member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
+        return member
+
+    def remove(self, member: Member) -> bool:
+        """The stream ended. False when another one speaks for the node by now."""
+        if self._members.get(member.node.node_id) is not member:
+            return False
+        del self._members[member.node.node_id]
+        return True
+
+    def peer_of(self, model: str, *, other_than: str = "") -> conductor_pb2.Node | None:
+        """Some worker of the model."""
+        workers = (member.node for member in self if ROLES[member.node.role] != "pool")
+        return next((node for node in workers if node.model == model and node.node_id != other_than), None)
+
+    def _check(self, node: conductor_pb2.Node) -> None:
+        if node.role not in ROLES:
+            raise JoinRefused(f"node {node.node_id!r} has role {node.role}, which this conductor does not know")
+        missing = [name for name in ("node_id", "target") if not getattr(node, name)]
+        if ROLES[node.role] != "pool":
+            wanted = ("model", "kv_namespace", "capacity_tokens", "max_model_len")
+            missing += [name for name in wanted if not getattr(node, name)]
+            missing += [] if node.spec.block_tokens else ["spec.block_tokens"]
+        if missing:
+            raise JoinRefused(f"node {node.node_id!r} joined without {', '.join(missing)}")
+        peer = self.peer_of(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
+        if peer is not None:
+            _check_same_kv(node, peer)
+
+
+def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
+    if node.spec.block_tokens != peer.spec.block_tokens:
+        what = f"block_tokens {node.spec.block_tokens}, not {peer.spec.block_tokens}"
+    elif node.spec != peer.spec:
+        what = "another KV spec (layers, heads, dtype or windows)"
+    elif node.kv_namespace != peer.kv_namespace:
+        what = f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: other weights or provenance"
+    else:
+        return
+    raise JoinRefused(
+        f"node {node.node_id!r} has {what} as node {peer.node_id!r} of the same model {node.model!r}; "
+        "start it with the same model folder, dtype and block_tokens, or under another served model name"
+    )

@@ -1,0 +1,159 @@
+"""The gRPC face of the conductor: messages in, replies out. What they mean is decided in `core` and `pools`."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from conductor import wire
+from conductor.core import Core
+from conductor.errors import JoinRefused
+from conductor.policy.decisions import Copy, Decision, Place, Reject
+from conductor.policy.events import NodeJoined, NodeLost
+from conductor.pools import Pools
+from conductor.registry import Member, Registry
+from kvpool import KvPoolError, keys_from_bytes, keys_u64
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
+
+__all__ = ["ConductorService"]
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ConductorService(ConductorServicer):
+    """One conductor's RPCs. Schedule awaits nothing: a decision is made in one go."""
+
+    def __init__(self, core: Core, registry: Registry, pools: Pools, incarnation: int) -> None:
+        self._core = core
+        self._registry = registry
+        self._pools = pools
+        self._incarnation = incarnation
+
+    async def Join(
+        self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
+    ) -> AsyncIterator[conductor_pb2.NodeCommand]:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("node"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Join must name the node")
+        try:
+            member = self._registry.admit(first.node)
+        except JoinRefused as error:
+            log.warning("refused: %s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        self._joined(member, first)
+        try:
+            accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
+            yield conductor_pb2.NodeCommand(accepted=accepted)
+            await self._follow(member, request_iterator)
+        finally:
+            self._left(member)
+        if member.replaced.is_set():
+            text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
+            await context.abort(grpc.StatusCode.ABORTED, text)
+
+    async def Schedule(self, request: conductor_pb2.ScheduleRequest, context: Context) -> conductor_pb2.ScheduleReply:
+        try:
+            keys = keys_u64(keys_from_bytes(request.chain))
+        except KvPoolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        peer = self._registry.peer_of(request.model)
+        problem = _malformed(request, len(keys), peer.spec.block_tokens if peer is not None else 1)
+        if problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        matches = self._pools.match(peer.kv_namespace, keys) if peer is not None else {}
+        names = keys.tolist()
+        decisions = self._core.handle(wire.arrived(request, matches, names), names)
+        self._carry_out(decisions, request)
+        return self._reply(decisions)
+
+    async def Complete(self, request: conductor_pb2.CompleteRequest, context: Context) -> conductor_pb2.CompleteReply:
+        self._core.handle(wire.completed(request))
+        return conductor_pb2.CompleteReply()
+
+    async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
+        return conductor_pb2.ClusterReply(
+            conductor_incarnation=self._incarnation,
+            nodes=[conductor_pb2.NodeStatus(node=member.node, report=member.report) for member in self._registry],
+            ready=self._core.policy.is_ready(),
+        )
+
+    async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
+        state = self._core.policy.snapshot(self._core.now_ns())
+        state.update(incarnation=self._incarnation, ready=self._core.policy.is_ready(), pools=self._pools.state())
+        return common_pb2.JsonReply(json=json.dumps(state))
+
+    async def Validate(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
+        problems, counts = self._core.policy.validate()
+        counts["copy_tasks"] = self._pools.num_copies
+        problems = [
+            *problems,
+            *(f"directory: {problem}" for problem in self._pools.validate()),
+            *(f"{name} = {count} at rest" for name, count in counts.items() if count),
+        ]
+        return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
+
+    def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
+        node = member.node
+        log.info("node %s joined as %s at %s", node.node_id, wire.ROLES[node.role], node.target)
+        member.note(first)
+        self._core.handle(NodeJoined(wire.node_view(node)))
+        self._core.handle(wire.report(node.node_id, first))
+        if wire.ROLES[node.role] == "pool":
+            self._pools.add(node)
+
+    async def _follow(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
+        """Until the stream ends, or another one speaks for the node."""
+        reading = asyncio.ensure_future(self._read(member, reports))
+        replaced = asyncio.ensure_future(member.replaced.wait())
+        try:
+            await asyncio.wait([reading, replaced], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            replaced.cancel()
+            await asyncio.gather(reading, replaced, return_exceptions=True)
+
+    async def _read(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
+        async for report in reports:
+            if member.replaced.is_set():
+                return
+            member.note(report)
+            self._core.handle(wire.report(member.node.node_id, report))
+
+    def _left(self, member: Member) -> None:
+        if not self._registry.remove(member):
+            return
+        node = member.node
+        log.warning("node %s is lost: its stream ended", node.node_id)
+        self._core.handle(NodeLost(node.node_id, node.incarnation))
+        if wire.ROLES[node.role] == "pool":
+            self._pools.remove(node.node_id)
+
+    def _reply(self, decisions: list[Decision]) -> conductor_pb2.ScheduleReply:
+        match decisions[0]:
+            case Place() as place:
+                return conductor_pb2.ScheduleReply(placement=wire.placement(place, self._registry.nodes))
+            case Reject() as reject:
+                return conductor_pb2.ScheduleReply(rejection=wire.rejection(reject))
+        raise AssertionError(f"no answer to a request in {decisions}")
+
+    def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
+        for decision in decisions:
+            if isinstance(decision, Copy):
+                peer = self._registry.peer_of(request.model)
+                assert peer is not None
+                self._pools.start_copy(decision, peer.kv_namespace, request.chain)
+
+
+def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:
+    if not request.request_id:
+        return "request_id is empty"
+    if request.prompt_tokens < 1 or request.max_new_tokens < 1:
+        return f"prompt_tokens {request.prompt_tokens} and max_new_tokens {request.max_new_tokens} must be positive"
+    if num_keys * block_tokens > request.prompt_tokens:
+        return f"{num_keys} keys of blocks of {block_tokens} tokens: more than {request.prompt_tokens} prompt tokens"
+    return ""

@@ -1,0 +1,117 @@
+"""Between the wire's messages and the policy's plain data, in both directions. No state, no decisions."""
+
+from collections.abc import Mapping, Sequence
+
+from conductor.policy.decisions import Place, Reject
+from conductor.policy.events import (
+    DecodeSample,
+    Held,
+    NodeReported,
+    NodeView,
+    Phase,
+    PrefillSample,
+    Progress,
+    RequestArrived,
+    RequestCompleted,
+    Role,
+    TransferSample,
+)
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+__all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "rejection", "report"]
+
+ROLES: Mapping[int, Role] = {
+    common_pb2.ROLE_PREFILL: "prefill",
+    common_pb2.ROLE_DECODE: "decode",
+    common_pb2.ROLE_AGGREGATED: "aggregated",
+    common_pb2.ROLE_POOL: "pool",
+}
+_PHASES: Mapping[int, Phase] = {
+    conductor_pb2.PHASE_PREFILL_STARTED: "prefill_started",
+    conductor_pb2.PHASE_PREFILL_ENDED: "prefill_ended",
+    conductor_pb2.PHASE_DECODE_JOINED: "decode_joined",
+    conductor_pb2.PHASE_ENDED: "ended",
+}
+
+
+def node_view(node: conductor_pb2.Node) -> NodeView:
+    """Of a node whose role is known."""
+    return NodeView(
+        node_id=node.node_id,
+        role=ROLES[node.role],
+        incarnation=node.incarnation,
+        host_id=node.host_id,
+        pool_node_id=node.pool_node_id,
+        model=node.model,
+        block_tokens=max(1, node.spec.block_tokens),
+        capacity_tokens=node.capacity_tokens,
+        max_model_len=node.max_model_len,
+        max_batch=node.max_batch,
+        kv_bytes_per_token=node.kv_bytes_per_token,
+    )
+
+
+def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
+    """A report of a joined node; phases that this version does not know are left out."""
+    return NodeReported(
+        node_id,
+        message.draining,
+        tuple(Held(h.request_id, h.attempt, h.committed_tokens, h.remaining_prefill_tokens) for h in message.held),
+        tuple(Progress(p.request_id, p.attempt, _PHASES[p.phase]) for p in message.progress if p.phase in _PHASES),
+        tuple(PrefillSample(s.new_tokens, s.reused_tokens, s.seconds) for s in message.prefills),
+        tuple(DecodeSample(s.batch, s.context_tokens, s.seconds) for s in message.decodes),
+        tuple(TransferSample(s.bytes, s.seconds, s.path) for s in message.transfers),
+    )
+
+
+def arrived(request: conductor_pb2.ScheduleRequest, matches: Mapping[str, int], keys: Sequence[int]) -> RequestArrived:
+    """`matches`: pool node -> leading blocks held; `keys`: uint64 per full block."""
+    longest = max(matches.values(), default=0)
+    return RequestArrived(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        frontend_id=request.frontend_id,
+        model=request.model,
+        prompt_tokens=request.prompt_tokens,
+        max_new_tokens=request.max_new_tokens,
+        matches=tuple(sorted(matches.items())),
+        match_key=keys[longest - 1] if longest else 0,
+        generated=request.generated,
+        excluded=tuple(sorted(set(request.exclude_nodes))),
+        ttft_objective_s=request.ttft_objective_s,
+        tbt_objective_s=request.tpot_objective_s,
+        tenant=request.tenant,
+    )
+
+
+def completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
+    """The frontend's last word."""
+    return RequestCompleted(
+        request.request_id, request.attempt, request.outcome, request.ttft_s, request.mean_tbt_s, request.generated
+    )
+
+
+def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conductor_pb2.Placement:
+    """`nodes`: all joined nodes by id."""
+    message = conductor_pb2.Placement(
+        prefill=_ref(nodes[place.prefill]),
+        reuse_blocks=place.reuse_blocks,
+        predicted_ttft_s=place.predicted_ttft_s,
+        predicted_tbt_s=place.predicted_tbt_s,
+        holders=[
+            conductor_pb2.Holder(pool=_ref(nodes[h.pool]), first_block=h.first_block, num_blocks=h.num_blocks)
+            for h in place.holders
+        ],
+    )
+    if place.decode:
+        message.decode.CopyFrom(_ref(nodes[place.decode]))
+    return message
+
+
+def rejection(reject: Reject) -> conductor_pb2.Rejection:
+    """The refusal as sent."""
+    return conductor_pb2.Rejection(reason=reject.reason, message=reject.message, retry_after_s=reject.retry_after_s)
+
+
+def _ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
+    return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)

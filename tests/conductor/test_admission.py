@@ -1,0 +1,149 @@
+"""Who is turned away, why, and when to come back."""
+
+import pytest
+
+from conductor.policy.decisions import Place, Reject
+from conductor.policy.events import NodeLost, NodeReported
+
+
+@pytest.fixture
+def pair(cluster, make):
+    """One prefill and one decode node with known costs: 1 ms per prompt token, 10 ms per sequence and step."""
+
+    def factory(**config):
+        c = cluster(make.node("p", "prefill"), make.node("d", "decode"), **config)
+        c.learn("p", per_token_s=1e-3, step_s=0.01)
+        return c
+
+    return factory
+
+
+def reason(decisions):
+    return decisions[0].reason if isinstance(decisions[0], Reject) else None
+
+
+def test_a_predicted_ttft_over_the_objective_is_rejected_with_the_time_until_the_queue_is_shorter(pair, make):
+    c = pair(ttft_objective_s=1.0)
+    for i in range(3):
+        assert isinstance(c.send(make.request(f"r{i}", prompt=300))[0], Place)
+    reject = c.send(make.request("s", prompt=300))[0]
+    assert reject.reason == "ttft"
+    assert reject.retry_after_s == 1.0
+    assert isinstance(c.after(reject.retry_after_s).send(make.request("s", prompt=300))[0], Reject)
+
+
+def test_after_retry_after_the_request_is_admitted(pair, make):
+    c = pair(ttft_objective_s=3.0)
+    assert isinstance(c.send(make.request("r", prompt=2000))[0], Place)
+    c.progress("p", "prefill_started", "r")
+    reject = c.send(make.request("s", prompt=1900))[0]
+    assert reject.reason == "ttft"
+    assert reject.retry_after_s == 1.0
+    assert isinstance(c.after(reject.retry_after_s).send(make.request("s", prompt=1900))[0], Place)
+
+
+def test_a_requests_own_objective_replaces_the_clusters(pair, make):
+    c = pair(ttft_objective_s=0.1)
+    assert reason(c.send(make.request("r", prompt=300))) == "ttft"
+    assert reason(c.send(make.request("r", prompt=300, ttft_objective_s=5.0))) is None
+
+
+def test_a_predicted_tbt_over_the_objective_is_rejected(pair, make):
+    c = pair(tbt_objective_s=0.025)
+    for i in range(2):
+        c.send(make.request(f"r{i}", prompt=64, new=200))
+        c.progress("d", "decode_joined", f"r{i}")
+    reject = c.send(make.request("s", prompt=64))[0]
+    assert reject.reason == "tbt"
+    assert reject.retry_after_s >= 1
+
+
+def test_a_request_whose_client_has_tokens_is_never_rejected_for_load(pair, make):
+    c = pair(ttft_objective_s=0.1, tbt_objective_s=0.001, max_queue_s=0.1)
+    for i in range(4):
+        place = c.send(make.request(f"r{i}", attempt=1, prompt=3000, new=1000, generated=5))[0]
+        assert isinstance(place, Place)
+
+
+def test_without_objectives_a_full_ledger_makes_the_request_wait_not_fail(pair, make):
+    c = pair()
+    c.send(make.request("r", prompt=64, new=4000))
+    place = c.send(make.request("s", prompt=64, new=4000))[0]
+    assert isinstance(place, Place)
+    assert place.predicted_ttft_s > 30  # until the first one's 4,000 tokens of 10 ms are out
+
+
+def test_with_objectives_a_full_ledger_is_refused_as_decode_capacity(pair, make):
+    c = pair(ttft_objective_s=100.0)
+    c.send(make.request("r", prompt=64, new=4000))
+    reject = c.send(make.request("s", prompt=64, new=4000))[0]
+    assert reject.reason == "decode_capacity"
+    assert reject.retry_after_s == pytest.approx(40, abs=3)
+
+
+def test_a_wait_for_pages_beyond_the_bound_is_refused_as_queue(pair, make):
+    c = pair(max_queue_s=10)
+    c.send(make.request("r", prompt=64, new=4000))
+    assert reason(c.send(make.request("s", prompt=64, new=4000))) == "queue"
+
+
+def test_a_prefill_queue_beyond_the_bound_is_refused_as_queue(pair, make):
+    c = pair(max_queue_s=2)
+    reasons = [reason(c.send(make.request(f"r{i}", prompt=1000, new=8))) for i in range(4)]
+    assert reasons == [None, None, None, "queue"]
+
+
+def test_among_full_decode_nodes_the_least_committed_is_taken(cluster, make):
+    c = cluster()
+    c.send(make.request("a", prompt=96, new=4000, excluded=("decode-1",)))
+    c.send(make.request("b", prompt=64, new=3000, excluded=("decode-0",)))
+    assert c.send(make.request("c", prompt=64, new=3000))[0].decode == "decode-1"
+
+
+def test_a_request_too_long_for_every_node_is_refused_by_name(pair, make):
+    reject = pair().send(make.request(prompt=4000, new=200))[0]
+    assert (reject.reason, reject.retry_after_s) == ("too_long", 0.0)
+    assert "4200 tokens" in reject.message
+
+
+def test_a_request_that_only_the_excluded_node_could_take_is_not_called_too_long(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), make.node("e", "decode", capacity_tokens=128))
+    assert reason(c.send(make.request(excluded=("d",)))) == "no_nodes"
+
+
+def test_too_long_for_a_drained_big_node_is_not_called_too_long(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), make.node("e", "decode", capacity_tokens=128))
+    c.send(NodeReported("d", draining=True))
+    assert reason(c.send(make.request())) == "no_nodes"
+
+
+def test_a_long_request_goes_to_the_node_that_is_large_enough(cluster, make):
+    small = {"capacity_tokens": 256}
+    c = cluster(
+        make.node("p-a", "prefill", **small),
+        make.node("p-b", "prefill"),
+        make.node("d-a", "decode", **small),
+        make.node("d-b", "decode"),
+    )
+    place = c.send(make.request(prompt=1000))[0]
+    assert (place.prefill, place.decode) == ("p-b", "d-b")
+
+
+def test_unknown_models_and_lost_nodes_are_told_apart(cluster, make):
+    c = cluster()
+    assert reason(c.after(10).send(make.request(model="other"))) == "unknown_model"
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        c.send(NodeLost(name, 1))
+    assert reason(c.send(make.request())) == "no_nodes"
+
+
+def test_just_after_a_start_a_model_may_still_be_reconnecting(cluster, make):
+    assert reason(cluster().send(make.request(model="other"))) == "no_nodes"
+
+
+def test_an_aggregated_node_without_room_waits_for_pages_in_its_ttft(cluster, make):
+    c = cluster(make.node("a", "aggregated"), make.node("b", "aggregated"))
+    c.learn("a")
+    c.send(make.request("r", prompt=64, new=4000))
+    assert c.send(make.request("s", prompt=64, new=4000))[0].prefill == "b"
+    assert c.send(make.request("t", prompt=64, new=4000))[0].predicted_ttft_s > 30

@@ -1,0 +1,143 @@
+"""What placed requests claim, and when the claims end."""
+
+from conductor.policy.decisions import Place, ReleaseOrphan
+from conductor.policy.events import Held, NodeJoined, NodeLost, RequestCompleted, Tick
+
+NOTHING = {"requests": 0, "committed_tokens": 0, "prefills": 0, "sends": 0, "copies": 0}
+
+
+def test_the_peak_is_committed_in_whole_blocks(cluster, make):
+    c = cluster()
+    c.send(make.request(prompt=17, new=16))
+    assert c.counts["committed_tokens"] == 48
+
+
+def test_completion_releases_all(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(RequestCompleted("r", 0, "finished"))
+    assert c.counts == NOTHING
+
+
+def test_both_workers_letting_go_releases_all(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.progress("prefill-0", "ended")
+    assert c.counts["committed_tokens"] == 320
+    c.progress("decode-0", "ended")
+    assert c.counts == NOTHING
+
+
+def test_a_lost_node_releases_what_it_held_and_nothing_else(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(NodeLost("decode-0", 1))
+    assert (c.counts["committed_tokens"], c.counts["prefills"]) == (0, 1)
+    c.send(NodeLost("prefill-0", 1))
+    assert c.counts == NOTHING
+
+
+def test_the_end_of_an_old_incarnation_does_not_touch_the_new_one(cluster, make):
+    c = cluster()
+    c.send(NodeJoined(make.node("decode-0", "decode", incarnation=2)))
+    c.send(make.request())
+    c.send(NodeLost("decode-0", 1))
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_a_new_incarnation_has_nothing_of_the_old_one(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(NodeJoined(make.node("decode-0", "decode", incarnation=2)))
+    assert c.counts["committed_tokens"] == 0
+
+
+def test_a_new_attempt_replaces_the_claims_of_the_former(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    assert isinstance(c.send(make.request(attempt=1, excluded=("decode-0",)))[0], Place)
+    assert c.counts["requests"] == 1
+    c.send(RequestCompleted("r", 0, "retry"))
+    assert c.counts["requests"] == 1
+    c.send(RequestCompleted("r", 1, "finished"))
+    assert c.counts == NOTHING
+
+
+def test_asking_again_for_the_same_attempt_claims_once(cluster, make):
+    c = cluster()
+    first, second = c.send(make.request()), c.send(make.request())
+    assert first == second
+    assert c.counts["requests"] == 1
+
+
+def test_progress_of_an_old_attempt_is_ignored(cluster, make):
+    c = cluster()
+    c.send(make.request(attempt=1))
+    c.progress("decode-0", "ended", attempt=0)
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_what_workers_hold_rebuilds_the_ledger_of_a_restarted_conductor(cluster):
+    c = cluster()
+    c.holds("prefill-0", Held("r", 0, remaining_prefill_tokens=500))
+    c.holds("decode-0", Held("r", 0, committed_tokens=320), Held("s", 0, committed_tokens=160))
+    assert (c.counts["requests"], c.counts["committed_tokens"], c.counts["prefills"]) == (2, 480, 1)
+    c.holds("prefill-0")
+    c.holds("decode-0")
+    assert c.counts == NOTHING
+
+
+def test_a_worker_that_only_lost_its_stream_gets_its_claims_back(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(NodeLost("prefill-0", 1))
+    c.send(NodeLost("decode-0", 1))
+    c.send(NodeJoined(make.node("decode-0", "decode")))
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_a_completed_request_is_not_revived_while_a_worker_tidies_up(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(RequestCompleted("r", 0, "cancelled"))
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    assert c.counts == NOTHING
+    c.after(40).send(Tick())
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))  # it really has them
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_a_lost_end_report_is_made_up_for_by_the_next_held_list(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    c.holds("decode-0")
+    assert c.counts["committed_tokens"] == 0
+
+
+def test_a_request_that_has_not_reached_its_worker_yet_keeps_its_claim(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.holds("decode-0")
+    assert c.counts["committed_tokens"] == 320
+
+
+def test_an_orphan_is_released_once_nobody_has_held_it_for_long(cluster, make):
+    c = cluster(orphan_timeout_s=100)
+    c.send(make.request())
+    assert c.after(99).send(Tick()) == []
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    assert c.after(99).send(Tick()) == []
+    assert c.after(2).send(Tick()) == [ReleaseOrphan("r", 0)]
+    assert c.counts == NOTHING
+
+
+def test_prediction_errors_are_measured_against_what_the_client_saw(cluster, make):
+    c = cluster()
+    predicted = c.send(make.request())[0].predicted_ttft_s
+    c.progress("prefill-0", "ended")
+    c.progress("decode-0", "ended")  # the workers' reports may come before the frontend's
+    c.send(RequestCompleted("r", 0, "finished", ttft_s=predicted + 0.5))
+    error = c.conductor.snapshot(c.now_ns)["prediction_error"]
+    assert abs(error["ttft_s"] - 0.5) < 1e-9
