@@ -3,7 +3,8 @@
 TrainingError
 ├── SourceMismatch     a source's bytes are not the recorded ones
 ├── SourceMissing      a source package could not be found in the cache or fetched
-└── CheckpointMismatch a checkpoint belongs to another run (shape, seed or data)
+├── CheckpointMismatch a checkpoint belongs to another run (seed or tokenizer)
+└── UnsuitableShape    the model is too small for the circuit its initialisation writes
 """
 
 
@@ -21,3 +22,7 @@ class SourceMissing(TrainingError):
 
 class CheckpointMismatch(TrainingError):
     """A checkpoint does not fit the run that would resume it."""
+
+
+class UnsuitableShape(TrainingError):
+    """The shape has too few key/value heads or too narrow a residual stream for the lookup circuit."""

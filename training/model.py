@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+EMBEDDING_DEVIATION = 0.1
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -19,7 +21,7 @@ class Shape:
     intermediate: int = 384
     vocabulary: int = 2048
     positions: int = 2048
-    rope_theta: float = 10_000.0
+    rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-5
 
 
@@ -101,12 +103,14 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def initialise(self, seed: int) -> None:
-        """Normal weights of deviation 0.02, residual outputs scaled down by depth."""
+        """Normal weights of deviation 0.02, residual outputs scaled down by depth, embeddings wider."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
+                if name.endswith("embed_tokens.weight"):
+                    deviation = EMBEDDING_DEVIATION
                 nn.init.normal_(parameter, std=deviation, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""What the run does at which part of its time: learning rate and context length. Pure."""
+"""What the run does at which part of its time: learning rate, context length, share of copy windows. Pure."""
 
 from dataclasses import dataclass
 
 WARM_UP = 0.01
 DECAY_FROM = 0.75
 STAGES = ((0.45, 512), (0.78, 1024), (1.0, 2048))
+COPY_STAGES = ((0.25, 0.25), (0.5, 0.1), (1.0, 0.03))
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,8 @@ def rate(progress: float) -> float:
 def context(progress: float) -> int:
     """Window length of the stage ``progress`` falls into."""
     return next(length for end, length in STAGES if progress <= end)
+
+
+def copy_share(progress: float) -> float:
+    """Share of windows that only copy: large until the heads that look things up have formed."""
+    return next(share for end, share in COPY_STAGES if progress <= end)

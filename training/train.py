@@ -18,13 +18,14 @@ from torch.nn import functional
 
 from training import checkpoint, runlog, schedule
 from training.checkpoint import Progress
+from training.lookup import write_lookup
 from training.model import Llama, Shape
 from training.prepare import CACHE, SEED
 from training.sources import sha256_of
 from training.windows import Corpus, batch
 
-MATRIX_RATE = 0.02
-OTHER_RATE = 0.004
+MATRIX_RATE = 0.008
+OTHER_RATE = 0.0015
 TOKENS_PER_STEP = 4096
 LOG_EVERY_STEPS = 10
 
@@ -73,7 +74,9 @@ def train(plan: Plan, now: Callable[[], float] = time.time) -> Progress:
         while (done := clock.progress(now(), progress.step)) < 1.0:
             length, rate = min(schedule.context(done), plan.shape.positions), schedule.rate(done)
             rng = np.random.default_rng((plan.seed, progress.step))
-            arrays = batch(rng, corpus, tokenizer, windows=max(TOKENS_PER_STEP // length, 1), context=length)
+            windows = max(TOKENS_PER_STEP // length, 1)
+            copied = schedule.copy_share(done)
+            arrays = batch(rng, corpus, tokenizer, windows=windows, context=length, copy_share=copied)
             loss = _step(model, optimisers, [torch.from_numpy(array) for array in arrays], rate)
             progress = replace(progress, step=progress.step + 1, tokens=progress.tokens + arrays[0].size)
             if progress.step % LOG_EVERY_STEPS == 0:
@@ -98,6 +101,7 @@ def _begin(
         return progress, model, optimisers
     model = Llama(plan.shape)
     model.initialise(plan.seed)
+    write_lookup(model, plan.seed)
     progress = Progress(plan.seed, 0, 0, now_s, tokenizer_sha256)
     return progress, model, build_optimisers(model)
 

@@ -52,10 +52,10 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_plan(cache: Path) -> Callable[..., Plan]:
-    """A plan of a few steps of a two-layer model with windows of 64 tokens."""
+    """A plan of a few steps of a three-layer model with windows of 64 tokens."""
 
     def make(run: str, **changes: object) -> Plan:
-        shape = Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, positions=64)
+        shape = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=64, positions=64)
         settings: dict[str, object] = {
             "cache": cache,
             "run": cache / run,

@@ -56,4 +56,4 @@ def test_losses_cover_every_position_of_every_window(model: Llama) -> None:
     tokens = np.arange(200, dtype=np.uint16) + 6
     losses = text_losses(model, tokens, windows=3)
     assert losses.shape == (3, 63)
-    assert losses.mean() == pytest.approx(np.log(2048), abs=0.3)
+    assert losses.mean() == pytest.approx(np.log(2048), abs=0.6)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.schedule import Clock, context, rate
+from training.schedule import Clock, context, copy_share, rate
 
 
 def test_rate_is_a_trapezoid_that_ends_at_zero() -> None:
@@ -22,3 +22,9 @@ def test_a_wall_clock_run_that_is_late_is_finished() -> None:
 
 def test_a_run_by_steps_does_not_look_at_the_time() -> None:
     assert Clock(started_s=0.0, deadline_s=0.0, steps=8).progress(now_s=1e9, step=2) == 0.25
+
+
+def test_copying_recedes() -> None:
+    shares = [copy_share(progress / 10) for progress in range(11)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[-1] > 0

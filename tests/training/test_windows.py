@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from training import tokenizer as bpe
 from training.facts import Fact, draw_fact
-from training.windows import ANSWER_WEIGHT, Corpus, batch, recall_window
+from training.windows import ANSWER_WEIGHT, Corpus, batch, copy_window, recall_window
 from training.words import ATTRIBUTES, NAMES
 
 
@@ -54,7 +54,7 @@ def test_heavy_tokens_of_an_answer_are_its_value(corpus: Corpus, tokenizer: Toke
 
 
 def test_windows_begin_with_bos_and_targets_are_shifted(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    inputs, targets, weights = batch(np.random.default_rng(1), corpus, tokenizer, windows=6, context=96)
+    inputs, targets, weights = batch(np.random.default_rng(1), corpus, tokenizer, windows=6, context=96, copy_share=0.0)
     assert inputs.shape == targets.shape == weights.shape == (6, 96)
     assert (inputs[:, 0] == bpe.BOS_ID).all()
     assert not (inputs[:, 1:] == bpe.BOS_ID).any()
@@ -63,7 +63,15 @@ def test_windows_begin_with_bos_and_targets_are_shifted(corpus: Corpus, tokenize
 
 def test_a_batch_depends_on_its_seed_alone(corpus: Corpus, tokenizer: Tokenizer) -> None:
     first, again, other = (
-        batch(np.random.default_rng((20, step)), corpus, tokenizer, windows=3, context=64)[0] for step in (4, 4, 5)
+        batch(np.random.default_rng((20, step)), corpus, tokenizer, windows=3, context=64, copy_share=0.3)[0]
+        for step in (4, 4, 5)
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_a_copy_window_repeats_its_span(corpus: Corpus) -> None:
+    for seed in range(6):
+        ids = copy_window(np.random.default_rng(seed), corpus, 600)
+        assert len(ids) == 600
+        assert any(ids[1 + period :] == ids[1:-period] for period in range(8, 129))
