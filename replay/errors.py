@@ -1,6 +1,7 @@
 """Errors of the package replay.
 
 ReplayError
+├── SettingInvalid      a setting is out of its range; names the flag
 ├── TokenizerUnusable   the model folder has no tokenizer that prompts can be made with
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
 ├── ServerUnusable      the server at --url does not answer, or is not what the replay needs

@@ -107,9 +107,10 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             url = config.url.rstrip("/")
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
-            requests = plan_requests(trace, _book(config, tokens), _plan_settings(config, server, tokens))
+            settings = _plan_settings(config, server, tokens)
+            requests = plan_requests(trace, _book(config, tokens), settings)
             run_salt = "" if config.reuse_earlier else f"replay-{secrets.token_hex(8)}"
-            unloaded = await _unloaded(config, session, server, requests, stop, display)
+            unloaded = await _unloaded(config, settings, session, server, requests, stop, display)
             # What the lone requests moved must not count as the replay's.
             before = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
             await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
@@ -145,6 +146,7 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
 
 async def _unloaded(
     config: ReplayConfig,
+    settings: PlanSettings,
     session: aiohttp.ClientSession,
     server: ServerInfo,
     requests: Sequence[PlannedRequest],
@@ -159,6 +161,7 @@ async def _unloaded(
         requests,
         clock=time.monotonic,
         salt=f"unloaded-{secrets.token_hex(8)}",
+        max_model_len=settings.max_model_len,
         stop=stop,
         on_done=lambda done, of: display.show("unloaded", done, of),
     )

@@ -66,6 +66,7 @@ async def measure_unloaded(
     *,
     clock: Callable[[], float],
     salt: str,
+    max_model_len: int,
     stop: asyncio.Event,
     on_done: Callable[[int, int], None],
 ) -> Unloaded | None:
@@ -74,7 +75,7 @@ async def measure_unloaded(
     The first request is thrown away: it pays for connections and for code that is compiled at its first use. Raises
     ServerUnusable when a lone request is not answered: then there is nothing to replay against.
     """
-    plan = [chosen for _ in range(REPEATS) for chosen in typical_requests(requests)]
+    plan = [chosen for _ in range(REPEATS) for chosen in typical_requests(requests, max_model_len)]
     records: list[RequestRecord] = []
     for number, request in enumerate([plan[0], *plan]):
         record = new_record(request, clock())
@@ -96,11 +97,16 @@ async def measure_unloaded(
     return unloaded_of(records)
 
 
-def typical_requests(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """One request per length quantile, with at least a few output tokens so that there are intervals to measure."""
+def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> list[PlannedRequest]:
+    """One request per length quantile, with at least a few output tokens so that there are intervals to measure; a
+    prompt that leaves no room for them is cut."""
     by_length = sorted(requests, key=lambda r: (len(r.prompt), r.index))
     chosen = [by_length[min(int(q * len(by_length)), len(by_length) - 1)] for q in LENGTH_QUANTILES]
-    return [replace(r, max_tokens=max(r.max_tokens, _LEAST_OUTPUT)) for r in dict.fromkeys(chosen)]
+    outputs = [max(r.max_tokens, min(_LEAST_OUTPUT, max_model_len // 2)) for r in chosen]
+    return [
+        replace(request, max_tokens=output, prompt=request.prompt[: max_model_len - output])
+        for request, output in dict(zip(chosen, outputs, strict=True)).items()
+    ]
 
 
 def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:

@@ -29,6 +29,7 @@ def test_a_replay_prints_the_table_and_ends_with_zero(invoke, serve, tmp_path: P
     )
     assert done.exit_code == 0, done.output
     assert "prefix hit rate" in done.output
+    assert "replay: 20 of 20; 20 completed, 0 rejected, 0 failed, 0 in flight, hit rate" in done.output
     assert json.loads((tmp_path / "report.json").read_text())["completed"] == 20
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from replay import figures
 from replay.cluster_metrics import ClusterHistory, parse_metrics
@@ -17,6 +20,7 @@ from replay.record import Outcome, RequestRecord, worst_tenth_mean
 from replay.report import finite
 from replay.summary import percentiles
 from replay.unloaded import Unloaded, fit_ttft, typical_requests, unloaded_of
+from telemetry.nodes import NodeSample, NodesCollector
 
 
 def record_of(index: int = 0, *, ttft: float = 0.1, gaps: tuple[float, ...] = (), **changes: Any) -> RequestRecord:
@@ -98,12 +102,12 @@ def test_the_fit_never_falls_with_length(samples: list[tuple[int, float]]) -> No
 
 
 def test_lone_requests_are_of_the_replays_own_lengths(make_request) -> None:
-    import numpy as np
-
     requests = [make_request(i, prompt=np.zeros(10 + i, np.int32), max_tokens=1) for i in range(100)]
-    chosen = typical_requests(requests)
+    chosen = typical_requests(requests, 2048)
     assert [len(r.prompt) for r in chosen] == [15, 35, 60, 85, 100, 108]
-    assert all(r.max_tokens >= 8 for r in chosen)
+    assert all(r.max_tokens == 8 for r in chosen)
+    cut = typical_requests(requests, 110)
+    assert [len(r.prompt) for r in cut] == [15, 35, 60, 85, 100, 102]
 
 
 def test_unloaded_figures_are_medians() -> None:
@@ -136,6 +140,20 @@ def test_metrics_are_read_in_either_spelling_and_counted_from_the_first_sample()
     # 50, then a restarted node's 30 from 0.
     assert history.kv_bytes_by_path == {"push": 80, "pull": 0, "load": 2, "store": 0}
     assert history.increase("digest_mismatches") == 2
+
+
+def test_metrics_are_read_as_the_frontend_exports_them() -> None:
+    registry = CollectorRegistry()
+    counters = {"kv_push_bytes": 3e9, "kv_store_bytes": 7.0, "digest_mismatches": 2}
+    samples = [NodeSample("p0", "prefill", num_running=2, num_waiting=1, counters={})]
+    registry.register(NodesCollector(lambda: samples))
+    history = ClusterHistory()
+    history.add(parse_metrics(generate_latest(registry).decode(), 0.0))
+    samples[0] = replace(samples[0], counters=counters)
+    history.add(parse_metrics(generate_latest(registry).decode(), 1.0))
+    assert history.kv_bytes_by_path == {"push": 3_000_000_000, "pull": 0, "load": 0, "store": 7}
+    assert history.increase("digest_mismatches") == 2
+    assert history.load_of("prefill", "running")[1] == [2.0, 2.0]
 
 
 def test_a_node_that_joins_later_counts_from_zero() -> None:

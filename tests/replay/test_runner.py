@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from rich.console import Console
 
 from replay import ReplayConfig, Report, ServerUnusable, run
@@ -132,8 +134,6 @@ def test_the_page_stands_alone(serve, replay) -> None:
 
 def test_rejections_and_failures_are_counted_apart_with_reasons(serve, replay) -> None:
     async def behave(server: Any, request: Any, body: dict[str, Any]) -> Any:
-        from aiohttp import web
-
         number = len(server.bodies)
         if number % 3 == 0:
             error = {"error": {"message": "too busy", "type": "overloaded"}}
@@ -169,10 +169,12 @@ def test_lone_requests_leave_nothing_warm(serve, replay) -> None:
 
 def test_a_second_run_starts_cold_unless_told_otherwise(serve, replay) -> None:
     server = serve()
-    first = replay(server.url, measure_unloaded=False).figures["prefix_hit_rate"]
-    assert replay(server.url, measure_unloaded=False).figures["prefix_hit_rate"] == first
-    replay(server.url, measure_unloaded=False, reuse_earlier=True)
-    assert replay(server.url, measure_unloaded=False, reuse_earlier=True).figures["prefix_hit_rate"] > 0.9
+    first, salted, warm = (
+        replay(server.url, measure_unloaded=False, reuse_earlier=reuse).figures["prefix_hit_rate"]
+        for reuse in (True, False, True)
+    )
+    assert salted == first < 0.9
+    assert warm > 0.9
 
 
 def test_an_interrupt_gives_the_report_so_far(serve, replay) -> None:
@@ -187,6 +189,28 @@ def test_an_interrupt_gives_the_report_so_far(serve, replay) -> None:
     assert report.figures["requests"] < 24
     assert json.loads(report.json_path.read_text())["interrupted"] is True
     assert "interrupted" in report.html_path.read_text()
+
+
+def test_an_interrupt_before_the_load_gives_an_empty_report(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(5)
+
+    report = replay(serve(behave=behave).url)
+    assert report.interrupted
+    assert report.figures["requests"] == report.figures["completed"] == 0
+    assert report.figures["ttft_s"]["p50"] is None
+    assert report.html_path.is_file()
+
+
+def test_a_lone_request_that_fails_ends_the_replay_before_it_begins(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "no decode node"}}, status=503)
+
+    server = serve(behave=behave)
+    with pytest.raises(ServerUnusable, match=r"lone request of .* prompt tokens was failed: HTTP 503: no decode node"):
+        replay(server.url)
+    assert len(server.bodies) == 1
 
 
 def test_a_server_with_another_tokenizer_is_refused(serve, replay, tokens) -> None:
@@ -210,8 +234,9 @@ def test_a_missing_key_is_named(serve, replay) -> None:
     server = serve(api_key="secret")
     with pytest.raises(ServerUnusable, match=r"401.*--api-key"):
         replay(server.url)
-    assert replay(server.url, api_key="secret", measure_unloaded=False, limit=2).figures["completed"] == 2
-    assert "secret" not in (Path(replay(server.url, api_key="secret", limit=1).out) / "report.json").read_text()
+    report = replay(server.url, api_key="secret", measure_unloaded=False, limit=2)
+    assert report.figures["completed"] == 2
+    assert "secret" not in report.json_path.read_text() + report.html_path.read_text()
 
 
 def test_no_server_is_a_clear_error(replay, unused_tcp_port) -> None:
