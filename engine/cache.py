@@ -6,6 +6,7 @@ contiguous. What a slot holds is decided by its owner; this module only knows wh
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.config import KvGroupShape
@@ -39,17 +40,27 @@ class PagedCache:
         self.num_slots = tuple(num_slots)
         self.block_tokens = block_tokens
         self.memory = memory
+        dtype = DTYPES[self.groups[0].dtype]
+        if memory.data_ptr() % dtype.itemsize:
+            raise CacheMismatch(f"cache memory must be aligned to the {dtype.itemsize} bytes of a {dtype} value")
+        self.flat = memory[:needed].view(dtype)
         self._starts: list[int] = []
+        self.windows = np.array([group.window for group in self.groups], np.int32)
+        self.slot_sizes = np.zeros(len(self.groups), np.int64)  # in values, as is layer_base
+        self.layer_group = np.zeros(1 + max(max(group.layers) for group in self.groups), np.int32)
+        self.layer_base = np.zeros(len(self.layer_group), np.int64)  # where each layer lies in slot 0 of its group
         self.views: list[torch.Tensor] = []  # per group [slots, layers, kv_heads, 2, block_tokens, head_dim]
         offset = 0
-        for group, slots in zip(self.groups, self.num_slots, strict=True):
-            dtype = DTYPES[group.dtype]
-            if (memory.data_ptr() + offset) % dtype.itemsize:
-                raise CacheMismatch(f"cache memory must be aligned to {dtype.itemsize} bytes for {group.dtype}")
+        for index, (group, slots) in enumerate(zip(self.groups, self.num_slots, strict=True)):
             nbytes = slots * _slot_nbytes(group, block_tokens)
             shape = (slots, len(group.layers), group.kv_heads, 2, block_tokens, group.head_dim)
             self.views.append(memory[offset : offset + nbytes].view(dtype).view(shape))
             self._starts.append(offset)
+            layers = list(group.layers)
+            self.slot_sizes[index] = self.slot_nbytes(index) // dtype.itemsize
+            self.layer_group[layers] = index
+            self.layer_base[layers] = offset // dtype.itemsize
+            self.layer_base[layers] += np.arange(len(layers)) * (self.slot_sizes[index] // len(layers))
             offset += nbytes
 
     @staticmethod
@@ -60,6 +71,10 @@ class PagedCache:
         if block_tokens <= 0 or any(slots < 0 for slots in num_slots):
             raise CacheMismatch(
                 f"block_tokens {block_tokens} must be positive and slot counts {list(num_slots)} not < 0"
+            )
+        if len({group.dtype for group in groups}) != 1:
+            raise CacheMismatch(
+                f"the groups of a cache must share one dtype, found {[group.dtype for group in groups]}"
             )
         if unknown := [group.dtype for group in groups if group.dtype not in DTYPES]:
             raise CacheMismatch(f"cache dtype {unknown[0]!r} is not supported ({', '.join(DTYPES)} are)")

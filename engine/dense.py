@@ -22,7 +22,7 @@ def score_dense(config: ModelConfig, weights: DecoderWeights, token_ids: torch.T
         h = _rms_norm(x, weights.mlp_norm[layer], config.rms_norm_eps)
         gate, up = _linear(h, weights.gate_up[layer], weights.gate_up_bias[layer]).chunk(2, dim=-1)
         x = x + _linear(F.silu(gate) * up, weights.down[layer], weights.down_bias[layer])
-    return (_rms_norm(x, weights.final_norm, config.rms_norm_eps) @ weights.head).float()
+    return (_rms_norm(x, weights.final_norm, config.rms_norm_eps) @ weights.head.t()).float()
 
 
 def _attention(

@@ -16,6 +16,7 @@ from engine.batch import ForwardBatch, StepPlan, plan_step
 from engine.cache import DTYPES, PagedCache
 from engine.checkpoint import open_checkpoint
 from engine.config import KvGroupShape, ModelConfig, read_config
+from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.rope import RopeTable
@@ -82,7 +83,15 @@ class Model:
             return scores
 
 
-def load_model(path: Path | str, *, device: str = "cpu", dtype: Dtype = "auto", threads: int | None = None) -> Model:
+def load_model(
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: Dtype = "auto",
+    threads: int | None = None,
+    backend: Literal["auto", "torch", "compiled"] = "auto",
+    batch_invariant: bool = False,
+) -> Model:
     """Loads a Hugging Face folder (config.json, model.safetensors or shards).
 
     `dtype` "auto" is float32 on the CPU and the checkpoint's own on CUDA. `threads` sets torch's threads, for the whole
@@ -98,7 +107,15 @@ def load_model(path: Path | str, *, device: str = "cpu", dtype: Dtype = "auto", 
         weights = load_weights(config, checkpoint, device=target, dtype=kind)
         fingerprint = _fingerprint(config, checkpoint.digest())
     rope = RopeTable(config.rope, config.head_dim, config.max_model_len, target)
-    return Model(config, weights, TorchBackend(config, weights, rope), fingerprint)
+    compiled = target.type == "cpu" and kind == torch.float32
+    if not compiled and (backend == "compiled" or batch_invariant):
+        raise DeviceUnavailable(f"compiled kernels run on cpu in float32, not on {target} in {kind}")
+    runner: Backend
+    if compiled and backend != "torch":
+        runner = CpuBackend(config, weights, rope, batch_invariant=batch_invariant)
+    else:
+        runner = TorchBackend(config, weights, rope)
+    return Model(config, weights, runner, fingerprint)
 
 
 def _device(name: str) -> torch.device:

@@ -64,7 +64,7 @@ class TorchBackend:
             gate, up = _linear(h, w.gate_up[layer], w.gate_up_bias[layer]).chunk(2, dim=-1)
             x = x + _linear(F.silu(gate) * up, w.down[layer], w.down_bias[layer])
         x = x[self._index(plan.logits_rows)]
-        return (F.rms_norm(x, (config.hidden_size,), w.final_norm, config.rms_norm_eps) @ w.head).float()
+        return (F.rms_norm(x, (config.hidden_size,), w.final_norm, config.rms_norm_eps) @ w.head.t()).float()
 
     def _project(
         self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

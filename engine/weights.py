@@ -34,7 +34,7 @@ class DecoderWeights:
     down: torch.Tensor  # [L, F, d]
     down_bias: torch.Tensor  # [L, d | 0]
     final_norm: torch.Tensor  # [d]
-    head: torch.Tensor  # [d, V]; a view of `embedding` where they are tied
+    head: torch.Tensor  # [V, d]; `embedding` itself where they are tied
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def load_weights(
     return DecoderWeights(
         embedding=embedding,
         final_norm=place("model.norm.weight"),
-        head=embedding.t() if config.tie_word_embeddings else place("lm_head.weight").t(),
+        head=embedding if config.tie_word_embeddings else place("lm_head.weight"),
         **stacked,
     )
 

@@ -1,0 +1,340 @@
+"""CPU kernels, float32, compiled by numba: everything of a step that is not a large matrix product.
+
+All sit in one file because numba's on-disk cache notices changes of the file a kernel is in, not of what it calls.
+They release the GIL, allocate nothing, and compute each row by the same operations in the same order whatever the batch
+holds. Only dot products and sums may be reassociated (`_SUM`), by a pattern fixed at compile time.
+
+Within a layer of a slot the order is [kv_head][k|v][token][head_dim]; kernels read and write it in place.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_CONTRACT = {"contract"}
+_SUM = {"contract", "reassoc", "nsz"}
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HI, _LN2_LO = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+_EXP_LEAST = np.float32(-87.0)
+_EXP_POLY = tuple(
+    np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+)
+_COLUMNS = 512  # columns of a weight slab of 8 rows that stay in the first-level cache together
+
+
+class Shape(NamedTuple):
+    """What does not change between steps. Typed as numba will see it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: np.float32
+
+
+class Weights(NamedTuple):
+    """Stacked weights as in `engine.weights.DecoderWeights`, as arrays."""
+
+    attention_norm: Floats
+    qkv: Floats
+    qkv_bias: Floats
+    q_norm: Floats
+    k_norm: Floats
+    out: Floats
+    out_bias: Floats
+    mlp_norm: Floats
+    gate_up: Floats
+    gate_up_bias: Floats
+    down: Floats
+    down_bias: Floats
+
+
+class Step(NamedTuple):
+    """One step's rows and where their KV lies. N rows, G groups, L layers; sizes and offsets in floats."""
+
+    positions: Ints  # [N]
+    row_tables: Ints  # [G, N]: where in `tables` the table of the row's sequence begins
+    tables: Ints  # slot tables, one after another
+    cos: Floats  # [positions, head_dim // 2]
+    sin: Floats
+    memory: Floats  # the whole cache
+    block_tokens: int
+    windows: Ints  # [G]
+    slot_sizes: npt.NDArray[np.int64]  # [G]
+    layer_groups: Ints  # [L]
+    layer_bases: npt.NDArray[np.int64]  # [L]: where the layer lies in slot 0 of its group
+
+
+class Work(NamedTuple):
+    """Buffers of N rows (`scores`: one value per position)."""
+
+    x: Floats
+    hidden: Floats
+    qkv: Floats
+    mixed: Floats
+    gate_up: Floats
+    gated: Floats
+    scores: Floats
+
+
+def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
+    return cast(Callable[[_F], _F], numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath))
+
+
+@_kernel(_CONTRACT)
+def _exp(x: np.float32) -> np.float32:
+    """exp of one float32 x <= 0 within 2 ulp (Cephes' expf), in a form that loops over it vectorise."""
+    x = max(x, _EXP_LEAST)
+    shifted = x * _LOG2_E + _ROUND
+    k = shifted - _ROUND
+    r = (x - k * _LN2_HI) - k * _LN2_LO
+    poly = _EXP_POLY[0]
+    for i in range(1, 6):
+        poly = poly * r + _EXP_POLY[i]
+    exponent = np.float32(shifted).view(np.int32) + np.int32(127)
+    scale = np.int32(exponent << np.int32(23)).view(np.float32)
+    return (poly * r * r + r + np.float32(1.0)) * scale
+
+
+@_kernel(_CONTRACT)
+def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: bool) -> None:
+    """out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0]; each row summed over k in order."""
+    rows, depth = a.shape
+    width = weight.shape[1]
+    for i in range(rows):
+        if not accumulate:
+            out[i] = np.float32(0.0)
+        if bias.size:
+            for j in range(width):
+                out[i, j] += bias[j]
+    even = depth - depth % 8
+    for left in range(0, width, _COLUMNS):
+        right = min(left + _COLUMNS, width)
+        for k in range(0, even, 8):
+            w0, w1, w2, w3 = (
+                weight[k, left:right],
+                weight[k + 1, left:right],
+                weight[k + 2, left:right],
+                weight[k + 3, left:right],
+            )
+            w4, w5, w6, w7 = (
+                weight[k + 4, left:right],
+                weight[k + 5, left:right],
+                weight[k + 6, left:right],
+                weight[k + 7, left:right],
+            )
+            for i in range(rows):
+                y, x = out[i, left:right], a[i, k : k + 8]
+                x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
+                for j in range(right - left):
+                    total = y[j] + x0 * w0[j] + x1 * w1[j] + x2 * w2[j] + x3 * w3[j]
+                    y[j] = total + x4 * w4[j] + x5 * w5[j] + x6 * w6[j] + x7 * w7[j]
+        for k in range(even, depth):
+            w0 = weight[k, left:right]
+            for i in range(rows):
+                y, x0 = out[i, left:right], a[i, k]
+                for j in range(right - left):
+                    y[j] += x0 * w0[j]
+
+
+@_kernel(_SUM)
+def multiply_head(a: Floats, weight: Floats, out: Floats) -> None:
+    """out [N, V] = a [N, d] @ weight [V, d] transposed."""
+    rows, depth = a.shape
+    for j in range(weight.shape[0]):
+        w = weight[j]
+        for i in range(rows):
+            x = a[i]
+            total = np.float32(0.0)
+            for k in range(depth):
+                total += x[k] * w[k]
+            out[i, j] = total
+
+
+@_kernel(_SUM)
+def _square_sum(x: Floats) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(x.size):
+        total += x[i] * x[i]
+    return total
+
+
+@_kernel(_SUM)
+def _dot(x: Floats, y: Floats) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(x.size):
+        total += x[i] * y[i]
+    return total
+
+
+@_kernel(_SUM)
+def _sum(x: Floats) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
+@_kernel(_CONTRACT)
+def _norm_row(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
+    scale = np.float32(1.0) / np.sqrt(_square_sum(x) / np.float32(x.size) + eps)
+    for i in range(x.size):
+        out[i] = x[i] * scale * weight[i]
+
+
+@_kernel(_CONTRACT)
+def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
+    """out [N, d] = x / rms(x) * weight, by row."""
+    for i in range(x.shape[0]):
+        _norm_row(x[i], weight, eps, out[i])
+
+
+@_kernel(_CONTRACT)
+def gate(gate_up: Floats, out: Floats) -> None:
+    """out [N, F] = silu(gate) * up of gate_up [N, 2F]."""
+    width = out.shape[1]
+    one = np.float32(1.0)
+    for i in range(out.shape[0]):
+        g, u, y = gate_up[i, :width], gate_up[i, width:], out[i]
+        for j in range(width):
+            # exp of -|g| only: it cannot overflow, and serves both signs
+            small = _exp(-abs(g[j]))
+            share = one / (one + small)
+            y[j] = g[j] * u[j] * (share if g[j] >= 0 else small * share)
+
+
+@_kernel(_CONTRACT)
+def place_rows(layer: int, shape: Shape, weights: Weights, step: Step, qkv: Floats) -> None:
+    """Norms (where the family does) and rotates queries and keys of qkv [N, ...] in place; writes keys and values."""
+    heads, kv_heads, head_dim, eps = shape
+    group = step.layer_groups[layer]
+    q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
+    half, run, memory = head_dim // 2, step.block_tokens * head_dim, step.memory
+    for i in range(qkv.shape[0]):
+        position = int(step.positions[i])
+        c, s = step.cos[position], step.sin[position]
+        for h in range(heads + kv_heads):
+            x = qkv[i, h * head_dim : (h + 1) * head_dim]
+            if q_norm.size:
+                _norm_row(x, q_norm if h < heads else k_norm, eps, x)
+            a, b = x[:half], x[half:]
+            for d in range(half):
+                first, second = a[d], b[d]
+                a[d] = first * c[d] - second * s[d]
+                b[d] = second * c[d] + first * s[d]
+        slot = step.tables[step.row_tables[group, i] + position // step.block_tokens]
+        base = step.layer_bases[layer] + slot * step.slot_sizes[group] + position % step.block_tokens * head_dim
+        for h in range(kv_heads):
+            at = base + 2 * h * run
+            k = (heads + h) * head_dim
+            v = k + kv_heads * head_dim
+            memory[at : at + head_dim] = qkv[i, k : k + head_dim]
+            memory[at + run : at + run + head_dim] = qkv[i, v : v + head_dim]
+
+
+@_kernel(_CONTRACT)
+def attend_rows(layer: int, rows: Ints, shape: Shape, step: Step, qkv: Floats, scores: Floats, out: Floats) -> None:
+    """Attention of the given rows of qkv, each over its sequence's slots up to its own position, into out [N, Q]."""
+    heads, kv_heads, head_dim, _ = shape
+    group = step.layer_groups[layer]
+    window, block_tokens = step.windows[group], step.block_tokens
+    layer_base, slot_size = step.layer_bases[layer], step.slot_sizes[group]
+    for r in range(rows.size):
+        i = rows[r]
+        position = int(step.positions[i])
+        first = max(position - window + 1, 0) if window else 0
+        table = step.tables[step.row_tables[group, i] :]
+        for h in range(heads):
+            base = layer_base + 2 * (h // (heads // kv_heads)) * block_tokens * head_dim
+            q = qkv[i, h * head_dim : (h + 1) * head_dim]
+            y = out[i, h * head_dim : (h + 1) * head_dim]
+            _attend_head(q, first, position, table, block_tokens, step.memory, base, slot_size, scores, y)
+
+
+@_kernel(_CONTRACT)
+def _attend_head(
+    q: Floats,
+    first: int,
+    last: int,
+    table: Ints,
+    block_tokens: int,
+    memory: Floats,
+    base: int,
+    slot_size: int,
+    scores: Floats,
+    y: Floats,
+) -> None:
+    """One head of one row: y = softmax(q . keys) @ values over positions first..last."""
+    head_dim = q.size
+    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
+    top = -np.float32(np.inf)
+    for block in range(first // block_tokens, last // block_tokens + 1):
+        start = block * block_tokens
+        keys = base + table[block] * slot_size
+        for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
+            score = _dot(q, memory[keys + t * head_dim : keys + (t + 1) * head_dim]) * scale
+            scores[start + t - first] = score
+            top = max(top, score)
+    share = scores[: last + 1 - first]
+    for t in range(share.size):
+        share[t] = _exp(share[t] - top)
+    norm = np.float32(1.0) / _sum(share)
+    y[:] = np.float32(0.0)
+    for block in range(first // block_tokens, last // block_tokens + 1):
+        start = block * block_tokens
+        values = base + block_tokens * head_dim + table[block] * slot_size
+        begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
+        whole = begin + (end - begin) // 4 * 4
+        for t in range(begin, whole, 4):
+            w = start + t - first
+            p0, p1, p2, p3 = share[w], share[w + 1], share[w + 2], share[w + 3]
+            at = values + t * head_dim
+            v0, v1 = memory[at : at + head_dim], memory[at + head_dim : at + 2 * head_dim]
+            at += 2 * head_dim
+            v2, v3 = memory[at : at + head_dim], memory[at + head_dim : at + 2 * head_dim]
+            for d in range(head_dim):
+                y[d] = y[d] + p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+        for t in range(whole, end):
+            p0 = share[start + t - first]
+            v0 = memory[values + t * head_dim : values + (t + 1) * head_dim]
+            for d in range(head_dim):
+                y[d] += p0 * v0[d]
+    for d in range(head_dim):
+        y[d] *= norm
+
+
+@_kernel(_CONTRACT)
+def gather(layer: int, step: Step, table: Ints, keys: Floats, values: Floats) -> None:
+    """Copies a layer of the slots named in `table` to keys and values [kv_heads, positions, head_dim]."""
+    kv_heads, _, head_dim = keys.shape
+    group = step.layer_groups[layer]
+    run, memory = step.block_tokens * head_dim, step.memory
+    for h in range(kv_heads):
+        for b in range(table.size):
+            at = step.layer_bases[layer] + table[b] * step.slot_sizes[group] + 2 * h * run
+            here = slice(b * step.block_tokens, (b + 1) * step.block_tokens)
+            keys[h, here] = memory[at : at + run].reshape(step.block_tokens, head_dim)
+            values[h, here] = memory[at + run : at + 2 * run].reshape(step.block_tokens, head_dim)
+
+
+@_kernel(_CONTRACT)
+def run_layers(first: int, last: int, shape: Shape, weights: Weights, step: Step, work: Work, rows: Ints) -> None:
+    """Decoder layers first..last-1 on work.x [N, d] in place, whole in one call: for steps of few rows."""
+    x, hidden, qkv, mixed = work.x, work.hidden, work.qkv, work.mixed
+    for layer in range(first, last):
+        rms_norm(x, weights.attention_norm[layer], shape.eps, hidden)
+        multiply(hidden, weights.qkv[layer], weights.qkv_bias[layer], qkv, False)
+        place_rows(layer, shape, weights, step, qkv)
+        attend_rows(layer, rows, shape, step, qkv, work.scores, mixed)
+        multiply(mixed, weights.out[layer], weights.out_bias[layer], x, True)
+        rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
+        multiply(hidden, weights.gate_up[layer], weights.gate_up_bias[layer], work.gate_up, False)
+        gate(work.gate_up, work.gated)
+        multiply(work.gated, weights.down[layer], weights.down_bias[layer], x, True)
