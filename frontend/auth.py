@@ -11,7 +11,7 @@ class ApiKeys:
     """The keys accepted; none means that everybody is."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._hashes = [_hash(key) for key in keys]
+        self._hashes = [_hash(key.encode()) for key in keys]
 
     def check(self, authorization: str | None) -> str:
         """The tenant that an Authorization header stands for, "" for everybody. Raises Unauthorized."""
@@ -20,7 +20,7 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is needed: send it as 'Authorization: Bearer KEY'")
-        given = _hash(key.strip())
+        given = _hash(key.strip().encode("latin-1"))  # as HTTP headers are decoded
         # Every key is compared, so that the time taken does not tell which one was near.
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         if not any(matches):
@@ -28,5 +28,5 @@ class ApiKeys:
         return given.hex()[:16]
 
 
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -50,7 +50,10 @@ class WindowDetokenizer:
     ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._window = [token_id for token_id in prompt_ids[-CONTEXT_TOKENS:] if token_id not in skipped]
+        context = [token_id for token_id in prompt_ids[-CONTEXT_TOKENS:] if token_id not in skipped]
+        # Half a character at the window's start would spoil the run of bytes that follows it.
+        starts = range(len(context) + 1)
+        self._window = next(context[start:] for start in starts if REPLACEMENT not in decode(context[start:]))
         self._num_told = len(self._window)  # leading tokens of the window whose text is out
 
     def feed(self, token_id: int) -> str:

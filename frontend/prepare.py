@@ -206,9 +206,9 @@ class Preparer:
             )
         return asked or min(default, limit - num_prompt)
 
-    def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
+    def _stops(self, stop: list[str] | None) -> tuple[str, ...]:
         config = self._config
-        stops = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop or ()))
+        stops = tuple(dict.fromkeys(stop or ()))
         if len(stops) > config.max_stop_strings:
             raise InvalidRequest(
                 f"{len(stops)} stop strings: at most {config.max_stop_strings} are taken", param="stop"

@@ -3,12 +3,23 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from frontend.api.unsupported import unsupported_field
 from frontend.errors import InvalidRequest
 
 _MAX_TOKEN_ID = 2**31 - 1
+
+
+def _listed(value: Any) -> Any:
+    # Not a union of types: pydantic's errors would name the union's members as if they were fields.
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 
 
@@ -42,7 +53,7 @@ class GenerationBody(RequestModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKEN_ID)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], Field(max_length=1024, fail_fast=True), BeforeValidator(_listed)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -86,13 +97,13 @@ class ChatMessage(RequestModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
+    content: Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), BeforeValidator(_as_parts)]
     name: str | None = None
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content)
 
 
 class ChatBody(GenerationBody):

@@ -38,8 +38,8 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends what `more` gives as server-sent events until it gives None, the client leaves, or `abort` returns.
 
-    An ApiError of `more` is sent as an error event. `close` is awaited in any case, last. `deadline_s` (monotonic
-    clock) bounds a client that neither reads nor leaves.
+    An ApiError of `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s`
+    (monotonic clock) bounds a client that neither reads nor leaves.
     """
 
     media_type = "text/event-stream"
@@ -85,6 +85,8 @@ class EventStream(Response):
         except ApiError as error:
             _log.warning("told in the stream: %s", error)
             await self._event(send, encode(error.body()))
+        # Before the last word, so that whoever has read it finds the request counted and nothing held.
+        await self._close()
         await self._event(send, b"[DONE]", last=True)
 
     @staticmethod

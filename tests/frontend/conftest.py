@@ -1,0 +1,379 @@
+"""A model folder made on the spot, and a scripted cluster that speaks the real protocol over unix sockets."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from frontend import FrontendConfig, serve_frontend
+from frontend.tokenizer import Tokenizer
+from messenger.control import ControlServer, start_server
+from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message comes first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ suffix or '' }}"
+)
+TEXT = [
+    "the quick brown fox jumps over the lazy dog and the cat sat on the mat",
+    "naïve café résumé",
+    "你好世界",
+    "🎉😀",
+]
+MAX_MODEL_LEN = 512
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level BPE tokenizer and a chat template; no weights."""
+    path = tmp_path_factory.mktemp("tiny")
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(TEXT, trainer)
+    fast.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    fast.save(str(path / "tokenizer.json"))
+    write(path / "config.json", {"vocab_size": 340, "max_position_embeddings": 4096, "eos_token_id": 1})
+    write(path / "generation_config.json", {"eos_token_id": [1, 3]})
+    settings = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": TEMPLATE}
+    write(path / "tokenizer_config.json", settings)
+    return path
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Tokenizer:
+    return Tokenizer(model_path)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short: a unix socket's path has at most 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="mp-fe-"))
+    yield path
+    shutil.rmtree(path)
+
+
+class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
+    """Places where `place` says; keeps what it was asked and told."""
+
+    def __init__(self, place: Callable[[conductor_pb2.ScheduleRequest], conductor_pb2.ScheduleReply]) -> None:
+        self.place = place
+        self.scheduled: list[conductor_pb2.ScheduleRequest] = []
+        self.completed: asyncio.Queue[conductor_pb2.CompleteRequest] = asyncio.Queue()
+        self.cluster = conductor_pb2.ClusterReply(ready=True)
+
+    async def Schedule(self, request: Any, context: Any) -> conductor_pb2.ScheduleReply:
+        self.scheduled.append(request)
+        return self.place(request)
+
+    async def Complete(self, request: Any, context: Any) -> conductor_pb2.CompleteReply:
+        self.completed.put_nowait(request)
+        return conductor_pb2.CompleteReply()
+
+    async def Cluster(self, request: Any, context: Any) -> conductor_pb2.ClusterReply:
+        return self.cluster
+
+    async def completion(self) -> conductor_pb2.CompleteRequest:
+        """The next Complete."""
+        return await within(self.completed.get())
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Answers submits with `on_submit`, or leaves them to the test, which then sends tokens itself."""
+
+    def __init__(self, node_id: str, target: str, incarnation: int) -> None:
+        self.ref = conductor_pb2.NodeRef(node_id=node_id, incarnation=incarnation, target=target)
+        self.on_submit: Callable[[worker_pb2.Submit], Awaitable[None]] | None = None
+        self.hellos: list[worker_pb2.Hello] = []
+        self.submits: asyncio.Queue[worker_pb2.Submit] = asyncio.Queue()
+        self.cancels: asyncio.Queue[str] = asyncio.Queue()
+        self._outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
+        self._server: ControlServer | None = None
+
+    async def start(self) -> None:
+        self._server = await start_server(
+            self.ref.target, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
+        )
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        first = await anext(aiter(request_iterator))
+        self.hellos.append(first.hello)
+        self._outbox = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            yield worker_pb2.WorkerMessage()
+            while (message := await self._outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self, messages: AsyncIterator[worker_pb2.FrontendMessage]) -> None:
+        async for message in messages:
+            if message.HasField("cancel"):
+                self.cancels.put_nowait(message.cancel.request_id)
+            elif self.on_submit is not None:
+                await self.on_submit(message.submit)
+            else:
+                self.submits.put_nowait(message.submit)
+
+    async def submitted(self) -> worker_pb2.Submit:
+        """The next Submit."""
+        return await within(self.submits.get())
+
+    async def cancelled(self) -> str:
+        """The request of the next Cancel."""
+        return await within(self.cancels.get())
+
+    def send(
+        self, submit: worker_pb2.Submit, first: int, ids: Sequence[int], *, finish: int = 0, cached: int | None = None
+    ) -> None:
+        """Tokens `ids` from index `first` on, in one message; `finish` goes with the last, `cached` with the first."""
+        message = worker_pb2.WorkerMessage()
+        for index, token_id in enumerate(ids, start=first):
+            token = message.tokens.add(
+                request_id=submit.request_id, attempt=submit.attempt, index=index, token_id=token_id
+            )
+            if cached is not None and index == first:
+                token.timing.CopyFrom(
+                    worker_pb2.Timing(cached_tokens=cached, queue_s=0.5, load_s=0.25, prefill_s=0.125)
+                )
+        if finish:
+            message.tokens[-1].finish = finish  # type: ignore[assignment]
+        self._outbox.put_nowait(message)
+
+    def fail(self, submit: worker_pb2.Submit, code: str, *, retryable: bool, suspect: str = "") -> None:
+        self._outbox.put_nowait(
+            worker_pb2.WorkerMessage(
+                failures=[
+                    worker_pb2.Failure(
+                        request_id=submit.request_id,
+                        attempt=submit.attempt,
+                        code=code,
+                        message=f"scripted {code}",
+                        retryable=retryable,
+                        suspect_node_id=suspect,
+                    )
+                ]
+            )
+        )
+
+    def end_stream(self) -> None:
+        """As a worker's death looks from outside."""
+        self._outbox.put_nowait(None)
+
+
+class ScriptedCluster:
+    """A conductor and workers; by default p0 prefills, d0 decodes and `answer` tells the tokens."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.workers: dict[str, ScriptedWorker] = {}
+        self.conductor_target = f"unix:{run_dir}/c.sock"
+        self.conductor = ScriptedConductor(lambda request: self.placement("p0", "d0"))
+        self._server: ControlServer | None = None
+
+    async def add(self, node_id: str, incarnation: int = 1) -> ScriptedWorker:
+        worker = ScriptedWorker(node_id, f"unix:{self.run_dir}/{node_id}.sock", incarnation)
+        await worker.start()
+        self.workers[node_id] = worker
+        return worker
+
+    async def start_conductor(self) -> None:
+        self._server = await start_server(
+            self.conductor_target,
+            lambda server: conductor_pb2_grpc.add_ConductorServicer_to_server(self.conductor, server),
+        )
+
+    async def stop_conductor(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def stop(self) -> None:
+        await self.stop_conductor()
+        for worker in self.workers.values():
+            await worker.stop()
+
+    def placement(self, prefill: str, decode: str | None = None) -> conductor_pb2.ScheduleReply:
+        reply = conductor_pb2.ScheduleReply()
+        reply.placement.prefill.CopyFrom(self.workers[prefill].ref)
+        if decode is not None:
+            reply.placement.decode.CopyFrom(self.workers[decode].ref)
+        return reply
+
+    def answer_with(self, answer: Callable[[worker_pb2.Submit], tuple[list[int], int]]) -> None:
+        """From now on p0 and d0 answer each submit with (tokens, finish of the last)."""
+        prefill, decode = self.workers["p0"], self.workers["d0"]
+
+        async def on_submit(submit: worker_pb2.Submit) -> None:
+            ids, finish = answer(submit)
+            start = submit.generated
+            last = start + 1 == len(ids)
+            prefill.send(submit, start, ids[start : start + 1], finish=finish if last else 0, cached=8)
+            for index in range(start + 1, len(ids)):
+                decode.send(submit, index, [ids[index]], finish=finish if index == len(ids) - 1 else 0)
+
+        prefill.on_submit = on_submit
+
+
+@pytest.fixture
+async def cluster(run_dir: Path) -> AsyncIterator[ScriptedCluster]:
+    scripted = ScriptedCluster(run_dir)
+    for node_id in ("p0", "d0"):
+        await scripted.add(node_id)
+    node = conductor_pb2.Node(node_id="p0", role=common_pb2.ROLE_PREFILL, max_model_len=1024, capacity_tokens=1000)
+    report = conductor_pb2.NodeReport(num_running=1, free_tokens=250, counters={"kv_push_bytes": 7.0})
+    scripted.conductor.cluster.nodes.add(node=node, report=report)
+    node = conductor_pb2.Node(node_id="d0", role=common_pb2.ROLE_DECODE, max_model_len=MAX_MODEL_LEN)
+    scripted.conductor.cluster.nodes.add(node=node)
+    await scripted.start_conductor()
+    yield scripted
+    await scripted.stop()
+
+
+class Front:
+    """A running front door and an HTTP client for it."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+        self.url = url
+        self.http = http
+        self.stop = stop
+        self.task = task
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.http.post(self.url + path, json=body, **kwargs) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """All events of a stream, decoded; the closing [DONE] is checked and left out."""
+        async with self.http.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = (await response.read()).decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    def open_stream(self, path: str, body: dict[str, Any]) -> "asyncio.Task[aiohttp.ClientResponse]":
+        """Done once the stream's headers are here, which is with its first token."""
+        return asyncio.create_task(self.http.post(self.url + path, json=body | {"stream": True}))
+
+    async def events_of(self, stream: aiohttp.ClientResponse, count: int) -> bytes:
+        """The stream's next bytes, up to `count` events at least."""
+        seen = b""
+        async with asyncio.timeout(WAIT_S):
+            while seen.count(b"data: ") < count and not stream.content.at_eof():
+                seen += await stream.content.readany()
+        return seen
+
+    async def readiness(self, status: int) -> tuple[int, str]:
+        """What /ready says once it has this status."""
+        return await until(lambda: self.get("/ready"), lambda answer: answer[0] == status)
+
+    async def quiet(self) -> dict[str, Any]:
+        """The self-check once nothing is in flight any more."""
+        _, text = await until(lambda: self.get("/validate"), lambda answer: json.loads(answer[1])["ok"])
+        return json.loads(text)
+
+
+@pytest.fixture
+def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
+    return FrontendConfig(
+        model_path=model_path,
+        conductor_target=cluster.conductor_target,
+        port=0,
+        served_model_name="tiny",
+        node_id="fe-0",
+        block_tokens=4,
+        request_timeout_s=20.0,
+        cluster_interval_s=0.05,
+        drain_grace_s=5.0,
+    )
+
+
+StartFront = Callable[..., Any]
+
+
+@pytest.fixture
+def start_front(config: FrontendConfig) -> StartFront:
+    """`async with start_front(**changes) as front`: a front door with changed configuration."""
+
+    @asynccontextmanager
+    async def start(**changes: Any) -> AsyncIterator[Front]:
+        stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve_frontend(replace(config, **changes), stop, url.set_result))
+        await asyncio.wait((task, url), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+            try:
+                yield Front(url.result(), http, stop, task)
+            finally:
+                stop.set()
+                await within(task)
+
+    return start
+
+
+@pytest.fixture
+async def front(start_front: StartFront) -> AsyncIterator[Front]:
+    async with start_front() as running:
+        yield running
+
+
+async def until(look: Callable[[], Awaitable[Any]], holds: Callable[[Any], bool]) -> Any:
+    """What `look` returns once that `holds`; asked again and again, as an operator would."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            seen = await look()
+            if holds(seen):
+                return seen
+            await asyncio.sleep(0.01)
+
+
+async def within(work: Awaitable[Any]) -> Any:
+    """`work`'s result, soon; else the test fails."""
+    async with asyncio.timeout(WAIT_S):
+        return await work
+
+
+@pytest.fixture
+def ids_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def prompt_of() -> Callable[[worker_pb2.Submit], list[int]]:
+    return lambda submit: np.frombuffer(submit.prompt_ids, "<i4").tolist()

@@ -1,0 +1,318 @@
+"""A request outlives its workers: placed again with what it has, each token told once, or a named error."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moonpool_proto.v1 import conductor_pb2, worker_pb2
+
+LENGTH, STOP = worker_pb2.FINISH_LENGTH, worker_pb2.FINISH_STOP
+COMPLETIONS = "/v1/completions"
+PROMPT = list(range(10, 20))
+BODY = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "seed": 5}
+IDS = [20, 21, 22, 23]
+
+
+@pytest.fixture
+async def second_pair(cluster: Any) -> tuple[Any, Any]:
+    """Workers p1 and d1; a request is placed on the first pair, and on the second where the first is excluded."""
+
+    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        names = [next(n for n in pair if n not in request.exclude_nodes) for pair in (("p0", "p1"), ("d0", "d1"))]
+        return cluster.placement(*names)
+
+    cluster.conductor.place = place
+    return await cluster.add("p1"), await cluster.add("d1")
+
+
+def post(front: Any, body: dict[str, Any] = BODY) -> asyncio.Task[Any]:
+    return asyncio.create_task(front.post(COMPLETIONS, body))
+
+
+def ids_in(answer: tuple[int, Any]) -> list[int]:
+    status, body = answer
+    assert status == 200, body
+    return list(body["choices"][0]["token_ids"])
+
+
+async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
+    cluster: Any, front: Any, second_pair: Any, prompt_of: Callable[[Any], list[int]]
+) -> None:
+    task = post(front)
+    prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+    first = await prefill.submitted()
+    prefill.send(first, 0, IDS[:1], cached=8)
+    decode.send(first, 1, IDS[1:2])
+    decode.end_stream()
+    # p0 is not suspect: it gets the next attempt, whose decode node is another.
+    second = await prefill.submitted()
+    assert (second.request_id, second.attempt, second.generated) == (first.request_id, 2, 2)
+    assert prompt_of(second) == PROMPT + IDS[:2]
+    assert len(second.chain) == 3 * 16
+    assert second.chain[: len(first.chain)] == first.chain
+    assert second.sampling == first.sampling
+    assert second.timeout_s < first.timeout_s
+    schedule = cluster.conductor.scheduled[1]
+    assert (schedule.attempt, schedule.generated, schedule.max_new_tokens) == (2, 2, 2)
+    assert list(schedule.exclude_nodes) == ["d0"]
+    retry = await cluster.conductor.completion()
+    assert (retry.outcome, retry.attempt, retry.generated) == ("retry", 1, 2)
+    prefill.send(second, 2, IDS[2:3], cached=12)
+    second_pair[1].send(second, 3, IDS[3:], finish=LENGTH)
+    answer = await task
+    assert ids_in(answer) == IDS
+    facts = answer[1]["moonpool"]
+    assert (facts["attempts"], facts["decode_node"]) == (2, "d1")
+    assert answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert answer[1]["usage"]["completion_tokens"] == 4
+    finished = await cluster.conductor.completion()
+    assert (finished.outcome, finished.attempt, finished.generated) == ("finished", 2, 4)
+    await front.quiet()
+
+
+async def test_lost_prefill_worker_is_replaced_before_any_token(
+    cluster: Any, front: Any, second_pair: Any, prompt_of: Callable[[Any], list[int]]
+) -> None:
+    task = post(front)
+    await cluster.workers["p0"].submitted()
+    await cluster.workers["p0"].stop()
+    second = await second_pair[0].submitted()
+    assert (second.attempt, second.generated, prompt_of(second)) == (2, 0, PROMPT)
+    # The decode worker, which is alive, is told to let the lost attempt go.
+    assert await cluster.workers["d0"].cancelled() == second.request_id
+    second_pair[0].send(second, 0, IDS[:1])
+    cluster.workers["d0"].send(second, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_prefill_worker_lost_during_the_hand_off_costs_an_attempt(
+    cluster: Any, front: Any, second_pair: Any
+) -> None:
+    task = post(front)
+    first = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(first, 0, IDS[:1])
+    cluster.workers["p0"].end_stream()
+    second = await second_pair[0].submitted()
+    assert second.generated == 1
+    second_pair[0].send(second, 1, IDS[1:2])
+    cluster.workers["d0"].send(second, 2, IDS[2:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_prefill_worker_lost_after_the_hand_off_does_not_matter(cluster: Any, front: Any) -> None:
+    opening = front.open_stream(COMPLETIONS, BODY)
+    prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+    submit = await prefill.submitted()
+    prefill.send(submit, 0, IDS[:1])
+    stream = await opening
+    seen = await front.events_of(stream, 1)
+    decode.send(submit, 1, IDS[1:2])
+    seen += await front.events_of(stream, 1)
+    await prefill.stop()
+    decode.send(submit, 2, IDS[2:], finish=LENGTH)
+    seen += await stream.read()
+    stream.close()
+    assert b'"attempts":1' in seen
+    assert seen.endswith(b"[DONE]\n\n")
+    assert len(cluster.conductor.scheduled) == 1
+
+
+async def test_retryable_failure_excludes_the_node_it_names(cluster: Any, front: Any, second_pair: Any) -> None:
+    task = post(front)
+    first = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].fail(first, "reserve", retryable=True, suspect="d0")
+    second = await cluster.workers["p0"].submitted()
+    assert list(cluster.conductor.scheduled[1].exclude_nodes) == ["d0"]
+    cluster.workers["p0"].send(second, 0, IDS[:1])
+    second_pair[1].send(second, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_tokens_of_an_attempt_that_was_given_up_are_not_taken(cluster: Any, front: Any, second_pair: Any) -> None:
+    task = post(front)
+    prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+    first = await prefill.submitted()
+    prefill.fail(first, "internal", retryable=True, suspect="d0")
+    second = await prefill.submitted()
+    decode.send(first, 0, [99])
+    prefill.send(first, 0, [98], finish=LENGTH)
+    prefill.send(second, 0, IDS[:1])
+    second_pair[1].send(second, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_duplicate_tokens_are_ignored_and_counted(cluster: Any, front: Any) -> None:
+    task = post(front)
+    prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+    submit = await prefill.submitted()
+    prefill.send(submit, 0, IDS[:1])
+    prefill.send(submit, 0, [77])
+    decode.send(submit, 1, IDS[1:3])
+    decode.send(submit, 0, [78, 79])
+    decode.send(submit, 3, IDS[3:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+    assert 'moonpool:duplicate_tokens_total{model_name="tiny"} 3.0' in (await front.get("/metrics"))[1]
+
+
+async def test_decode_tokens_that_overtake_the_first_one_wait_for_it(cluster: Any, front: Any) -> None:
+    task = post(front)
+    prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
+    submit = await prefill.submitted()
+    decode.send(submit, 2, IDS[2:], finish=LENGTH)
+    decode.send(submit, 1, IDS[1:2])
+    await front.get("/health")  # a round trip: what was sent before it has been read
+    prefill.send(submit, 0, IDS[:1])
+    assert ids_in(await task) == IDS
+
+
+async def test_unreachable_worker_is_excluded(cluster: Any, front: Any, second_pair: Any) -> None:
+    await cluster.workers["d0"].stop()
+    task = post(front)
+    submit = await cluster.workers["p0"].submitted()
+    assert submit.attempt == 2
+    assert list(cluster.conductor.scheduled[1].exclude_nodes) == ["d0"]
+    cluster.workers["p0"].send(submit, 0, IDS[:1])
+    second_pair[1].send(submit, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_restarted_worker_is_attached_to_anew(cluster: Any, front: Any) -> None:
+    cluster.answer_with(lambda submit: (IDS, LENGTH))
+    assert ids_in(await post(front)) == IDS
+    await cluster.workers["d0"].stop()
+    await cluster.add("d0", incarnation=2)
+    cluster.answer_with(lambda submit: (IDS, LENGTH))
+    assert ids_in(await post(front)) == IDS
+    assert len(cluster.workers["p0"].hellos) == 1
+
+
+async def test_attempts_are_limited_and_the_error_tells_the_last_cause(cluster: Any, start_front: Any) -> None:
+    prefill = cluster.workers["p0"]
+
+    async def on_submit(submit: worker_pb2.Submit) -> None:
+        prefill.fail(submit, "internal", retryable=True)
+
+    prefill.on_submit = on_submit
+    async with start_front(max_attempts=3) as front:
+        status, body = await post(front)
+        assert (status, body["error"]["code"]) == (500, "generation_failed")
+        assert "3 attempts" in body["error"]["message"]
+        assert "p0: scripted internal" in body["error"]["message"]
+        outcomes = [(await cluster.conductor.completion()).outcome for _ in range(3)]
+        assert outcomes == ["retry", "retry", "failed"]
+        await front.quiet()
+
+
+async def test_request_that_lost_its_only_worker_waits_for_its_return(cluster: Any, front: Any) -> None:
+    placed = cluster.placement("p0", "d0")
+    missing = conductor_pb2.ScheduleReply(rejection=conductor_pb2.Rejection(reason="no_nodes", message="none"))
+
+    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        asked = len(cluster.conductor.scheduled)
+        return missing if asked in (2, 3) else placed
+
+    cluster.conductor.place = place
+    task = post(front)
+    first = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(first, 0, IDS[:1])
+    cluster.workers["d0"].end_stream()
+    second = await cluster.workers["p0"].submitted()
+    # Exclusions are dropped once nothing else is left: the suspect may be a new incarnation by now.
+    assert [list(schedule.exclude_nodes) for schedule in cluster.conductor.scheduled] == [[], ["d0"], [], []]
+    cluster.workers["p0"].send(second, 1, IDS[1:2])
+    cluster.workers["d0"].send(second, 2, IDS[2:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
+async def test_no_place_left_is_a_named_error_after_the_grace(cluster: Any, start_front: Any) -> None:
+    placed = cluster.placement("p0", "d0")
+    missing = conductor_pb2.ScheduleReply(rejection=conductor_pb2.Rejection(reason="no_nodes", message="all are gone"))
+    cluster.conductor.place = lambda request: placed if request.attempt == 1 else missing
+    async with start_front(replace_grace_s=0.3) as front:
+        task = post(front)
+        await cluster.workers["p0"].submitted()
+        cluster.workers["p0"].end_stream()
+        status, body = await task
+        assert (status, body["error"]["code"], body["error"]["message"]) == (503, "no_nodes", "all are gone")
+
+
+async def test_conductor_away_for_a_moment_is_waited_for(cluster: Any, front: Any) -> None:
+    cluster.answer_with(lambda submit: (IDS, LENGTH))
+    await cluster.stop_conductor()
+    task = post(front)
+    assert "conductor does not answer" in (await front.readiness(503))[1]
+
+    assert not task.done()
+    await cluster.start_conductor()
+    assert ids_in(await task) == IDS
+    await front.readiness(200)
+
+
+async def test_running_request_does_not_need_the_conductor(cluster: Any, front: Any) -> None:
+    task = post(front)
+    submit = await cluster.workers["p0"].submitted()
+    await cluster.stop_conductor()
+    cluster.workers["p0"].send(submit, 0, IDS[:1])
+    cluster.workers["d0"].send(submit, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+    await cluster.start_conductor()
+    # The last word is kept until the conductor is back.
+    assert (await cluster.conductor.completion()).outcome == "finished"
+
+
+async def test_conductor_away_for_good_ends_at_the_deadline(cluster: Any, start_front: Any) -> None:
+    await cluster.stop_conductor()
+    async with start_front(request_timeout_s=0.5) as front:
+        status, body = await post(front)
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_silent_worker_ends_at_the_deadline_with_what_there_is(cluster: Any, start_front: Any) -> None:
+    async with start_front(request_timeout_s=0.6) as front:
+        task = asyncio.create_task(front.events(COMPLETIONS, BODY))
+        submit = await cluster.workers["p0"].submitted()
+        cluster.workers["p0"].send(submit, 0, IDS[:1])
+        *_, last = await task
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert "1 tokens generated, on p0 and d0" in last["error"]["message"]
+        assert await cluster.workers["d0"].cancelled() == submit.request_id
+        assert (await cluster.conductor.completion()).outcome == "failed"
+        status, body = await post(front)
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_worker_silent_between_tokens_is_suspected(cluster: Any, start_front: Any, second_pair: Any) -> None:
+    async with start_front(idle_timeout_s=0.3) as front:
+        task = post(front)
+        first = await cluster.workers["p0"].submitted()
+        cluster.workers["p0"].send(first, 0, IDS[:1])
+        second = await cluster.workers["p0"].submitted()
+        assert (second.generated, list(cluster.conductor.scheduled[1].exclude_nodes)) == (1, ["d0"])
+        cluster.workers["p0"].send(second, 1, IDS[1:2])
+        second_pair[1].send(second, 2, IDS[2:], finish=LENGTH)
+        assert ids_in(await task) == IDS
+
+
+async def test_first_token_that_ends_the_request_needs_no_decode_worker(cluster: Any, front: Any) -> None:
+    task = post(front)
+    submit = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(submit, 0, [3], finish=STOP)
+    answer = await task
+    assert ids_in(answer) == [3]
+    assert answer[1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_text_goes_on_seamlessly_over_attempts(cluster: Any, front: Any, ids_of: Any, second_pair: Any) -> None:
+    ids = ids_of("a🎉b")
+    assert len(ids) > 3
+    task = post(front, {"prompt": "x", "max_tokens": len(ids)})
+    first = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(first, 0, ids[:1])
+    cluster.workers["d0"].send(first, 1, ids[1:2])  # ends inside the emoji
+    cluster.workers["d0"].end_stream()
+    second = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(second, 2, ids[2:3])
+    second_pair[1].send(second, 3, ids[3:], finish=LENGTH)
+    assert (await task)[1]["choices"][0]["text"] == "a🎉b"
