@@ -10,10 +10,15 @@ from kvpool.address import (
     kv_namespace,
     parent_keys,
 )
+from kvpool.client import PoolClient
+from kvpool.config import PoolNodeConfig
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
 from kvpool.directory import Directory, DirectoryState
+from kvpool.directory_feed import follow_pool_events
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
+from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus
+from kvpool.server import serve_pool_node
 from kvpool.spec import KvGroup, KvSpec
 
 __all__ = [
@@ -23,11 +28,18 @@ __all__ = [
     "KvGroup",
     "KvPoolError",
     "KvSpec",
+    "Lease",
     "Namespace",
+    "PoolClient",
+    "PoolDescription",
     "PoolEvents",
+    "PoolNodeConfig",
     "Provenance",
+    "PutTicket",
+    "SlotStatus",
     "chain_keys",
     "chain_seed",
+    "follow_pool_events",
     "keys_from_bytes",
     "keys_u64",
     "kv_namespace",
@@ -35,4 +47,5 @@ __all__ = [
     "layer_digests_at",
     "parent_keys",
     "seal_digest",
+    "serve_pool_node",
 ]

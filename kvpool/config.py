@@ -1,0 +1,70 @@
+"""Configuration of one pool node, validated where it is made."""
+
+import math
+import os
+from dataclasses import dataclass, field
+
+from kvpool.errors import PoolConfigError
+from kvpool.policy import PoolLimits
+from messenger import MessengerConfig
+
+__all__ = ["PoolNodeConfig"]
+
+_MIN_ARENA_NBYTES = 64 << 10
+_MAX_SLAB_NBYTES = 1 << 20
+_PAGE_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class PoolNodeConfig:
+    """Raises PoolConfigError for values that cannot work."""
+
+    node_id: str
+    """Name of the node in the cluster."""
+    listen: str
+    """gRPC target to serve at: "unix:/dir/name.sock" or "host:port"."""
+    conductor_target: str = ""
+    """The conductor to join; empty: none."""
+    arena_bytes: int = 256 << 20
+    """Memory for blocks. Committed by the kernel as it is used, not at the start."""
+    host_id: str = ""
+    """Nodes of equal host share memory; empty: the messenger's."""
+    messenger: MessengerConfig = field(default_factory=MessengerConfig)
+    """How bytes of blocks are read and written."""
+    operation_s: float = 30.0
+    """Longest deadline of a read: how long slots are kept after a lease on them expired."""
+    max_lease_s: float = 600.0
+    """Longer leases and puts are cut to this."""
+    sweep_s: float = 0.2
+    """How often overdue puts and leases are ended."""
+    report_s: float = 1.0
+    """How often load and counters are reported to the conductor."""
+    heartbeat_s: float = 1.0
+    """How often an event stream without news says so."""
+    max_copies: int = 2
+    """Copies from other pool nodes that run at a time; others wait."""
+
+    def __post_init__(self) -> None:
+        if not self.node_id:
+            raise PoolConfigError("a pool node needs a node_id")
+        for name in ("operation_s", "max_lease_s", "sweep_s", "report_s", "heartbeat_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise PoolConfigError(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
+        if self.max_copies < 1:
+            raise PoolConfigError(f"max_copies must be at least 1, not {self.max_copies}")
+        if self.arena_bytes < _MIN_ARENA_NBYTES:
+            raise PoolConfigError(f"arena_bytes must be at least {_MIN_ARENA_NBYTES}, not {self.arena_bytes}")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.arena_bytes > memory:
+            raise PoolConfigError(f"arena_bytes is {self.arena_bytes}, but this machine has {memory} bytes of memory")
+
+    @property
+    def limits(self) -> PoolLimits:
+        """What the policy needs of this. A unit of the arena is a 64th of it, at most 1 MiB."""
+        unit = min(self.arena_bytes // 64, _MAX_SLAB_NBYTES) // _PAGE_NBYTES * _PAGE_NBYTES
+        return PoolLimits(
+            arena_nbytes=self.arena_bytes,
+            slab_nbytes=max(unit, _PAGE_NBYTES),
+            operation_ns=int(self.operation_s * 1e9),
+            max_lease_ns=int(self.max_lease_s * 1e9),
+        )

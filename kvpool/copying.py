@@ -1,0 +1,160 @@
+"""Copying blocks from another pool node into this one: pin there, read through the messenger, verify, seal here."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.address import keys_from_bytes
+from kvpool.client import PoolClient
+from kvpool.digest import layer_digests_at
+from kvpool.errors import CopyFailed, KvPoolError
+from kvpool.handles import Lease
+from kvpool.node import PoolNode
+from kvpool.policy import SlotStatus
+from kvpool.spec import KvSpec
+from messenger import MessengerError
+
+__all__ = ["Copied", "copy_blocks"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy brought: whole blocks over all groups, and their bytes."""
+
+    num_blocks: int
+    nbytes: int
+
+
+async def copy_blocks(
+    node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source_target: str, timeout_s: float
+) -> Copied:
+    """Bring the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
+
+    Blocks that are here are left alone. A block whose bytes do not have the source's digests is refused, counted, and
+    reported to the source, which removes it; the others are sealed. Raises CopyFailed.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    source = PoolClient(source_target, owner=node.config.node_id, owner_incarnation=node.incarnation)
+    node.num_copies += 1
+    try:
+        async with asyncio.timeout_at(deadline), node.copying:
+            return await _copy(node, kv_namespace, chain, source, deadline)
+    except (MessengerError, TimeoutError, KvPoolError) as error:
+        reason = f"not done within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else str(error)
+        raise CopyFailed(f"blocks of {source_target} could not be copied to {node.config.node_id}: {reason}") from error
+    finally:
+        node.num_copies -= 1
+        await source.close()
+
+
+async def _copy(
+    node: PoolNode, kv_namespace: bytes, chain: Sequence[bytes], source: PoolClient, deadline: float
+) -> Copied:
+    if len(node.core.store.leading_run(kv_namespace, chain)) == len(chain):
+        return Copied(0, 0)
+    left_s = _left_s(deadline)
+    lease = await source.pin(kv_namespace, keys_from_bytes(b"".join(chain)), lease_s=left_s, deadline_s=left_s)
+    if lease is None:
+        return Copied(0, 0)
+    try:
+        spec = node.core.store.spec_of(kv_namespace) or await _spec_at(source, kv_namespace)
+        return await _copy_leased(node, kv_namespace, spec, source, lease, deadline)
+    finally:
+        # The lease ends by itself if the source cannot be told.
+        with contextlib.suppress(MessengerError):
+            await source.unpin(lease, deadline_s=2)
+
+
+async def _copy_leased(
+    node: PoolNode, kv_namespace: bytes, spec: KvSpec, source: PoolClient, lease: Lease, deadline: float
+) -> Copied:
+    keys = [bytes(key) for key in lease.chain]
+    allocation = node.allocate(
+        kv_namespace,
+        spec,
+        keys,
+        [bytes(16), *keys[:-1]],
+        owner=node.config.node_id,
+        owner_incarnation=node.incarnation,
+        ttl_ns=int(_left_s(deadline) * 1e9),
+    )
+    if not allocation.new_blocks:
+        return Copied(0, 0)
+    new = [i for i, status in enumerate(allocation.status) if status is SlotStatus.NEW]
+    expected = [each[new] for each in lease.digests]
+    try:
+        offsets = np.array([block.offsets for block in allocation.new_blocks], np.int64).T
+        await _read(node, spec, allocation.put_id, lease, offsets, lease.offsets[:, new], deadline)
+        right = await asyncio.to_thread(_verify, node, spec, offsets, expected)
+        digests = [tuple(each[i].astype("<u8").tobytes() for each in expected) for i in range(len(new))]
+        sealed = await node.seal(allocation.put_id, digests, keep=right.tolist())
+    except BaseException:
+        await node.abort(allocation.put_id)
+        raise
+    if not right.all():
+        await _report(node, kv_namespace, source, lease.chain[new][~right])
+    return Copied(sealed, sealed * spec.block_nbytes)
+
+
+async def _read(
+    node: PoolNode,
+    spec: KvSpec,
+    put_id: str,
+    lease: Lease,
+    local: NDArray[np.int64],
+    remote: NDArray[np.int64],
+    deadline: float,
+) -> None:
+    """Read whole slots into a put of this node; local and remote are offsets [groups, n]."""
+    sizes = [np.full(local.shape[1], spec.slot_nbytes(g), np.int64) for g in range(spec.num_groups)]
+    slices = np.concatenate([np.stack([local[g], remote[g], sizes[g]], axis=1) for g in range(spec.num_groups)])
+    peer = node.messenger.connect(lease.endpoint)
+    left_s = _left_s(deadline)
+    future = node.own_read(put_id, lambda: peer.read(lease.key, node.region, slices, deadline_s=left_s))
+    # A read cannot be cancelled, and its failure may come when nobody waits for it any more.
+    reading = asyncio.wrap_future(future)
+    reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait([reading])
+    reading.result()
+
+
+def _verify(
+    node: PoolNode, spec: KvSpec, offsets: NDArray[np.int64], expected: list[NDArray[np.uint64]]
+) -> NDArray[np.bool_]:
+    valid = np.full(offsets.shape[1], spec.block_tokens, np.int32)
+    right = np.ones(offsets.shape[1], bool)
+    for g in range(spec.num_groups):
+        got = layer_digests_at(node.memory.array, np.ascontiguousarray(offsets[g]), spec, g, valid)
+        right &= (got == expected[g]).all(axis=1)
+    return right
+
+
+async def _report(node: PoolNode, kv_namespace: bytes, source: PoolClient, corrupt: NDArray[np.uint8]) -> None:
+    node.core.counters["digest_mismatches"] += len(corrupt)
+    _log.error("%d blocks copied from %s failed verification and were refused", len(corrupt), source.target)
+    try:
+        await source.quarantine(kv_namespace, corrupt)
+    except (MessengerError, KvPoolError) as error:
+        _log.warning("corrupt blocks could not be reported to %s: %s", source.target, error)
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - asyncio.get_running_loop().time()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+async def _spec_at(source: PoolClient, kv_namespace: bytes) -> KvSpec:
+    state = await source.state()
+    known = state["namespaces"].get(kv_namespace.hex())
+    if known is None:
+        raise CopyFailed(f"{source.target} does not say what namespace {kv_namespace.hex()} is made of")
+    return KvSpec.from_json(known["spec"])

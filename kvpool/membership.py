@@ -1,0 +1,65 @@
+"""A pool node's place in the cluster: joins the conductor, reports every second, joins again for ever."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from kvpool.node import PoolNode
+from messenger.control import open_channel
+from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+
+__all__ = ["stay_joined"]
+
+_RECONNECT_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+async def stay_joined(node: PoolNode, target: str) -> None:
+    """Be a member of the conductor at `node.config.conductor_target`, reachable at `target`, until cancelled."""
+    conductor = node.config.conductor_target
+    last_trouble = ""
+    while True:
+        channel = open_channel(conductor)
+        try:
+            stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(channel)
+            # A draining pool node goes on serving its blocks, so no command changes what it does.
+            async for command in stub.Join(_reports(node, target)):
+                if command.HasField("accepted"):
+                    _log.info("joined the conductor at %s", conductor)
+                    last_trouble = ""
+            trouble = "it ended the stream"
+        except grpc.aio.AioRpcError as error:
+            trouble = f"{error.details()} [{error.code().name}]"
+        finally:
+            await channel.close()
+        if trouble != last_trouble:
+            _log.warning("not joined to the conductor at %s, trying on: %s", conductor, trouble)
+            last_trouble = trouble
+        await asyncio.sleep(_RECONNECT_S)
+
+
+async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.NodeReport]:
+    endpoint = node.messenger.endpoint
+    first = _report(node)
+    first.node.CopyFrom(
+        conductor_pb2.Node(
+            node_id=node.config.node_id,
+            role=common_pb2.ROLE_POOL,
+            incarnation=node.incarnation,
+            target=target,
+            endpoint=endpoint.to_proto(),
+            host_id=node.config.host_id or endpoint.host_id,
+        )
+    )
+    yield first
+    while True:
+        await asyncio.sleep(node.config.report_s)
+        yield _report(node)
+
+
+def _report(node: PoolNode) -> conductor_pb2.NodeReport:
+    counters = {name: float(count) for name, count in node.counters().items()}
+    return conductor_pb2.NodeReport(num_running=len(node.core.leases) + len(node.core.puts), counters=counters)

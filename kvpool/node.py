@@ -1,0 +1,252 @@
+"""A pool node in its process: the policy core, the arena it decides on, and the keys by which others reach it. No gRPC.
+
+All methods belong to one event loop. Readers get one key to the whole region, which lives as long as the node: a lease
+protects slots from reuse, and digests tell a reader whose lease has run out. A writer gets a key of its own per put, to
+a window from its first to its last slot; the key is revoked when the put ends, and only then are slots that it left
+unsealed used again.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvpool import digest
+from kvpool.config import PoolNodeConfig
+from kvpool.errors import PutLost
+from kvpool.events import PoolEvents
+from kvpool.policy import Allocation, LeaseGrant, PoolCore
+from kvpool.spec import KvSpec
+from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
+
+__all__ = ["PoolNode"]
+
+T = TypeVar("T")
+
+
+class PoolNode:
+    """One incarnation of a pool node, from `start` to `close`."""
+
+    def __init__(self, config: PoolNodeConfig, incarnation: int) -> None:
+        self.config = config
+        self.incarnation = incarnation
+        self.core = PoolCore(config.limits, incarnation)
+        self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=incarnation)
+        self.copying = asyncio.Semaphore(config.max_copies)
+        self.num_copies = 0
+        self.closing = False
+        self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
+        self._own_reads: dict[str, Future[Any]] = {}  # into slots of this node's own puts
+        self._changed = asyncio.Event()
+        self._told_seq = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> Endpoint:
+        """Reserve the arena, listen, begin to sweep. Raises AddressInUse, BindFailed or OSError."""
+        await asyncio.to_thread(digest.warm_up)
+        endpoint = self.messenger.start()
+        try:
+            self.memory = SharedMemory.create(self.config.arena_bytes, f"moonpool-{self.config.node_id}")
+        except BaseException:
+            await asyncio.to_thread(self.messenger.close)
+            raise
+        self.region = self.messenger.register(self.memory)
+        self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
+        self._spawn(self._sweep())
+        return endpoint
+
+    async def close(self) -> None:
+        """End everything; the arena and what was in it are gone."""
+        self.stop_events()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.messenger.close)
+        self.memory.close()
+
+    def allocate(
+        self,
+        kv_namespace: bytes,
+        spec: KvSpec,
+        chain: Sequence[bytes],
+        parents: Sequence[bytes],
+        *,
+        owner: str,
+        owner_incarnation: int,
+        ttl_ns: int,
+    ) -> Allocation:
+        """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`."""
+        allocation = self.core.allocate(
+            time.monotonic_ns(),
+            kv_namespace,
+            spec,
+            chain,
+            parents,
+            owner=owner,
+            owner_incarnation=owner_incarnation,
+            ttl_ns=ttl_ns,
+        )
+        self.tell()
+        return allocation
+
+    def write_key(self, allocation: Allocation) -> RemoteKey:
+        """A key to write to the NEW slots of an allocation that has some, good until the put ends."""
+        spans = [
+            (offset, offset + block.spec.slot_nbytes(g))
+            for block in allocation.new_blocks
+            for g, offset in enumerate(block.offsets)
+        ]
+        start, end = min(span[0] for span in spans), max(span[1] for span in spans)
+        key = self.messenger.grant(self.region, start, end - start, read=False, write=True)
+        self._keys[allocation.put_id] = key
+        return key
+
+    def own_read(self, put_id: str, start: Callable[[], Future[T]]) -> Future[T]:
+        """Start a read into the slots of a put of this node's own: they stay fenced until its future is done.
+
+        Raises PutLost, and starts nothing, when the put has ended.
+        """
+        if put_id not in self.core.puts:
+            raise PutLost(f"put {put_id!r} ended before its blocks were read")
+        future = self._own_reads[put_id] = start()
+        return future
+
+    async def seal(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None) -> int:
+        """As `PoolCore.seal`; the blocks are visible at once, and when this returns nobody can write to them."""
+        sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
+        self.tell()
+        await self._revoked(put_id)
+        return sealed
+
+    async def abort(self, put_id: str) -> None:
+        """As `PoolCore.abort`; when this returns the slots are free."""
+        if self.core.abort(put_id):
+            await self._revoked(put_id)
+
+    def pin(
+        self, kv_namespace: bytes, chain: Sequence[bytes], *, owner: str, owner_incarnation: int, lease_ns: int
+    ) -> LeaseGrant | None:
+        """As `PoolCore.pin`; read with `read_key`."""
+        return self.core.pin(
+            time.monotonic_ns(),
+            kv_namespace,
+            chain,
+            owner=owner,
+            owner_incarnation=owner_incarnation,
+            lease_ns=lease_ns,
+        )
+
+    def renew(self, lease_id: str, lease_ns: int) -> bool:
+        """As `PoolCore.renew`."""
+        return self.core.renew(time.monotonic_ns(), lease_id, lease_ns)
+
+    async def events(self, incarnation: int, after_seq: int) -> AsyncIterator[PoolEvents]:
+        """The node's events after (incarnation, after_seq), or from a snapshot; heartbeats where there is no news."""
+        quiet = True
+        while not self.closing:
+            changed = self._changed
+            messages = self.core.log.after(incarnation, after_seq)
+            if messages is None:
+                messages = self.core.store.snapshot()
+            if quiet and not messages:
+                messages = [PoolEvents(self.incarnation, after_seq)]
+            for message in messages:
+                yield message
+                incarnation, after_seq = message.incarnation, message.seq
+            try:
+                async with asyncio.timeout(self.config.heartbeat_s):
+                    await changed.wait()
+                quiet = False
+            except TimeoutError:
+                quiet = True
+
+    def stop_events(self) -> None:
+        """End all event streams."""
+        self.closing = True
+        self._wake()
+
+    def tell(self) -> None:
+        """Wake event streams if there are events they have not seen."""
+        if self.core.log.seq != self._told_seq:
+            self._told_seq = self.core.log.seq
+            self._wake()
+
+    def state(self) -> dict[str, Any]:
+        """What the node holds and has counted, as plain data."""
+        store = self.core.store
+        namespaces = {
+            kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
+            for kv_namespace, count in store.num_blocks.items()
+            if (spec := store.spec_of(kv_namespace)) is not None
+        }
+        leases = Counter(lease.owner for lease in self.core.leases.values())
+        puts = Counter(put.owner for put in self.core.puts.values())
+        return {
+            "node_id": self.config.node_id,
+            "incarnation": self.incarnation,
+            "endpoint": str(self.messenger.endpoint),
+            "arena_bytes": self.config.arena_bytes,
+            "used_bytes": store.slabs.nbytes_used,
+            "event_seq": self.core.log.seq,
+            "namespaces": namespaces,
+            "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},
+            "counts": self.counts(),
+            "counters": self.counters(),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """What is here now."""
+        return {
+            "blocks": self.core.store.index.num_sealed,
+            "leases": len(self.core.leases),
+            "puts": len(self.core.puts),
+            "fenced_puts": len(self.core.fenced),
+            "write_keys": len(self._keys),
+            "copies": self.num_copies,
+        }
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        own = {f"pool_{name}": count for name, count in sorted(self.core.counters.items())}
+        moved = {f"messenger_{name}": n for name, n in self.messenger.counters().items() if not name.endswith("_open")}
+        return own | moved
+
+    def validate(self) -> dict[str, Any]:
+        """The self-check: everything is consistent, and nothing but sealed blocks is held."""
+        counts = self.counts()
+        problems = [*self.core.validate(), *self.messenger.validate()]
+        problems += [f"{n} {name} are held" for name, n in counts.items() if n and name != "blocks"]
+        return {"ok": not problems, "problems": problems, "counts": counts}
+
+    async def _revoked(self, put_id: str) -> None:
+        """Revoke an ended put's key and free what it left. Goes on to its end if the caller is cancelled."""
+        await asyncio.shield(self._spawn(self._revoke(put_id)))
+
+    async def _revoke(self, put_id: str) -> None:
+        key = self._keys.get(put_id)
+        if key is not None:
+            await asyncio.to_thread(self.messenger.revoke, key)
+            del self._keys[put_id]
+        read = self._own_reads.pop(put_id, None)
+        if read is not None:
+            await asyncio.gather(asyncio.wrap_future(read), return_exceptions=True)
+        self.core.fence_revoked(put_id)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sweep_s)
+            for put_id in self.core.expire(time.monotonic_ns()):
+                self._spawn(self._revoke(put_id))
+            self.tell()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

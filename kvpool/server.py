@@ -1,0 +1,50 @@
+"""The life of a pool node's process: start, listen, join, serve, stop."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from kvpool.config import PoolNodeConfig
+from kvpool.membership import stay_joined
+from kvpool.node import PoolNode
+from kvpool.service import PoolService
+from messenger.control import start_server
+from moonpool_proto.v1 import pool_pb2_grpc
+
+__all__ = ["serve_pool_node"]
+
+_STOP_GRACE_S = 1.0
+
+
+async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+    """Serve until `stop` is set; `on_ready(target)` is called once calls are answered, joined to a conductor or not.
+
+    Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed when it cannot listen.
+    """
+    node = PoolNode(config, secrets.randbits(64))
+    await node.start()
+    try:
+
+        def add(server: grpc.aio.Server) -> None:
+            pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
+
+        server = await start_server(config.listen, add)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        try:
+            if config.conductor_target:
+                tasks.append(asyncio.create_task(stay_joined(node, server.target)))
+            on_ready(server.target)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            node.stop_events()
+            await server.stop(_STOP_GRACE_S)
+    finally:
+        await node.close()

@@ -1,0 +1,190 @@
+"""The gRPC face of a pool node: decodes requests, calls the node, encodes answers. No decisions."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from kvpool.address import KEY_NBYTES
+from kvpool.copying import copy_blocks
+from kvpool.errors import (
+    AddressError,
+    CopyFailed,
+    KvPoolError,
+    PoolRefused,
+    PutLost,
+    SpecError,
+    SpecMismatch,
+)
+from kvpool.node import PoolNode
+from kvpool.policy import Block
+from kvpool.spec import KvSpec
+from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc, worker_pb2
+
+__all__ = ["PoolService"]
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+Context = grpc.aio.ServicerContext
+
+_CODES: dict[type[KvPoolError], grpc.StatusCode] = {
+    PutLost: grpc.StatusCode.NOT_FOUND,
+    SpecMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    CopyFailed: grpc.StatusCode.ABORTED,
+    SpecError: grpc.StatusCode.INVALID_ARGUMENT,
+    AddressError: grpc.StatusCode.INVALID_ARGUMENT,
+    PoolRefused: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+def _refusing(handler: Handler) -> Handler:
+    """Answer the package's errors with a status code that `kvpool.client` turns back into them."""
+
+    @functools.wraps(handler)
+    async def answer(self: PoolService, request: Any, context: Context[Any, Any]) -> Any:
+        try:
+            return await handler(self, request, context)
+        except KvPoolError as error:
+            code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+            await context.abort(code, str(error))
+
+    return answer  # type: ignore[return-value]
+
+
+class PoolService(pool_pb2_grpc.PoolServicer):
+    """Serves one PoolNode."""
+
+    def __init__(self, node: PoolNode) -> None:
+        self._node = node
+
+    @_refusing
+    async def Describe(self, request: pool_pb2.DescribeRequest, context: Context[Any, Any]) -> pool_pb2.DescribeReply:
+        return pool_pb2.DescribeReply(
+            node_id=self._node.config.node_id,
+            incarnation=self._node.incarnation,
+            endpoint=self._node.messenger.endpoint.to_proto(),
+            arena_bytes=self._node.config.arena_bytes,
+        )
+
+    @_refusing
+    async def Allocate(self, request: pool_pb2.AllocateRequest, context: Context[Any, Any]) -> pool_pb2.AllocateReply:
+        spec = KvSpec.from_proto(request.spec)
+        allocation = self._node.allocate(
+            _namespace(request.kv_namespace),
+            spec,
+            _keys(request.chain),
+            _keys(request.parents),
+            owner=request.owner,
+            owner_incarnation=request.owner_incarnation,
+            ttl_ns=_nanoseconds("ttl_s", request.ttl_s),
+        )
+        key = None
+        if allocation.new_blocks:
+            key = worker_pb2.RemoteKey(packed=self._node.write_key(allocation).pack())
+        groups = [
+            worker_pb2.BlockSlots(offsets=[block.offsets[g] for block in allocation.new_blocks])
+            for g in range(spec.num_groups)
+        ]
+        return pool_pb2.AllocateReply(
+            put_id=allocation.put_id,
+            key=key,
+            status=[pool_pb2.SlotStatus.ValueType(status) for status in allocation.status],
+            groups=groups,
+        )
+
+    @_refusing
+    async def Seal(self, request: pool_pb2.SealRequest, context: Context[Any, Any]) -> pool_pb2.SealReply:
+        sealed = await self._node.seal(request.put_id, [tuple(block.digests) for block in request.blocks])
+        return pool_pb2.SealReply(sealed=sealed)
+
+    @_refusing
+    async def AbortPut(self, request: pool_pb2.AbortPutRequest, context: Context[Any, Any]) -> pool_pb2.AbortPutReply:
+        await self._node.abort(request.put_id)
+        return pool_pb2.AbortPutReply()
+
+    @_refusing
+    async def Pin(self, request: pool_pb2.PinRequest, context: Context[Any, Any]) -> pool_pb2.PinReply:
+        grant = self._node.pin(
+            _namespace(request.kv_namespace),
+            _keys(request.chain),
+            owner=request.owner,
+            owner_incarnation=request.owner_incarnation,
+            lease_ns=_nanoseconds("lease_s", request.lease_s),
+        )
+        if grant is None:
+            return pool_pb2.PinReply()
+        return pool_pb2.PinReply(
+            lease_id=grant.lease_id,
+            key=worker_pb2.RemoteKey(packed=self._node.read_key.pack()),
+            blocks=[_pull_block(block) for block in grant.blocks],
+            endpoint=self._node.messenger.endpoint.to_proto(),
+        )
+
+    @_refusing
+    async def Renew(self, request: pool_pb2.RenewRequest, context: Context[Any, Any]) -> pool_pb2.RenewReply:
+        return pool_pb2.RenewReply(alive=self._node.renew(request.lease_id, _nanoseconds("lease_s", request.lease_s)))
+
+    @_refusing
+    async def Unpin(self, request: pool_pb2.UnpinRequest, context: Context[Any, Any]) -> pool_pb2.UnpinReply:
+        self._node.core.unpin(request.lease_id)
+        return pool_pb2.UnpinReply()
+
+    @_refusing
+    async def Evict(self, request: pool_pb2.EvictRequest, context: Context[Any, Any]) -> pool_pb2.EvictReply:
+        removed = self._node.core.evict(_namespace(request.kv_namespace), _keys(request.chain))
+        self._node.tell()
+        return pool_pb2.EvictReply(removed=removed)
+
+    @_refusing
+    async def Quarantine(self, request: pool_pb2.EvictRequest, context: Context[Any, Any]) -> pool_pb2.EvictReply:
+        removed = self._node.core.quarantine(_namespace(request.kv_namespace), _keys(request.chain))
+        self._node.tell()
+        return pool_pb2.EvictReply(removed=removed)
+
+    @_refusing
+    async def Copy(self, request: pool_pb2.CopyRequest, context: Context[Any, Any]) -> pool_pb2.CopyReply:
+        _nanoseconds("timeout_s", request.timeout_s)
+        chain = _keys(request.chain)
+        namespace = _namespace(request.kv_namespace)
+        copied = await copy_blocks(self._node, namespace, chain, request.source_target, request.timeout_s)
+        return pool_pb2.CopyReply(copied=copied.num_blocks, bytes=copied.nbytes)
+
+    async def Events(
+        self, request: pool_pb2.EventsRequest, context: Context[Any, Any]
+    ) -> AsyncIterator[pool_pb2.PoolEvents]:
+        async for events in self._node.events(request.incarnation, request.after_seq):
+            yield events.to_proto()
+
+    @_refusing
+    async def State(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
+        return common_pb2.JsonReply(json=json.dumps(self._node.state()))
+
+    @_refusing
+    async def Validate(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
+        return common_pb2.JsonReply(json=json.dumps(self._node.validate()))
+
+
+def _pull_block(block: Block) -> worker_pb2.PullBlock:
+    return worker_pb2.PullBlock(offsets=block.offsets, digests=block.digests)
+
+
+def _namespace(data: bytes) -> bytes:
+    if len(data) != KEY_NBYTES:
+        raise AddressError(f"a namespace of {len(data)} bytes: expected {KEY_NBYTES}")
+    return data
+
+
+def _keys(data: bytes) -> list[bytes]:
+    if len(data) % KEY_NBYTES:
+        raise AddressError(f"a chain of {len(data)} bytes: expected a multiple of {KEY_NBYTES}")
+    return [data[i : i + KEY_NBYTES] for i in range(0, len(data), KEY_NBYTES)]
+
+
+def _nanoseconds(name: str, seconds: float) -> int:
+    if not 0 < seconds < math.inf:
+        raise PoolRefused(f"{name} must be a positive number of seconds, not {seconds!r}")
+    return int(seconds * 1e9)
