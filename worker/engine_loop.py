@@ -16,17 +16,28 @@ from dataclasses import dataclass, field
 import torch
 
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, sample
+from moonpool_proto.v1.worker_pb2 import Finish
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.request import Sequence
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A token as it was generated: by the time it is sent, the sequence may have gone on."""
+
+    sequence: Sequence
+    index: int
+    token: int
+    finish: Finish.ValueType
+
+
 @dataclass(slots=True)
 class StepResult:
     """One step, or the removal of cancelled sequences."""
 
-    tokens: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, index, token)
+    tokens: list[Generated] = field(default_factory=list)
     left: list[Sequence] = field(default_factory=list)  # out of the loop: finished, handed over or cancelled
     error: BaseException | None = None  # the step failed; `left` are its victims
     decode_batch: int = 0
@@ -165,8 +176,9 @@ class EngineLoop:
             sequence.num_computed = chunk.end
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, token in zip(rows, tokens, strict=True):
-            result.tokens.append((sequence, sequence.next_index, int(token)))
+            index = sequence.next_index
             sequence.append(int(token))
+            result.tokens.append(Generated(sequence, index, int(token), sequence.finish))
         for sequence, chunk in chunks:
             if chunk.last and not sequence.prefill_only and not sequence.finish:
                 self._prefilling.remove(sequence)

@@ -313,8 +313,10 @@ class WorkerNode:
     def _on_step(self, result: StepResult) -> None:
         if result.tokens:
             timings: dict[str, Timing] = {}
-            for sequence, index, _ in result.tokens:
-                timing = self.timings.pop(id(sequence), None) if index == sequence.request.generated else None
+            for generated in result.tokens:
+                sequence = generated.sequence
+                first = generated.index == sequence.request.generated
+                timing = self.timings.pop(id(sequence), None) if first else None
                 if timing is not None:
                     timing.prefill_s = sequence.compute_s
                     timings[sequence.request.request_id] = timing

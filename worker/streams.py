@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 
 from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Timing, Token, WorkerMessage
-from worker.request import Sequence
+from worker.engine_loop import Generated
 
 log = logging.getLogger(__name__)
 
@@ -79,19 +79,19 @@ class TokenStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def send_tokens(self, tokens: Iterable[tuple[Sequence, int, int]], timing: dict[str, Timing] | None = None) -> None:
-        """Send one step's (sequence, index, token); the last token of a finished sequence carries its finish."""
+    def send_tokens(self, tokens: Iterable[Generated], timing: dict[str, Timing]) -> None:
+        """Send one step's tokens; `timing` by request id goes with an attempt's first token."""
         by_frontend: dict[str, WorkerMessage] = defaultdict(WorkerMessage)
-        for sequence, index, token in tokens:
-            request = sequence.request
+        for generated in tokens:
+            request = generated.sequence.request
             message = Token(
                 request_id=request.request_id,
                 attempt=request.attempt,
-                index=index,
-                token_id=token,
-                finish=sequence.finish,
+                index=generated.index,
+                token_id=generated.token,
+                finish=generated.finish,
             )
-            if timing and request.request_id in timing:
+            if request.request_id in timing:
                 message.timing.CopyFrom(timing[request.request_id])
             by_frontend[request.frontend_id].tokens.append(message)
         for frontend_id, batch in by_frontend.items():

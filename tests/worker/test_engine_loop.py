@@ -88,8 +88,10 @@ def test_tokens_are_reported_once_each_in_order(harness: Callable[..., Harness])
     run = harness()
     sequence = run.sequence(prompts()[0], 7)
     run.loop.submit(sequence)
-    reported = [(index, token) for step in run.run(1) for _, index, token in step.tokens]
+    generated = [one for step in run.run(1) for one in step.tokens]
+    reported = [(one.index, one.token) for one in generated]
     assert reported == list(enumerate(sequence.tokens[sequence.prompt_len :].tolist()))
+    assert [one.finish for one in generated] == [0] * 6 + [FINISH_LENGTH]
 
 
 def test_a_stop_token_ends_the_sequence(model: Model, harness: Callable[..., Harness]) -> None:
