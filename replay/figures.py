@@ -19,6 +19,14 @@ def seconds(value: float | None) -> str:
     return f"{value:.2f} s" if abs(value) < 100 else f"{value:.0f} s"
 
 
+def round_seconds(value: float) -> str:
+    """A round duration, as on an axis."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if abs(value) >= 0.9999 * unit:
+            return f"{value / unit:g} {name}"
+    return f"{value * 1e6:g} µs" if value else "0"
+
+
 def size(value: float | None) -> str:
     """A number of bytes with a fitting unit."""
     if value is None:

@@ -162,14 +162,13 @@ def load(e: Evidence) -> Panel:
         for color, role in zip(p.SERIES, e.history.roles(), strict=False):
             name = role or "server"
             for what, style in (("running", "-"), ("waiting", ":")):
-                times, values = e.history.load_of(role, what)
+                times, values = p.averaged(*e.history.load_of(role, what))
                 if any(values):
                     label = f"{name} {what}"
                     pic.axes.plot(times, values, color=color, linestyle=style, linewidth=1.3, label=label)
         times, values = in_flight(e.records)
         if times:
-            step = -(-len(times) // p.MAX_POINTS)
-            pic.axes.plot(times[::step], values[::step], color=p.MUTED, linewidth=0.9, label="in flight", zorder=1)
+            pic.axes.plot(times, values, color=p.MUTED, linewidth=0.9, label="in flight", zorder=1)
         pic.axes.set_ylim(0, None)
         p.legend(pic.axes)
     return Panel("Load", "Running and waiting as the nodes report them; in flight as the client sees it.", pic.svg)
@@ -225,13 +224,15 @@ def lateness(e: Evidence) -> Panel:
     )
 
 
-def in_flight(records: Sequence[RequestRecord]) -> tuple[list[float], list[float]]:
-    """(times, requests sent and not ended) at each change."""
-    changes = sorted(
-        [(r.sent_s, 1) for r in records if math.isfinite(r.sent_s)]
-        + [(r.end_s, -1) for r in records if math.isfinite(r.end_s)]
-    )
-    return [at for at, _ in changes], [float(n) for n in np.cumsum([step for _, step in changes])]
+def in_flight(records: Sequence[RequestRecord], *, steps: int = 400) -> tuple[list[float], list[float]]:
+    """(times, requests sent and not ended) at evenly spaced times."""
+    sent = np.sort([r.sent_s for r in records if math.isfinite(r.sent_s)])
+    ended = np.sort([r.end_s for r in records if math.isfinite(r.end_s)])
+    if not len(sent):
+        return [], []
+    times = np.linspace(sent[0], max(sent[-1], ended[-1] if len(ended) else sent[-1]), steps)
+    flying = np.searchsorted(sent, times, side="right") - np.searchsorted(ended, times, side="right")
+    return list(times), list(flying.astype(float))
 
 
 def _running_p90(pic: p.Picture, x: Sequence[float], y: Sequence[float]) -> None:

@@ -113,7 +113,7 @@ def seconds_axis(axes: Axes, which: str = "y") -> None:
     if axis.get_scale() == "log":
         low, high = axes.get_ylim() if which == "y" else axes.get_xlim()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: figures.seconds(value) if value else "0"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: figures.round_seconds(value)))
     axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
@@ -124,9 +124,7 @@ def share_axis(axes: Axes) -> None:
 
 def size_axis(axes: Axes) -> None:
     """The y axis as bytes."""
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: figures.size(value).replace(".0 ", " ") if value else "0")
-    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figures.size(value).replace(".0 ", " ")))
 
 
 def distribution(axes: Axes, values: Sequence[float], *, color: str, label: str) -> None:
@@ -158,6 +156,17 @@ def running(x: Sequence[float], y: Sequence[float], *, share: float, bins: int =
     filled = [b for b in range(bins) if (place == b).any()]
     centres = [float((edges[b] + edges[b + 1]) / 2) for b in filled]
     return centres, [float(np.quantile(values[place == b], share)) for b in filled]
+
+
+def averaged(x: Sequence[float], y: Sequence[float], *, bins: int = 240) -> tuple[list[float], list[float]]:
+    """Means over equal bins of x where there are more samples than bins, else the samples themselves."""
+    if len(x) <= bins:
+        return list(x), list(y)
+    edges = np.linspace(min(x), max(x), bins + 1)
+    counts, sums = np.histogram(x, edges)[0], np.histogram(x, edges, weights=y)[0]
+    filled = counts > 0
+    centres = (edges[:-1] + edges[1:]) / 2
+    return list(centres[filled]), list(sums[filled] / counts[filled])
 
 
 def legend(axes: Axes, **where: object) -> None:

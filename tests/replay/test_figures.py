@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from replay import figures
 from replay.cluster_metrics import ClusterHistory, parse_metrics
 from replay.objectives import Objectives, attainment
+from replay.panels import in_flight
+from replay.pictures import averaged
 from replay.record import Outcome, RequestRecord, worst_tenth_mean
 from replay.report import finite
 from replay.summary import percentiles
@@ -189,3 +191,19 @@ def test_bytes_are_written_with_a_fitting_unit() -> None:
         "4.6 MB",
         "7.89 TB",
     ]
+
+
+def test_requests_in_flight_are_those_sent_and_not_ended() -> None:
+    records = [record_of(i) for i in range(3)]
+    for record, (sent, end) in zip(records, ((0.0, 10.0), (2.0, 4.0), (3.0, math.nan)), strict=True):
+        record.sent_s, record.end_s = sent, end
+    times, values = in_flight(records, steps=11)
+    assert times == pytest.approx(list(range(11)))
+    assert values == [1, 1, 2, 3, 2, 2, 2, 2, 2, 2, 1]
+
+
+def test_many_samples_are_drawn_as_means() -> None:
+    x, y = averaged([float(i) for i in range(1000)], [1.0, 3.0] * 500, bins=10)
+    assert len(x) == 10
+    assert y == pytest.approx([2.0] * 10)
+    assert averaged([0.0, 1.0], [5.0, 6.0], bins=10) == ([0.0, 1.0], [5.0, 6.0])
