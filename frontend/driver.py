@@ -109,7 +109,7 @@ class Generation:
             self._setback = None
         placement = await self._placer.place()
         inbox = Inbox(self._context.config.client_buffer_tokens, self._on_overflow)
-        attempt = self._attempt = Attempt(self.facts.attempts, placement, inbox, len(self.facts.token_ids))
+        attempt = self._attempt = Attempt(self.facts.attempts - 1, placement, inbox, len(self.facts.token_ids))
         # The decode worker's stream first: it must know where to send tokens before it can have any.
         if placement.HasField("decode"):
             attempt.decode = await self._attach(attempt, placement.decode)

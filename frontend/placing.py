@@ -44,12 +44,12 @@ class Placer:
         self._facts = facts
         self._frontend_id = frontend_id
         self._grace_s = grace_s
-        self._attempt = 0  # the last one asked for
+        self._attempt = 0  # number of the last one asked for: 0, 1, ...
 
     async def place(self) -> conductor_pb2.Placement:
         """The next attempt's placement; counts the attempt. Raises ApiError when there is none."""
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
-        self._attempt = self._facts.attempts + 1
+        self._attempt = self._facts.attempts
         while True:
             self.is_known = True
             reply = await self._conductor.schedule(self._schedule(), deadline_s=self._request.deadline_s)
@@ -66,7 +66,7 @@ class Placer:
             raise GenerationFailed("the conductor's placement names no prefill node", code="bad_placement")
         facts = self._facts
         facts.schedule_s += monotonic() - started_s
-        facts.attempts = self._attempt
+        facts.attempts = self._attempt + 1
         facts.prefill_node = reply.prefill.node_id
         facts.decode_node = reply.decode.node_id if reply.HasField("decode") else reply.prefill.node_id
         self._metrics.attempts.inc()

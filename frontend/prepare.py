@@ -148,7 +148,9 @@ class Preparer:
                 f"the model {self._config.model_name!r} has no chat template: use /v1/completions",
                 code="no_chat_template",
             )
-        chat = [{"role": message.role, "content": message.text} for message in messages]
+        # Templates know no "developer", which is OpenAI's newer word for "system".
+        roles = ("system" if message.role == "developer" else message.role for message in messages)
+        chat = [{"role": role, "content": message.text} for role, message in zip(roles, messages, strict=True)]
         text = template.render(chat, variables or {}, add_generation_prompt=True)
         # The template writes the special tokens itself.
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

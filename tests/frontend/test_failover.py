@@ -48,17 +48,17 @@ async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
     decode.end_stream()
     # p0 is not suspect: it gets the next attempt, whose decode node is another.
     second = await prefill.submitted()
-    assert (second.request_id, second.attempt, second.generated) == (first.request_id, 2, 2)
+    assert (second.request_id, second.attempt, second.generated) == (first.request_id, 1, 2)
     assert prompt_of(second) == PROMPT + IDS[:2]
     assert len(second.chain) == 3 * 16
     assert second.chain[: len(first.chain)] == first.chain
     assert second.sampling == first.sampling
     assert second.timeout_s < first.timeout_s
     schedule = cluster.conductor.scheduled[1]
-    assert (schedule.attempt, schedule.generated, schedule.max_new_tokens) == (2, 2, 2)
+    assert (schedule.attempt, schedule.generated, schedule.max_new_tokens) == (1, 2, 2)
     assert list(schedule.exclude_nodes) == ["d0"]
     retry = await cluster.conductor.completion()
-    assert (retry.outcome, retry.attempt, retry.generated) == ("retry", 1, 2)
+    assert (retry.outcome, retry.attempt, retry.generated) == ("retry", 0, 2)
     prefill.send(second, 2, IDS[2:3], cached=12)
     second_pair[1].send(second, 3, IDS[3:], finish=LENGTH)
     answer = await task
@@ -68,7 +68,7 @@ async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
     assert answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     assert answer[1]["usage"]["completion_tokens"] == 4
     finished = await cluster.conductor.completion()
-    assert (finished.outcome, finished.attempt, finished.generated) == ("finished", 2, 4)
+    assert (finished.outcome, finished.attempt, finished.generated) == ("finished", 1, 4)
     await front.quiet()
 
 
@@ -79,7 +79,7 @@ async def test_lost_prefill_worker_is_replaced_before_any_token(
     await cluster.workers["p0"].submitted()
     await cluster.workers["p0"].stop()
     second = await second_pair[0].submitted()
-    assert (second.attempt, second.generated, prompt_of(second)) == (2, 0, PROMPT)
+    assert (second.attempt, second.generated, prompt_of(second)) == (1, 0, PROMPT)
     # The decode worker, which is alive, is told to let the lost attempt go.
     assert await cluster.workers["d0"].cancelled() == second.request_id
     second_pair[0].send(second, 0, IDS[:1])
@@ -171,7 +171,7 @@ async def test_unreachable_worker_is_excluded(cluster: Any, front: Any, second_p
     await cluster.workers["d0"].stop()
     task = post(front)
     submit = await cluster.workers["p0"].submitted()
-    assert submit.attempt == 2
+    assert submit.attempt == 1
     assert list(cluster.conductor.scheduled[1].exclude_nodes) == ["d0"]
     cluster.workers["p0"].send(submit, 0, IDS[:1])
     second_pair[1].send(submit, 1, IDS[1:], finish=LENGTH)
@@ -229,7 +229,7 @@ async def test_request_that_lost_its_only_worker_waits_for_its_return(cluster: A
 async def test_no_place_left_is_a_named_error_after_the_grace(cluster: Any, start_front: Any) -> None:
     placed = cluster.placement("p0", "d0")
     missing = conductor_pb2.ScheduleReply(rejection=conductor_pb2.Rejection(reason="no_nodes", message="all are gone"))
-    cluster.conductor.place = lambda request: placed if request.attempt == 1 else missing
+    cluster.conductor.place = lambda request: placed if request.attempt == 0 else missing
     async with start_front(replace_grace_s=0.3) as front:
         task = post(front)
         await cluster.workers["p0"].submitted()

@@ -79,8 +79,8 @@ async def test_other_requests_go_on_while_one_client_does_not_read(cluster: Any,
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         body = json.dumps({"prompt": [20], "max_tokens": 511, "stream": True, "return_token_ids": True}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        writer.write(head + body)
+        lines = (f"POST {COMPLETIONS} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}", "", "")
+        writer.write("\r\n".join(lines).encode() + body)
         prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
         slow = await prefill.submitted()
         prefill.send(slow, 0, [20])
