@@ -1,6 +1,7 @@
 """The pool nodes as the conductor uses them: their directories followed, prefixes matched, copies carried out."""
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
@@ -12,7 +13,7 @@ from conductor.policy.decisions import Copy
 from conductor.policy.events import CopyFinished
 from kvpool import Directory, KvPoolError, keys_from_bytes
 from kvpool.client import PoolClient
-from kvpool.directory_feed import follow_pool_node
+from kvpool.directory_feed import follow_pool_events
 from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
 
@@ -39,8 +40,14 @@ class Pools:
         self._disconnect(node.node_id)
         self._clients[node.node_id] = PoolClient(node.target, owner=_OWNER, owner_incarnation=self._incarnation)
         self._feeds[node.node_id] = asyncio.create_task(
-            follow_pool_node(self._directory, node.node_id, node.target), name=f"directory feed of {node.node_id}"
+            follow_pool_events(
+                node.target,
+                functools.partial(self._directory.apply, node.node_id),
+                on_lost=lambda reason: self._directory.mark_degraded(node.node_id),
+            ),
+            name=f"directory feed of {node.node_id}",
         )
+        self._feeds[node.node_id].add_done_callback(_log_failure)
 
     def remove(self, node_id: str) -> None:
         """A pool node is lost: nothing matches there any more."""
@@ -104,6 +111,11 @@ class Pools:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _log_failure(feed: asyncio.Task[None]) -> None:
+    if not feed.cancelled():
+        log.error("%s has stopped", feed.get_name(), exc_info=feed.exception())
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -1,7 +1,7 @@
 """Online least squares for costs: non-negative coefficients, forgetting, outliers clipped."""
 
 from collections.abc import Sequence
-from math import exp, log
+from math import exp, log, sqrt
 
 __all__ = ["CostFit"]
 
@@ -9,6 +9,8 @@ _FORGETTING = 0.995  # weight of the past per sample: about 200 samples are reme
 _PRIOR_WEIGHT = 0.05  # samples that the prior's shape is worth, per coefficient
 _ERROR_MEMORY = 0.95
 _CLIP_FROM = 8  # samples before outliers are told from news
+_STREAK = 5  # outliers on the same side in a row that are no outliers but a change
+_KEPT_AT_CHANGE = 0.02  # weight that the past keeps at one
 _FLOOR_S = 1e-9
 
 
@@ -29,6 +31,7 @@ class CostFit:
         self._log_scale = 0.0
         self._weight = 0.0
         self._log_error = 0.0
+        self._streak = 0  # outliers in a row, negative for those below
         self._coefficients: tuple[float, ...] | None = self._prior
         self.num_samples = 0
         self.num_clipped = 0
@@ -52,14 +55,18 @@ class CostFit:
         shape = sum(p * x for p, x in zip(self._prior, features, strict=True))
         if not (0 < seconds < float("inf")) or shape <= 0:
             return
-        seconds = self._clip(max(seconds, _FLOOR_S), max(self.predict(features), _FLOOR_S))
-        self._weight = self._weight * _FORGETTING + 1
+        seconds, predicted = max(seconds, _FLOOR_S), max(self.predict(features), _FLOOR_S)
+        # Errors are relative to what is usual for such work: relative to the measured time, short ones would rule.
+        usual = sqrt(seconds * predicted) if self.num_samples else seconds
+        seconds = self._clip(seconds, predicted)
+        self._discount(_FORGETTING)
+        self._weight += 1
         self._log_scale += (log(seconds / shape) - self._log_scale) / self._weight
-        rows = [p * x / seconds for p, x in zip(self._prior, features, strict=True)]
+        rows = [p * x / usual for p, x in zip(self._prior, features, strict=True)]
         for i, row in enumerate(rows):
-            self._moment[i] = self._moment[i] * _FORGETTING + row
+            self._moment[i] += row * seconds / usual
             for j, other in enumerate(rows):
-                self._gram[i][j] = self._gram[i][j] * _FORGETTING + row * other
+                self._gram[i][j] += row * other
         self._coefficients = None
 
     def summary(self) -> dict[str, float | list[float]]:
@@ -72,7 +79,7 @@ class CostFit:
         }
 
     def _clip(self, seconds: float, predicted: float) -> float:
-        """Bring an outlier to the edge of what is usual; the band follows errors, so a lasting change gets through."""
+        """Bring an outlier to the edge of what is usual; several in a row are believed, at the past's cost."""
         self.num_samples += 1
         memory = min(_ERROR_MEMORY, 1 - 1 / self.num_samples)
         self.relative_error += (1 - memory) * (min(abs(predicted - seconds) / seconds, 10.0) - self.relative_error)
@@ -80,9 +87,20 @@ class CostFit:
         band = 0.3 + 3 * self._log_error
         self._log_error += (1 - memory) * (min(abs(deviation), 2 * band) - self._log_error)
         if self.num_samples <= _CLIP_FROM or abs(deviation) <= band:
+            self._streak = 0
+            return seconds
+        self._streak = max(self._streak, 0) + 1 if deviation > 0 else min(self._streak, 0) - 1
+        if abs(self._streak) >= _STREAK:
+            self._streak = 0
+            self._discount(_KEPT_AT_CHANGE)
             return seconds
         self.num_clipped += 1
         return predicted * exp(band if deviation > 0 else -band)
+
+    def _discount(self, factor: float) -> None:
+        self._weight *= factor
+        self._moment = [factor * value for value in self._moment]
+        self._gram = [[factor * value for value in row] for row in self._gram]
 
     def _solve(self) -> tuple[float, ...]:
         """Non-negative solution in units of scale * prior; one that would be negative is 0."""

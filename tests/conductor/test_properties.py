@@ -1,0 +1,202 @@
+"""What holds for every cluster and every history."""
+
+import json
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.policy import Conductor, PolicyConfig
+from conductor.policy.algorithm1 import Prefixes, score_prefill
+from conductor.policy.codec import decision_from_json, event_from_json, to_json
+from conductor.policy.costs import ModelCosts, TransferCosts
+from conductor.policy.decisions import Copy, Place, Reject
+from conductor.policy.events import (
+    CopyFinished,
+    DecodeSample,
+    Held,
+    NodeJoined,
+    NodeLost,
+    NodeReported,
+    NodeView,
+    PrefillSample,
+    Progress,
+    RequestArrived,
+    RequestCompleted,
+    Tick,
+    TransferSample,
+)
+
+BLOCK = 16
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0")
+POOLS = ("pool-0", "pool-1")
+CAPACITY = 2048
+
+
+def view(node_id, incarnation):
+    role = {"prefill": "prefill", "decode": "decode", "both": "aggregated", "pool": "pool"}[node_id.split("-")[0]]
+    pool = "" if role == "pool" else f"pool-{node_id[-1]}"
+    return NodeView(node_id, role, incarnation, "h", pool, "m", BLOCK, CAPACITY, 4096, 4, 1000)
+
+
+names = st.sampled_from([f"r{i}" for i in range(12)])
+phases = st.sampled_from(["prefill_started", "prefill_ended", "decode_joined", "ended"])
+seconds = st.floats(1e-6, 10, allow_nan=False)
+attempts = st.integers(0, 2)
+reports = st.builds(
+    NodeReported,
+    st.sampled_from(WORKERS),
+    st.integers(0, 9).map(lambda n: n == 0),
+    st.lists(st.builds(Held, names, attempts, st.integers(0, 200), st.integers(0, 500)), max_size=3).map(tuple),
+    st.lists(st.builds(Progress, names, attempts, phases), max_size=3).map(tuple),
+    st.lists(st.builds(PrefillSample, st.integers(0, 2000), st.integers(0, 2000), seconds), max_size=2).map(tuple),
+    st.lists(st.builds(DecodeSample, st.integers(0, 8), st.integers(0, 9000), seconds), max_size=2).map(tuple),
+    st.lists(
+        st.builds(TransferSample, st.integers(0, 1 << 24), seconds, st.sampled_from(["load", "push", "copy"])),
+        max_size=2,
+    ).map(tuple),
+)
+arrivals = st.builds(
+    RequestArrived,
+    names,
+    attempts,
+    st.just("f"),
+    st.just("m"),
+    st.integers(1, 2000),
+    st.integers(1, 600),
+    st.dictionaries(st.sampled_from(POOLS), st.integers(1, 125)).map(lambda found: tuple(sorted(found.items()))),
+    st.integers(0, 3),
+    excluded=st.lists(st.sampled_from(WORKERS), max_size=1).map(tuple),
+    tenant=st.just("t"),
+)
+others = st.one_of(
+    st.builds(RequestCompleted, names, attempts, st.sampled_from(["finished", "retry"]), seconds, seconds),
+    st.builds(lambda n, i: NodeJoined(view(n, i)), st.sampled_from(WORKERS + POOLS), st.integers(1, 2)),
+    st.builds(NodeLost, st.sampled_from(WORKERS + POOLS), st.integers(1, 2)),
+    st.builds(CopyFinished, st.sampled_from(POOLS), st.sampled_from(POOLS), st.integers(0, 3), st.just(100), seconds),
+    st.just(Tick()),
+)
+histories = st.lists(
+    st.tuples(st.integers(0, 3_000_000_000), st.one_of(arrivals, arrivals, reports, others)), min_size=1, max_size=60
+)
+
+
+def start(**config):
+    conductor = Conductor(PolicyConfig(explain=True, **config))
+    for node_id in POOLS + WORKERS:
+        conductor.on_event(0, NodeJoined(view(node_id, 1)))
+    return conductor
+
+
+def run(conductor, history):
+    now_ns = 0
+    for gap_ns, event in history:
+        now_ns += gap_ns
+        yield now_ns, event, conductor.on_event(now_ns, event)
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories)
+def test_any_history_leaves_claims_that_fit_together_and_answers_that_hold(history):
+    conductor = start()
+    for _, event, decisions in run(conductor, history):
+        assert conductor.validate()[0] == []
+        json.dumps(conductor.snapshot(0))
+        if isinstance(event, RequestArrived):
+            answer = decisions[0]
+            assert isinstance(answer, Place | Reject)
+            assert answer.request_id == event.request_id
+            if isinstance(answer, Place):
+                check_place(event, answer)
+            else:
+                assert answer.reason in ("no_nodes", "too_long", "queue")
+                assert answer.message
+
+
+def check_place(event, place):
+    assert place.prefill not in event.excluded
+    assert place.decode not in event.excluded
+    assert (place.decode == "") == (place.prefill.startswith("both") or event.max_new_tokens == 1)
+    assert place.reuse_blocks * BLOCK < event.prompt_tokens
+    covered = 0
+    for holder in place.holders:
+        assert holder.first_block == covered
+        assert holder.num_blocks > 0
+        covered += holder.num_blocks
+        assert dict(event.matches)[holder.pool] >= covered
+    assert covered == place.reuse_blocks
+    chosen = next(score for score in place.scores if score.node_id == place.prefill)
+    totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.scores]
+    assert (chosen.transfer_s + chosen.queue_s + chosen.prefill_s, chosen.node_id) == min(totals)
+
+
+@settings(max_examples=80, deadline=None)
+@given(histories)
+def test_with_admission_on_no_ledger_is_ever_over_committed(history):
+    conductor = start(ttft_objective_s=1e6)
+    fresh = ((gap, event) for gap, event in history if not isinstance(event, NodeReported) or not event.held)
+    for now_ns, _, decisions in run(conductor, fresh):
+        nodes = conductor.snapshot(now_ns)["nodes"]
+        assert all(node["committed_tokens"] <= CAPACITY for node in nodes.values() if node["role"] != "pool")
+        assert all(d.retry_after_s >= 1 for d in decisions if isinstance(d, Reject) and d.reason == "decode_capacity")
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories)
+def test_the_same_history_gives_the_same_decisions_even_through_json(history):
+    first = list(run(start(ttft_objective_s=20.0), history))
+    again = start(ttft_objective_s=20.0)
+    for now_ns, event, decisions in first:
+        restored = event_from_json(json.loads(json.dumps(to_json(event))))
+        assert restored == event
+        assert again.on_event(now_ns, restored) == decisions
+        assert [decision_from_json(json.loads(json.dumps(to_json(d)))) for d in decisions] == decisions
+
+
+@settings(max_examples=40, deadline=None)
+@given(histories)
+def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
+    conductor = start()
+    copies, now_ns = [], 0
+    for now_ns, _, decisions in run(conductor, history):  # noqa: B007
+        copies += [d for d in decisions if isinstance(d, Copy)]
+    for name in WORKERS:
+        conductor.on_event(now_ns, NodeReported(name))
+    for i in range(12):
+        for attempt in range(3):
+            conductor.on_event(now_ns, RequestCompleted(f"r{i}", attempt, "cancelled"))
+    for copy in copies:
+        conductor.on_event(now_ns, CopyFinished(copy.source, copy.target, copy.match_key, 0, 0.1))
+    assert set(conductor.validate()[1].values()) == {0}
+
+
+@given(
+    own=st.lists(st.integers(0, 100), min_size=1, max_size=6),
+    best=st.integers(0, 100),
+    queues=st.lists(st.floats(0, 10), min_size=6, max_size=6),
+    threshold=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    sends=st.integers(0, 4),
+)
+def test_the_vectorised_algorithm_is_the_papers_loop(own, best, queues, threshold, sends):
+    best = max([best, *own])
+    prompt = 101 * BLOCK
+    costs, transfers = ModelCosts(), TransferCosts()
+    found = score_prefill(
+        Prefixes(np.array(own), best, "pool", sends),
+        np.array(queues[: len(own)]),
+        prompt_tokens=prompt,
+        block_tokens=BLOCK,
+        block_nbytes=1000,
+        balancing_threshold=threshold,
+        costs=costs,
+        transfers=transfers,
+    )
+    for i, prefix in enumerate(own):
+        ratio = best / prefix if prefix else (float("inf") if best else 0.0)
+        reuse, transfer_s = prefix, 0.0
+        if ratio > threshold:
+            reuse = best
+            transfer_s = float(transfers.pool_read_s(np.array([(best - prefix) * 1000.0]), sends)[0])
+        prefill_s = float(costs.prefill_s(prompt, np.array([float(reuse * BLOCK)]))[0])
+        assert (found.reuse_blocks[i], found.fetches[i]) == (reuse, ratio > threshold)
+        assert abs(found.ttft_s[i] - (transfer_s + queues[i] + prefill_s)) < 1e-9

@@ -1,0 +1,395 @@
+"""The conductor as a process part: real gRPC over unix sockets, real pool nodes, its decision log replayed."""
+
+import asyncio
+import contextlib
+import json
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+from conductor.event_log import replay
+from conductor.policy.decisions import Place
+from conductor.server import ConductorConfig, serve_conductor
+from kvpool import KvGroup, KvSpec, keys_u64, layer_digests, parent_keys
+from kvpool.client import PoolClient
+from kvpool.config import PoolNodeConfig
+from kvpool.server import serve_pool_node
+from messenger import Messenger, MessengerConfig, SharedMemory
+from messenger.control import AddressInUse, open_channel
+from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+
+SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
+NAMESPACE = bytes(range(16))
+
+
+class Service:
+    """A coroutine `serve(stop, on_ready)` run as a task, with the target it told."""
+
+    def __init__(self, serve):
+        self._stop = asyncio.Event()
+        self._ready = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(serve(self._stop, self._ready.set_result))
+
+    async def start(self):
+        await asyncio.wait([self._ready, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            self._task.result()
+        return self._ready.result()
+
+    async def stop(self):
+        self._stop.set()
+        await asyncio.wait_for(self._task, 20)
+
+
+class Worker:
+    """The Join stream of a worker, without the worker."""
+
+    def __init__(self, stub, node):
+        self._call = stub.Join()
+        self.node = node
+
+    async def join(self, **report):
+        await self._call.write(conductor_pb2.NodeReport(node=self.node, **report))
+        command = await asyncio.wait_for(self._call.read(), 10)
+        assert command.HasField("accepted"), command
+        return self
+
+    async def refusal(self):
+        await self._call.write(conductor_pb2.NodeReport(node=self.node))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(self._call.read(), 10)
+        return caught.value
+
+    async def report(self, **report):
+        await self._call.write(conductor_pb2.NodeReport(**report))
+
+    async def ended(self):
+        """Why the conductor ended the stream."""
+        await asyncio.wait_for(self._call.wait_for_connection(), 10)
+        return await asyncio.wait_for(self._call.code(), 10)
+
+    def leave(self):
+        self._call.cancel()
+
+
+class Client:
+    """A frontend's and an operator's view."""
+
+    def __init__(self, target):
+        self.channel = open_channel(target)
+        self.stub = conductor_pb2_grpc.ConductorStub(self.channel)
+        self.workers = []
+
+    async def join(self, node_id, role, *, pool="pool-0", **fields):
+        worker = self.worker(node_id, role, pool=pool, **fields)
+        await worker.join()
+        return worker
+
+    def worker(self, node_id, role, *, pool="pool-0", incarnation=1, spec=SPEC, namespace=NAMESPACE, model="m"):
+        node = conductor_pb2.Node(
+            node_id=node_id,
+            role=role,
+            incarnation=incarnation,
+            target=f"unix:/nowhere/{node_id}.sock",
+            pool_node_id=pool,
+            model=model,
+            kv_namespace=namespace,
+            spec=spec.to_proto(),
+            capacity_tokens=4096,
+            max_model_len=4096,
+            max_batch=8,
+            kv_bytes_per_token=spec.bytes_per_token,
+        )
+        self.workers.append(Worker(self.stub, node))
+        return self.workers[-1]
+
+    async def schedule(self, request_id="r", *, prompt=256, new=32, **fields):
+        request = conductor_pb2.ScheduleRequest(
+            request_id=request_id, frontend_id="f", model="m", prompt_tokens=prompt, max_new_tokens=new, **fields
+        )
+        return await self.stub.Schedule(request, timeout=10)
+
+    async def complete(self, request_id="r", outcome="finished"):
+        await self.stub.Complete(conductor_pb2.CompleteRequest(request_id=request_id, outcome=outcome), timeout=10)
+
+    async def cluster(self):
+        return await self.stub.Cluster(conductor_pb2.ClusterRequest(), timeout=10)
+
+    async def json(self, name):
+        return json.loads((await getattr(self.stub, name)(common_pb2.JsonRequest(), timeout=10)).json)
+
+    async def until(self, condition):
+        """Poll the conductor until `await condition()` holds."""
+        async with asyncio.timeout(20):
+            while not await condition():  # noqa: ASYNC110 - the state is another process's
+                await asyncio.sleep(0.01)
+
+    async def until_joined(self, *node_ids):
+        async def joined():
+            return {status.node.node_id for status in (await self.cluster()).nodes} == set(node_ids)
+
+        await self.until(joined)
+
+    async def close(self):
+        for worker in self.workers:
+            worker.leave()
+        await self.channel.close()
+
+
+@pytest.fixture
+async def conductor(tmp_path):
+    """Factory of (Service, Client); all are stopped at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def factory(**config):
+            config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock", **{"tick_s": 0.05, **config})
+            service = Service(lambda stop, ready: serve_conductor(config, stop, ready))
+            target = await service.start()
+            client = Client(target)
+            stack.push_async_callback(service.stop)
+            stack.push_async_callback(client.close)
+            return service, client
+
+        yield factory
+
+
+async def join_pair(client):
+    prefill = await client.join("prefill-0", common_pb2.ROLE_PREFILL)
+    decode = await client.join("decode-0", common_pb2.ROLE_DECODE)
+    return prefill, decode
+
+
+async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
+    _, client = await conductor()
+    assert not (await client.cluster()).ready
+    await join_pair(client)
+    assert (await client.cluster()).ready
+    placement = (await client.schedule()).placement
+    assert placement.prefill.node_id == "prefill-0"
+    assert placement.decode.target == "unix:/nowhere/decode-0.sock"
+    assert not (await client.json("Validate"))["ok"]
+    await client.complete()
+    assert await client.json("Validate") == {
+        "ok": True,
+        "problems": [],
+        "counts": {"requests": 0, "committed_tokens": 0, "prefills": 0, "sends": 0, "copies": 0, "copy_tasks": 0},
+    }
+
+
+async def test_an_ended_stream_is_a_lost_node(conductor):
+    _, client = await conductor()
+    _, decode = await join_pair(client)
+    decode.leave()
+    await client.until_joined("prefill-0")
+    rejection = (await client.schedule()).rejection
+    assert (rejection.reason, rejection.retry_after_s) == ("no_nodes", 1.0)
+
+
+async def test_a_node_that_comes_back_replaces_its_former_incarnation(conductor):
+    _, client = await conductor()
+    _, old = await join_pair(client)
+    await client.schedule()
+    await client.join("decode-0", common_pb2.ROLE_DECODE, incarnation=2)
+    assert await old.ended() == grpc.StatusCode.ABORTED
+    assert (await client.json("Validate"))["counts"]["committed_tokens"] == 0
+    assert (await client.schedule("s")).placement.decode.incarnation == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"namespace": bytes(16)}, "other weights"),
+        ({"spec": KvSpec(SPEC.groups, block_tokens=8)}, "block_tokens 8, not 16"),
+        ({"spec": KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float16"),), 16)}, "another KV spec"),
+    ],
+)
+async def test_a_worker_with_other_kv_of_the_same_model_is_refused(conductor, fields, said):
+    _, client = await conductor()
+    await join_pair(client)
+    error = await client.worker("decode-1", common_pb2.ROLE_DECODE, **fields).refusal()
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert said in error.details()
+    assert "decode-1" in error.details()
+    await client.until_joined("prefill-0", "decode-0")
+
+
+async def test_another_model_may_have_other_kv(conductor):
+    _, client = await conductor()
+    await join_pair(client)
+    await client.join("other-0", common_pb2.ROLE_AGGREGATED, model="other", namespace=bytes(16))
+    await client.until_joined("prefill-0", "decode-0", "other-0")
+
+
+async def test_a_stream_that_names_no_node_is_refused(conductor):
+    _, client = await conductor()
+    call = client.stub.Join()
+    await call.write(conductor_pb2.NodeReport(num_running=1))
+    with pytest.raises(grpc.aio.AioRpcError, match="must name the node"):
+        await call.read()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"chain": b"x" * 17}, "multiple of 16"),
+        ({"chain": bytes(17 * 16), "prompt": 256}, "more than 256 prompt tokens"),
+        ({"prompt": 0}, "must be positive"),
+        ({"new": 0}, "must be positive"),
+        ({"request_id": ""}, "request_id"),
+    ],
+)
+async def test_a_malformed_request_is_refused_and_disturbs_nothing(conductor, fields, said):
+    _, client = await conductor()
+    await join_pair(client)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.schedule(**fields)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert said in caught.value.details()
+    assert (await client.schedule("good")).HasField("placement")
+
+
+async def test_the_cluster_shows_the_last_report(conductor):
+    _, client = await conductor()
+    worker = await client.join("a", common_pb2.ROLE_AGGREGATED)
+    await worker.report(num_running=3, free_tokens=17, counters={"generation_tokens": 5.0})
+
+    async def seen():
+        report = (await client.cluster()).nodes[0].report
+        return (report.num_running, report.free_tokens, dict(report.counters)) == (3, 17, {"generation_tokens": 5.0})
+
+    await client.until(seen)
+
+
+async def test_a_restarted_conductor_learns_the_ledger_from_what_workers_hold(conductor, tmp_path):
+    service, client = await conductor()
+    await join_pair(client)
+    await client.schedule()
+    await client.close()
+    await service.stop()
+    _, client = await conductor()
+    held = conductor_pb2.Held(request_id="r", committed_tokens=288)
+    await client.worker("decode-0", common_pb2.ROLE_DECODE).join(held=[held])
+    assert (await client.json("Validate"))["counts"]["committed_tokens"] == 288
+    await client.complete()
+    assert (await client.json("Validate"))["ok"]
+
+
+async def test_requests_of_a_frontend_that_never_completes_are_released(conductor):
+    _, client = await conductor(orphan_timeout_s=0.3)
+    await join_pair(client)
+    await client.schedule()
+
+    async def released():
+        return (await client.json("Validate"))["ok"]
+
+    await client.until(released)
+    assert (await client.json("State"))["counters"]["orphans"] == 1
+
+
+async def store(pool_target, chain, fill):
+    """Put whole blocks into a real pool node through a real messenger."""
+    client = PoolClient(pool_target, owner="test", owner_incarnation=1)
+    messenger = Messenger(MessengerConfig(transport="tcp"), node_id="test", incarnation=1)
+    messenger.start()
+    nbytes = SPEC.slot_nbytes(0)
+    memory = SharedMemory.create(len(chain) * nbytes, "blocks")
+    region = messenger.register(memory)
+    try:
+        memory.array[:] = fill
+        slots = memory.array.reshape(len(chain), nbytes)
+        ticket = await client.allocate(NAMESPACE, SPEC, chain, parent_keys(chain), ttl_s=10)
+        slices = np.stack(
+            [np.arange(len(chain)) * nbytes, ticket.offsets[0], np.full(len(chain), nbytes)], axis=1
+        ).astype(np.int64)
+        peer = messenger.connect(ticket.endpoint)
+        await asyncio.wrap_future(peer.write(ticket.key, region, slices, deadline_s=10))
+        digests = layer_digests(slots, SPEC, 0, np.full(len(chain), 16, np.int32))
+        assert await client.seal(ticket, [digests]) == len(chain)
+    finally:
+        messenger.close()
+        memory.close()
+        await client.close()
+
+
+async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_had_to_fetch_it(conductor, tmp_path):
+    _, client = await conductor()
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("pool-0", "pool-1"):
+            config = PoolNodeConfig(
+                name,
+                f"unix:{tmp_path}/{name}.sock",
+                f"unix:{tmp_path}/c.sock",
+                arena_bytes=4 << 20,
+                messenger=MessengerConfig(transport="tcp"),
+            )
+            service = Service(lambda stop, ready, config=config: serve_pool_node(config, stop, ready))
+            await service.start()
+            stack.push_async_callback(service.stop)
+        await client.join("prefill-0", common_pb2.ROLE_PREFILL, pool="pool-0")
+        await client.join("prefill-1", common_pb2.ROLE_PREFILL, pool="pool-1")
+        await client.join("decode-0", common_pb2.ROLE_DECODE)
+        await client.until_joined("pool-0", "pool-1", "prefill-0", "prefill-1", "decode-0")
+        chain = np.random.default_rng(1).integers(0, 256, (10, 16), dtype=np.uint8)
+        await store(f"unix:{tmp_path}/pool-0.sock", chain, fill=7)
+
+        async def blocks():
+            pools = (await client.json("State"))["pools"]
+            return [pools[name]["blocks"] for name in ("pool-0", "pool-1") if pools[name]["state"] == "exact"]
+
+        async def stored():
+            return await blocks() == [10, 0]
+
+        await client.until(stored)
+        near = (await client.schedule("near", chain=chain.tobytes())).placement
+        assert (near.prefill.node_id, near.reuse_blocks) == ("prefill-0", 10)
+        far = (await client.schedule("far", chain=chain.tobytes(), exclude_nodes=["prefill-0"])).placement
+        assert (far.prefill.node_id, far.reuse_blocks) == ("prefill-1", 10)
+        assert MessageToDict(far.holders[0], preserving_proto_field_name=True)["num_blocks"] == 10
+        assert far.holders[0].pool.target == f"unix:{tmp_path}/pool-0.sock"
+
+        async def copied():
+            return await blocks() == [10, 10] and (await client.json("Validate"))["counts"]["copy_tasks"] == 0
+
+        await client.until(copied)
+        assert (await client.json("State"))["counters"]["copied_bytes"] == 10 * SPEC.slot_nbytes(0)
+        again = (await client.schedule("again", chain=chain.tobytes(), exclude_nodes=["prefill-0"])).placement
+        assert again.holders[0].pool.node_id == "pool-1"
+    await client.until_joined("prefill-0", "prefill-1", "decode-0")
+    lost = (await client.schedule("lost", chain=chain.tobytes())).placement
+    assert lost.reuse_blocks == 0
+
+
+async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tmp_path):
+    path = tmp_path / "log" / "decisions.jsonl"
+    service, client = await conductor(decision_log=path, ttft_objective_s=0.4)
+    prefill, decode = await join_pair(client)
+    await client.join("prefill-1", common_pb2.ROLE_PREFILL)
+    chain = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
+    sample = conductor_pb2.PrefillSample(new_tokens=256, seconds=0.1)
+    for i in range(12):
+        await client.schedule(f"r{i}", chain=chain.tobytes())
+        phase = conductor_pb2.Progress(request_id=f"r{i}", phase=conductor_pb2.PHASE_PREFILL_STARTED)
+        await prefill.report(progress=[phase], prefills=[sample])
+        if i % 3 == 0:
+            await client.complete(f"r{i}")
+    decode.leave()
+    await client.until_joined("prefill-0", "prefill-1")
+    await client.schedule("late")
+    await client.close()
+    await service.stop()
+    rows = list(replay(path))
+    assert all(logged == now for _, _, logged, now in rows)
+    decisions = [decision for row in rows for decision in row[2]]
+    assert {type(decision).__name__ for decision in decisions} == {"Place", "Reject"}
+    assert next(len(decision.scores) for decision in decisions if isinstance(decision, Place)) == 2
+    arrivals = [json.loads(line) for line in path.read_text().splitlines() if '"RequestArrived"' in line]
+    assert arrivals[0]["keys"] == keys_u64(chain).tolist()
+
+
+async def test_a_listen_target_in_use_is_a_clear_error(conductor, tmp_path):
+    await conductor()
+    config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
+    with pytest.raises(AddressInUse):
+        await serve_conductor(config, asyncio.Event(), lambda target: None)
