@@ -52,6 +52,11 @@ class Served:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return dict(json.load(reply))
 
+    def complete(self) -> int:
+        """Four tokens from the served model; how many came."""
+        prompt = {"model": self.ready.model, "prompt": "In the beginning", "max_tokens": 4, "ignore_eos": True}
+        return int(self.post("/v1/completions", prompt)["usage"]["completion_tokens"])
+
     def moonpool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "moonpool", *arguments, "--ready-file", str(self.ready_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -99,10 +104,7 @@ def test_the_ready_file_names_every_process(served: Served) -> None:
 
 
 def test_the_default_model_answers_under_its_name(served: Served) -> None:
-    answer = served.post(
-        "/v1/completions", {"model": served.ready.model, "prompt": "In the beginning", "max_tokens": 4}
-    )
-    assert answer["usage"]["completion_tokens"] == 4
+    assert served.complete() == 4
 
 
 @pytest.mark.parametrize("node_id", ["decode-0", "prefill-0", "pool-0", "conductor", "frontend"])
@@ -118,12 +120,11 @@ def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_s
     give_up = time.monotonic() + DEADLINE_S
     while True:
         try:
-            answer = served.post("/v1/completions", {"model": served.ready.model, "prompt": "And", "max_tokens": 4})
+            assert served.complete() == 4
             break
         except OSError:  # the front door itself may be coming back, or its workers
             assert time.monotonic() < give_up
             time.sleep(0.1)
-    assert answer["usage"]["completion_tokens"] == 4
 
 
 def test_status_shows_every_node(served: Served) -> None:
