@@ -1,12 +1,30 @@
-"""What the pool's tests share: specs, the digest's reference in plain Python integers, chains."""
+"""What the pool's tests share: specs, the digest's reference in plain Python integers, chains, nodes and workers."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool import KvGroup, KvSpec, chain_keys, chain_seed
+from kvpool import (
+    KvGroup,
+    KvSpec,
+    Lease,
+    PoolClient,
+    PoolNodeConfig,
+    PutTicket,
+    chain_keys,
+    chain_seed,
+    kv_namespace,
+    layer_digests,
+    parent_keys,
+    serve_pool_node,
+)
+from messenger import Messenger, MessengerConfig, SharedMemory
 
 MASK = (1 << 64) - 1
 
@@ -59,3 +77,159 @@ def chain_of() -> Callable[..., NDArray[np.uint8]]:
 @pytest.fixture(scope="session")
 def digest_reference() -> Callable[[bytes, KvSpec, int, int, int], list[int]]:
     return reference_digests
+
+
+PoolStarter = Callable[..., Any]
+
+
+@dataclass
+class RunningPool:
+    """A pool node served in this process's loop, over real sockets."""
+
+    target: str
+    stop: asyncio.Event
+    task: "asyncio.Task[None]"
+
+    async def end(self) -> None:
+        self.stop.set()
+        await self.task
+
+
+@pytest.fixture
+async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
+    """Start pool nodes; at the end each must validate as at rest (or be ended by the test) and is stopped."""
+    running: list[RunningPool] = []
+
+    async def start(node_id: str = "pool", listen: str = "", **fields: Any) -> RunningPool:
+        config = PoolNodeConfig(
+            node_id=node_id,
+            listen=listen or f"unix:{tmp_path}/{node_id}.sock",
+            **{
+                "arena_bytes": 1 << 20,
+                "sweep_s": 0.02,
+                "heartbeat_s": 0.1,
+                "report_s": 0.05,
+                "messenger": MessengerConfig(run_dir=tmp_path),
+                **fields,
+            },
+        )
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        stop = asyncio.Event()
+        task = asyncio.create_task(serve_pool_node(config, stop, ready.set_result))
+        await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        pool = RunningPool(ready.result(), stop, task)
+        running.append(pool)
+        return pool
+
+    yield start
+    for pool in running:
+        if not pool.task.done():
+            client = PoolClient(pool.target, owner="checker", owner_incarnation=1)
+            report = await client.validate()
+            await client.close()
+            await pool.end()
+            assert report["ok"], report
+
+
+class Worker:
+    """A process's side of the pool: a messenger with memory of its own, and clients."""
+
+    def __init__(self, name: str, transport: str, run_dir: Path, spec: KvSpec) -> None:
+        self.spec, self.ns = spec, kv_namespace("weights", spec)
+        self.messenger = Messenger(MessengerConfig(transport=transport, run_dir=run_dir), node_id=name, incarnation=1)
+        self.messenger.start()
+        self.memory = SharedMemory.create(1 << 20, "worker")
+        self.region = self.messenger.register(self.memory)
+        self.clients: list[PoolClient] = []
+
+    def client(self, target: str) -> PoolClient:
+        self.clients.append(PoolClient(target, owner="w", owner_incarnation=1))
+        return self.clients[-1]
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        self.messenger.close()
+        self.memory.close()
+
+    def slots(self, n: int) -> list[NDArray[np.uint8]]:
+        """Per group: views [n, slot_nbytes] of this worker's memory, one after the other."""
+        views, at = [], 0
+        for g in range(self.spec.num_groups):
+            nbytes = self.spec.slot_nbytes(g)
+            views.append(self.memory.array[at : at + n * nbytes].reshape(n, nbytes))
+            at += n * nbytes
+        return views
+
+    def slices(self, n: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows, at = [], 0
+        for g in range(self.spec.num_groups):
+            nbytes = self.spec.slot_nbytes(g)
+            rows += [(at + i * nbytes, int(offsets[g, i]), nbytes) for i in range(n)]
+            at += n * nbytes
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def digests(self, n: int) -> list[NDArray[np.uint64]]:
+        valid = np.full(n, self.spec.block_tokens, np.int32)
+        return [layer_digests(view, self.spec, g, valid) for g, view in enumerate(self.slots(n))]
+
+    async def allocate(self, client: PoolClient, chain: NDArray[np.uint8], ttl_s: float = 30) -> PutTicket:
+        return await client.allocate(self.ns, self.spec, chain, parent_keys(chain), ttl_s=ttl_s)
+
+    async def write(self, ticket: PutTicket, seed: int) -> list[NDArray[np.uint8]]:
+        """Fill memory with random KV and write it to the ticket's slots; returns what was written."""
+        n = len(ticket.new_blocks)
+        rng = np.random.default_rng(seed)
+        for view in self.slots(n):
+            view[:] = rng.integers(0, 256, view.shape, dtype=np.uint8)
+        peer = self.messenger.connect(ticket.endpoint)
+        assert ticket.key is not None
+        await asyncio.wrap_future(peer.write(ticket.key, self.region, self.slices(n, ticket.offsets)))
+        return [view.copy() for view in self.slots(n)]
+
+    async def put(self, client: PoolClient, chain: NDArray[np.uint8], seed: int = 0) -> list[NDArray[np.uint8]]:
+        ticket = await self.allocate(client, chain)
+        written = await self.write(ticket, seed)
+        assert await client.seal(ticket, self.digests(len(ticket.new_blocks))) == len(ticket.new_blocks)
+        return written
+
+    async def read(self, lease: Lease) -> list[NDArray[np.uint8]]:
+        self.memory.array[:] = 0
+        peer = self.messenger.connect(lease.endpoint)
+        slices = self.slices(lease.num_blocks, lease.offsets)
+        await asyncio.wrap_future(peer.read(lease.key, self.region, slices))
+        return [view.copy() for view in self.slots(lease.num_blocks)]
+
+
+@pytest.fixture
+async def start_worker(tmp_path: Path, spec: KvSpec) -> AsyncIterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def start(transport: str = "auto") -> Worker:
+        workers.append(Worker(f"w{len(workers)}", transport, tmp_path, spec))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        await worker.close()
+
+
+@pytest.fixture
+async def worker(start_worker: Callable[..., Worker]) -> Worker:
+    return start_worker()
+
+
+async def poll_until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10) -> None:
+    """Ask again and again until it is so; fails after `timeout_s`."""
+    for _ in range(int(timeout_s * 100)):
+        if await condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not so within {timeout_s} s")
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Awaitable[None]]:
+    return poll_until

@@ -1,0 +1,252 @@
+"""Event streams from real pool nodes into a directory: snapshot, deltas, gaps, restarts; and joining a conductor."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from kvpool import Directory, DirectoryState, PoolEvents, follow_pool_events, keys_u64
+from messenger.control import start_server
+from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
+
+EXACT, DEGRADED = DirectoryState.EXACT, DirectoryState.DEGRADED
+
+
+class Follower:
+    """A directory fed by one node's stream, as a conductor does it."""
+
+    def __init__(self, target: str) -> None:
+        self.directory = Directory()
+        self.snapshots = 0
+        self.losses: list[str] = []
+        self.task = asyncio.create_task(follow_pool_events(target, self.take, on_lost=self.lose, silence_s=2))
+
+    def take(self, events: PoolEvents) -> bool:
+        self.snapshots += events.snapshot_begin
+        return self.directory.apply("p", events)
+
+    def lose(self, reason: str) -> None:
+        self.losses.append(reason)
+        self.directory.mark_degraded("p")
+
+    def holds(self, ns: bytes, chain: Any, n: int, state: DirectoryState = EXACT) -> Callable[[], Any]:
+        async def so() -> bool:
+            return self.directory.state("p") is state and self.directory.match(ns, keys_u64(chain)).get("p", 0) == n
+
+        return so
+
+
+@pytest.fixture
+async def follow() -> AsyncIterator[Callable[[str], Follower]]:
+    followers: list[Follower] = []
+
+    def start(target: str) -> Follower:
+        followers.append(Follower(target))
+        return followers[-1]
+
+    yield start
+    for follower in followers:
+        follower.task.cancel()
+        await asyncio.gather(follower.task, return_exceptions=True)
+        assert follower.directory.validate() == []
+
+
+async def start_process(run_dir: Path, node_id: str, listen: str, *args: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("pool_process.py")),
+        node_id,
+        listen,
+        str(run_dir),
+        *args,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip() == listen
+    return process
+
+
+async def end_process(process: asyncio.subprocess.Process, number: int) -> int:
+    process.send_signal(number)
+    code = await asyncio.wait_for(process.wait(), 20)
+    # The pipe's transport is closed by the loop only after end of file is read.
+    assert process.stdout is not None
+    await process.stdout.read()
+    return code
+
+
+async def test_a_directory_follows_stores_evictions_and_quarantine(start_pool, worker, chain_of, follow, until) -> None:
+    pool = await start_pool()
+    client, chain = worker.client(pool.target), chain_of(5)
+    await worker.put(client, chain[:2])
+    follower = follow(pool.target)
+    await until(follower.holds(worker.ns, chain, 2))
+    await worker.put(client, chain)
+    await until(follower.holds(worker.ns, chain, 5))
+    await client.evict(worker.ns, chain[4:])
+    await until(follower.holds(worker.ns, chain, 4))
+    await client.quarantine(worker.ns, chain[1:2])
+    await until(follower.holds(worker.ns, chain, 1))
+    assert (follower.snapshots, follower.losses) == (1, [])
+
+
+async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
+    tmp_path, worker, chain_of, follow, until
+) -> None:
+    listen, chain = f"unix:{tmp_path}/p.sock", chain_of(3)
+    client = worker.client(listen)
+    process = await start_process(tmp_path, "p", listen)
+    follower = follow(listen)
+    first = await client.describe()
+    await worker.put(client, chain)
+    await until(follower.holds(worker.ns, chain, 3))
+    assert await end_process(process, signal.SIGKILL) == -signal.SIGKILL
+    await until(follower.holds(worker.ns, chain, 3, DEGRADED))
+    process = await start_process(tmp_path, "p", listen)
+    await until(follower.holds(worker.ns, chain, 0))
+    second = await client.describe()
+    assert second.incarnation != first.incarnation
+    await worker.put(client, chain)
+    await until(follower.holds(worker.ns, chain, 3))
+    assert follower.snapshots == 2
+    assert (await client.validate())["ok"]
+    assert await end_process(process, signal.SIGTERM) == 0
+
+
+async def test_a_client_notices_the_restart_by_the_put_it_gets(tmp_path, worker, chain_of) -> None:
+    listen = f"unix:{tmp_path}/p.sock"
+    client = worker.client(listen)
+    process = await start_process(tmp_path, "p", listen)
+    await client.abort_put(await worker.allocate(client, chain_of(1)))
+    await end_process(process, signal.SIGKILL)
+    process = await start_process(tmp_path, "p", listen)
+    ticket = await worker.allocate(client, chain_of(1))
+    assert ticket.endpoint == (await worker.client(listen).describe()).endpoint
+    await worker.write(ticket, seed=1)
+    assert await client.seal(ticket, worker.digests(1)) == 1
+    await end_process(process, signal.SIGTERM)
+
+
+class ScriptedPool(pool_pb2_grpc.PoolServicer):
+    """Answers each Events call with the next script of messages; then keeps the stream open in silence."""
+
+    def __init__(self, *scripts: list[PoolEvents]) -> None:
+        self.scripts = list(scripts)
+        self.requests: list[tuple[int, int]] = []
+
+    async def Events(self, request: Any, context: Any) -> AsyncIterator[pool_pb2.PoolEvents]:
+        self.requests.append((request.incarnation, request.after_seq))
+        for events in self.scripts.pop(0) if self.scripts else []:
+            yield events.to_proto()
+        await asyncio.Event().wait()
+
+
+ScriptedPool.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        PoolEvents(1, 9),
+        PoolEvents(1, 5),
+        PoolEvents(2, 8),
+    ],
+    ids=["gap", "repetition", "another incarnation"],
+)
+async def test_events_that_do_not_follow_lead_to_a_snapshot(tmp_path, follow, until, broken: PoolEvents) -> None:
+    script = [PoolEvents(1, 7, snapshot_begin=True), PoolEvents(1, 7, snapshot_end=True), broken]
+    again = [PoolEvents(1, 9, snapshot_begin=True), PoolEvents(1, 9, snapshot_end=True)]
+    pool = ScriptedPool(script, again)
+    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
+    follower = follow(server.target)
+
+    async def resynced() -> bool:
+        return follower.directory.position("p") == (1, 9)
+
+    await until(resynced)
+    assert pool.requests == [(0, 0), (0, 0)]
+    assert len(follower.losses) == 1
+    assert "does not follow 1/7" in follower.losses[0]
+    follower.task.cancel()
+    await server.stop(0)
+
+
+async def test_a_silent_stream_is_left_and_continued_where_it_was(tmp_path, follow, until) -> None:
+    pool = ScriptedPool(
+        [PoolEvents(1, 7, snapshot_begin=True), PoolEvents(1, 7, snapshot_end=True)], [PoolEvents(1, 7)]
+    )
+    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
+    follower = follow(server.target)
+
+    async def continued() -> bool:
+        return len(pool.requests) == 2 and follower.directory.state("p") is EXACT
+
+    await until(continued)
+    assert pool.requests == [(0, 0), (1, 7)]
+    assert "no answer within 2 s" in follower.losses[0]
+    follower.task.cancel()
+    await server.stop(0)
+
+
+async def test_a_snapshot_that_breaks_off_is_asked_for_again(tmp_path, follow, until) -> None:
+    pool = ScriptedPool([PoolEvents(1, 7, snapshot_begin=True), PoolEvents(2, 8)])
+    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
+    follow(server.target)
+
+    async def asked_twice() -> bool:
+        return len(pool.requests) >= 2
+
+    await until(asked_twice)
+    assert pool.requests[1] == (0, 0)
+    await server.stop(0)
+
+
+class RecordingConductor(conductor_pb2_grpc.ConductorServicer):
+    def __init__(self) -> None:
+        self.reports: list[list[conductor_pb2.NodeReport]] = []
+
+    async def Join(
+        self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Any
+    ) -> AsyncIterator[conductor_pb2.NodeCommand]:
+        mine: list[conductor_pb2.NodeReport] = []
+        self.reports.append(mine)
+        yield conductor_pb2.NodeCommand(accepted=conductor_pb2.JoinAccepted(conductor_incarnation=1))
+        async for report in request_iterator:
+            mine += [report]
+
+
+RecordingConductor.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+async def test_a_node_joins_reports_and_joins_again_after_the_conductor_restarts(
+    start_pool, worker, chain_of, tmp_path, until
+) -> None:
+    listen = f"unix:{tmp_path}/c.sock"
+    pool = await start_pool(conductor_target=listen)
+    client = worker.client(pool.target)
+    await worker.put(client, chain_of(3))
+    description = await client.describe()
+    for _ in range(2):
+        conductor = RecordingConductor()
+
+        def add(server: grpc.aio.Server, conductor: RecordingConductor = conductor) -> None:
+            conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server)
+
+        server = await start_server(listen, add)
+
+        async def reported(conductor: RecordingConductor = conductor) -> bool:
+            return bool(conductor.reports) and len(conductor.reports[0]) >= 3
+
+        await until(reported)
+        node = conductor.reports[0][0].node
+        assert (node.node_id, node.role, node.target) == ("pool", common_pb2.ROLE_POOL, pool.target)
+        assert node.incarnation == description.incarnation
+        assert node.endpoint == description.endpoint.to_proto()
+        assert not conductor.reports[0][1].HasField("node")
+        assert conductor.reports[0][-1].counters["pool_stored_blocks"] == 3
+        await server.stop(0)
