@@ -55,6 +55,8 @@ class CompletionClient:
             record.outcome, record.reason = Outcome.FAILED, str(error)
         except TimeoutError:
             record.outcome, record.reason = Outcome.FAILED, f"no end of the answer within {self._timeout_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            record.outcome, record.reason = Outcome.FAILED, f"no connection ({error.strerror})"
         except (aiohttp.ClientError, ConnectionError) as error:
             record.outcome, record.reason = Outcome.FAILED, f"connection lost ({type(error).__name__})"
         finally:

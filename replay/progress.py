@@ -50,7 +50,9 @@ class ProgressDisplay:
                 self._bar.add_task(stage, total=of, detail=detail)
             self._bar.update(self._bar.task_ids[-1], completed=done, total=of, detail=detail)
         elif self._console is not None and self._is_worth_a_line(stage, done == of):
-            self._console.print(f"{stage}: {done} of {of}{'; ' + detail if detail else ''}", highlight=False)
+            self._console.print(
+                f"{stage}: {done} of {of}{'; ' + detail if detail else ''}", highlight=False, soft_wrap=True
+            )
         self._stage = stage
 
     def _is_worth_a_line(self, stage: str, complete: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import signal
 import threading
@@ -46,6 +47,7 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
 
     Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None: shows nothing.
     """
+    _allow_many_connections()
     trace = select_rows(config)
     tokens = load_model_tokens(config.model_path)
     # Before the load: a reference that does not load should not be found out after an hour.
@@ -254,6 +256,13 @@ async def _show(tally: Tally, display: ProgressDisplay) -> None:
     while True:
         display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
         await asyncio.sleep(_REFRESH_S)
+
+
+def _allow_many_connections() -> None:
+    """An overloaded server leaves many requests in flight, each with a connection: take all the files we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _clock_from(start: float) -> Callable[[], float]:

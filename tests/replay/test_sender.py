@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,13 @@ async def test_a_lost_connection_is_a_failure_and_the_others_go_on(serve, send, 
     assert [r.outcome for r in records] == [Outcome.COMPLETED, Outcome.FAILED, Outcome.COMPLETED]
     assert "connection lost" in records[1].reason
     assert records[1].token_ids == [7]
+
+
+async def test_a_server_that_is_gone_is_a_failure(send, make_request, unused_tcp_port) -> None:
+    gone = SimpleNamespace(url=f"http://127.0.0.1:{unused_tcp_port}")
+    record = only((await send(gone, [make_request(0)]))[0])
+    assert record.outcome is Outcome.FAILED
+    assert record.reason.startswith("no connection (")
 
 
 async def test_a_server_that_goes_silent_is_a_failure_after_the_timeout(serve, send, make_request) -> None:
