@@ -1,5 +1,8 @@
 """The `moonpool` command: what it offers, with examples. Each command's work is done elsewhere."""
 
+import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +57,16 @@ app = typer.Typer(
 
 
 def _runner(role: Role) -> Callable[[Any], int]:
-    return lambda config: run_role(role, config)
+    def run(config: Any) -> int:
+        exit_code = run_role(role, config)
+        # The role has closed what it opened. The interpreter's own end, with torch and numba loaded, takes a second
+        # of CPU for each process, which one Ctrl-C would have to wait for.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    return run
 
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
