@@ -1,9 +1,9 @@
 """Prefill and decode tokens/s of the engine against transformers: the same weights, threads and run.
 
 Both sides do what serving does: greedy decode over a KV cache that starts at a context of about 256 tokens, at batch 1
-and 8; and a prefill of 1,024 tokens that fills the cache and yields the last position's logits. The transformers side is
-its own fast path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`), its model called directly rather than through
-`generate`. Repetitions of the two alternate, and ratios are of medians. The last line is JSON.
+and 8; and a prefill of 1,024 tokens that fills the cache and yields the last position's logits. The transformers side
+is its own fast path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`), its model called directly rather
+than through `generate`. Repetitions of the two alternate, and ratios are of medians. The last line is JSON.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or (BUNDLED if (BUNDLED / "config.json").is_file() else None)
         if folder is None:
-            shape = dict(layers=8, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=2048)
+            shape = {"layers": 8, "hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384, "vocab": 2048}
             folder = write_random_model(scratch, **shape, scale=2.0)
             print("no bundled model: random weights of its shape", flush=True)
         model = load_model(folder, device="cpu", dtype="float32", threads=arguments.threads)

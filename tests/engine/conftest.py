@@ -1,0 +1,146 @@
+"""Factories: model folders with random weights of enlarged scale, sequences cut into steps, the reference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
+from engine.random_model import write_random_model
+
+WINDOW = 11
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama-untied-biases": {
+        "family": "llama",
+        "tied": False,
+        "head_dim": 24,
+        "extra": {"attention_bias": True, "mlp_bias": True},
+    },
+    "llama-rope-llama3": {
+        "family": "llama",
+        "extra": {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    },
+    "llama-rope-linear": {"family": "llama", "extra": {"rope_scaling": {"type": "linear", "factor": 3.0}}},
+    "llama-rope-yarn": {
+        "family": "llama",
+        "extra": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    },
+    "mistral": {"family": "mistral", "heads": 6, "kv_heads": 3, "hidden": 48},
+    "mistral-window": {"family": "mistral", "window": WINDOW},
+    "qwen2": {"family": "qwen2", "layers": 3, "tied": False},
+    "qwen2-two-groups": {"family": "qwen2", "layers": 3, "window": WINDOW, "full_layers": 1},
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+    "qwen3-layer-types": {
+        "family": "qwen3",
+        "layers": 4,
+        "window": WINDOW,
+        "extra": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
+    },
+}
+
+
+@dataclass
+class Runner:
+    """Runs sequences through `Model.forward` in given pieces; slots are handed out in a shuffled order."""
+
+    model: Model
+    cache: PagedCache
+    sequences: list[np.ndarray]
+    tables: list[tuple[np.ndarray, ...]]
+
+    def chunk(self, sequence: int, start: int, size: int, *, want_logits: bool = True) -> SequenceChunk:
+        ids = self.sequences[sequence][start : start + size]
+        return SequenceChunk(ids, start, self.tables[sequence], want_logits)
+
+    def step(self, *pieces: tuple[int, int, int]) -> np.ndarray:
+        """One forward of (sequence, start, size) pieces; logits of the last token of each."""
+        chunks = [self.chunk(*piece) for piece in pieces]
+        return self.model.forward(ForwardBatch(chunks), self.cache).numpy()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's random model, written once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name: str) -> Path:
+        path = root / name
+        return path if path.exists() else write_random_model(path, scale=2.0, **FAMILIES[name])
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(model_folder: Callable[[str], Path]) -> Callable[..., Model]:
+    """Loaded models, one per (family, options)."""
+    loaded: dict[Any, Model] = {}
+
+    def load(name: str, **options: Any) -> Model:
+        key = (name, *sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load_model(model_folder(name), threads=1, **options)
+        return loaded[key]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def runner() -> Callable[..., Runner]:
+    """A runner over random sequences of the given lengths, whose unused cache bytes are NaN."""
+
+    def build(model: Model, lengths: Sequence[int], block_tokens: int = 4, seed: int = 0) -> Runner:
+        rng = np.random.default_rng(seed)
+        sequences = [rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in lengths]
+        blocks = [-(-length // block_tokens) for length in lengths]
+        cache = PagedCache(model.kv_groups, [sum(blocks) + 3] * len(model.kv_groups), block_tokens)
+        cache.memory.fill_(255)
+        ends = np.cumsum(blocks)
+        orders = [rng.permutation(sum(blocks) + 3).astype(np.int32) for _ in model.kv_groups]
+        tables = [tuple(order[end - n : end] for order in orders) for end, n in zip(ends, blocks, strict=True)]
+        return Runner(model, cache, sequences, tables)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder: Callable[[str], Path]) -> Callable[[str, np.ndarray], np.ndarray]:
+    """Logits [n, vocab] of transformers for a sequence."""
+    from transformers import AutoModelForCausalLM  # slow to import: only for the tests that compare with it
+
+    loaded: dict[str, Any] = {}
+
+    def logits(name: str, token_ids: np.ndarray) -> np.ndarray:
+        if name not in loaded:
+            loaded[name] = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32).eval()
+        with torch.inference_mode():
+            result: np.ndarray = loaded[name](torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0].numpy()
+        return result
+
+    return logits
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """Every family in turn."""
+    name: str = request.param
+    return name

@@ -1,0 +1,170 @@
+"""Sampling: known answers of Philox, exact arithmetic, distributions, top-k and top-p against a plain reference."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import SamplingError, SamplingRow, exact_math, noisy_scores, sample
+from engine.philox import philox4x32
+from engine.sampling import gumbel_noise
+
+# From Random123's kat_vectors: philox4x32 10 <counter> <key> <expected>
+KNOWN_ANSWERS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def row(**changes):
+    return SamplingRow(**({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 7, "choice": 0, "index": 0} | changes))
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_words(counter, key, expected):
+    words = philox4x32(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
+    assert [int(word) for word in words] == expected
+
+
+def test_exact_log_and_exp_agree_with_the_library_to_two_ulp():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.random(20_000), 1 - 2.0 ** -np.arange(1, 53), 2.0 ** -np.arange(1, 60), [1.0, 36.0]])
+    np.testing.assert_array_max_ulp(exact_math.log(torch.from_numpy(x)).numpy(), np.log(x), maxulp=2)
+    y = np.concatenate([-rng.random(20_000) * 50, [0.0, -1e-12, -699.0]])
+    np.testing.assert_array_max_ulp(exact_math.exp(torch.from_numpy(y)).numpy(), np.exp(y), maxulp=2)
+    assert exact_math.exp(torch.tensor([-701.0, -math.inf], dtype=torch.float64)).tolist() == [0.0, 0.0]
+
+
+def test_noise_is_standard_gumbel():
+    noise = gumbel_noise([row(index=i) for i in range(40)], 1001, torch.device("cpu")).numpy()
+    assert noise.shape == (40, 1001)
+    assert np.isfinite(noise).all()
+    assert abs(noise.mean() - np.euler_gamma) < 0.03
+    assert abs(noise.var() - math.pi**2 / 6) < 0.06
+    assert abs(np.corrcoef(noise[:, :-1].ravel(), noise[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0])
+    draws = 20_000
+    for temperature in (1.0, 0.5):
+        rows = [row(temperature=temperature, index=i) for i in range(draws)]
+        counts = np.bincount(sample(logits.expand(draws, -1), rows), minlength=5)
+        expected = torch.softmax(logits / temperature, 0).numpy() * draws
+        assert (((counts - expected) ** 2) / expected).sum() < 20  # chi squared, 4 degrees of freedom: p < 0.0005
+
+
+def test_seed_choice_and_index_each_change_the_draw():
+    logits = torch.zeros(1, 4096)
+    variants = [row(), row(seed=8), row(seed=7 + (1 << 32)), row(choice=1), row(index=1)]
+    assert len({int(sample(logits, [variant])[0]) for variant in variants}) == len(variants)
+    assert sample(logits, [row(seed=7 + (1 << 64))]) == sample(logits, [row()])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), data=st.data())
+def test_a_row_does_not_depend_on_its_batch(seed, data):
+    rng = np.random.default_rng(seed % 1000)
+    rows = [
+        row(
+            temperature=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+            top_p=data.draw(st.sampled_from([0.2, 0.9, 1.0])),
+            top_k=data.draw(st.sampled_from([0, 1, 5])),
+            seed=seed,
+            index=i,
+        )
+        for i in range(data.draw(st.integers(1, 5)))
+    ]
+    logits = torch.from_numpy(rng.normal(size=(len(rows), 97)).astype(np.float32) * 4)
+    together = sample(logits, rows)
+    assert together.dtype == np.int64
+    for i, single in enumerate(rows):
+        assert sample(logits[i : i + 1], [single])[0] == together[i]
+        assert noisy_scores(logits[i], single).argmax() == together[i]
+
+
+def test_greedy_takes_the_lowest_of_equal_ids():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    assert sample(logits, [row(temperature=0.0)] * 2).tolist() == [1, 0]
+    assert np.array_equal(noisy_scores(logits[0], row(temperature=0.0)), [1.0, 3.0, 3.0])
+
+
+def kept_by_reference(logits, temperature, top_k, top_p):
+    """Ids by top-k, then top-p among them, in plain Python; ties by id."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or len(logits)]
+    weights = [math.exp((logits[i] - logits[order[0]]) / temperature) for i in order]
+    kept, reached = set(), 0.0
+    for i, weight in zip(order, weights, strict=True):
+        if top_p < 1 and kept and reached >= top_p * sum(weights):
+            break
+        kept.add(i)
+        reached += weight
+    return kept
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=st.lists(st.integers(-6, 6).map(lambda n: n * 0.75), min_size=1, max_size=40),
+    temperature=st.sampled_from([0.4, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 1000]),
+    top_p=st.floats(0.01, 0.999).map(lambda p: round(p, 3) + 0.000123) | st.just(1.0),
+)
+def test_top_k_and_top_p_keep_what_the_reference_keeps(logits, temperature, top_k, top_p):
+    scores = noisy_scores(np.array(logits, np.float32), row(temperature=temperature, top_k=top_k, top_p=top_p))
+    assert set(np.flatnonzero(np.isfinite(scores))) == kept_by_reference(logits, temperature, top_k, top_p)
+
+
+def test_slack_moves_the_borders_of_top_k_and_top_p():
+    logits = np.log(np.array([0.5, 0.3004, 0.1996], np.float32))
+
+    def kept(slack, **how):
+        return np.isfinite(noisy_scores(logits, row(**how), slack=slack)).sum()
+
+    assert [kept(s, top_p=0.8) for s in (-0.31, -0.001, 0.0, 0.001)] == [1, 2, 2, 3]
+    close = np.array([1.0, 0.5, 0.4995], np.float32)
+    for slack, count in ((0.0, 2), (0.001, 3)):
+        assert np.isfinite(noisy_scores(close, row(top_k=2), slack=slack)).sum() == count
+
+
+def test_scores_are_in_units_of_logits():
+    logits = np.zeros(50, np.float32)
+    cool, warm = (noisy_scores(logits, row(temperature=t)) for t in (0.25, 1.0))
+    np.testing.assert_allclose(cool * 4, warm)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"index": -1},
+        {"choice": 1 << 32},
+    ],
+)
+def test_parameters_out_of_range_are_refused(bad):
+    with pytest.raises(SamplingError, match=next(iter(bad))):
+        sample(torch.zeros(1, 4), [row(**bad)])
+
+
+def test_logits_that_are_not_numbers_are_refused():
+    logits = torch.tensor([[0.0, math.nan, 1.0]])
+    for temperature in (0.0, 1.0):
+        with pytest.raises(SamplingError, match="NaN"):
+            sample(logits, [row(temperature=temperature)])
+
+
+def test_rows_and_logits_must_match():
+    with pytest.raises(SamplingError, match="2 rows"):
+        sample(torch.zeros(1, 4), [row(), row()])
