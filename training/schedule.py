@@ -5,7 +5,7 @@ from dataclasses import dataclass
 WARM_UP = 0.01
 DECAY_FROM = 0.75
 STAGES = ((0.45, 512), (0.78, 1024), (1.0, 2048))
-COPY_STAGES = ((0.25, 0.25), (0.5, 0.1), (1.0, 0.03))
+COPY_STAGES = ((0.1, 0.25), (0.3, 0.1), (1.0, 0.03))
 
 
 @dataclass(frozen=True)

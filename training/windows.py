@@ -17,7 +17,7 @@ from training.sources import SOURCES
 from training.words import ACKNOWLEDGEMENTS, ATTRIBUTES, GREETINGS, NAMES, SYSTEM_PROMPTS
 
 ANSWER_WEIGHT = 4.0
-RECALL_SHARE = 0.5
+RECALL_SHARE = 0.4
 CHAT_SHARE = 0.75
 _LISTABLE = (*NAMES, *(value for values in ATTRIBUTES.values() for value in values))
 
@@ -192,7 +192,7 @@ def batch(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, targets (int64) and target weights (float32), each [windows, context].
 
-    ``copy_share`` of the windows only copy; the others are recall and text windows in equal parts.
+    ``copy_share`` of the windows only copy; of the others RECALL_SHARE are recall windows and the rest text.
     """
     ids = np.empty((windows, context + 1), np.int64)
     weights = np.ones((windows, context + 1), np.float32)
