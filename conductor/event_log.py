@@ -59,9 +59,8 @@ class EventLog:
         self.close()
         for number in range(self._max_files - 1, -1, -1):
             old = _numbered(self._path, number)
-            if old.exists():
+            if old.is_file():
                 old.replace(_numbered(self._path, number + 1))
-        _numbered(self._path, self._max_files).unlink(missing_ok=True)
         self._file = self._path.open("w", encoding="ascii")
         self._nbytes = 0
         self._put(self._header)
