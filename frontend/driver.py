@@ -17,7 +17,7 @@ from frontend.placing import Placer
 from frontend.request import Facts, GenerationRequest
 from frontend.streams import WorkerStream, WorkerStreams
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
-from telemetry import RequestMetrics
+from telemetry import RequestMetrics, logs
 
 _log = logging.getLogger(__name__)
 _FINISH: Final[dict[int, FinishReason]] = {worker_pb2.FINISH_STOP: "stop", worker_pb2.FINISH_LENGTH: "length"}
@@ -97,6 +97,8 @@ class Generation:
             self._context.spawn(self._placer.complete(self._outcome))
         if self.facts.attempts:
             self._count()
+        with logs.request(self.request.request_id):
+            self._log_end()
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +247,19 @@ class Generation:
         if self._attempt is not None:
             self._leave(self._attempt, cancel=True)
         self.overflowed.set()
+
+    def _log_end(self) -> None:
+        facts = self.facts
+        extra = {
+            "prompt_tokens": len(self.request.prompt_ids),
+            "generated": len(facts.token_ids),
+            "cached_tokens": facts.cached_tokens,
+            "attempts": facts.attempts,
+            "prefill_node": facts.prefill_node,
+            "decode_node": facts.decode_node,
+            "seconds": round(monotonic() - self.request.arrival_s, 4),
+        }
+        _log.info("request %s", self._outcome, extra=extra)
 
     def _count(self) -> None:
         facts, metrics = self.facts, self._context.metrics

@@ -77,7 +77,7 @@ class Preparer:
     async def completion(self, body: CompletionBody, arrival: Arrival) -> list[GenerationRequest]:
         """One request per prompt."""
         self.check_model(body.model)
-        prompts = body.prompts
+        prompts = body.prompt
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
             raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are taken", param="prompt")

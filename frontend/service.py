@@ -104,10 +104,11 @@ class Service:
             "sessions": len(self._sessions),
             "subscriptions": self.streams.num_subscriptions,
             "outgoing": self.streams.num_outgoing,
-            "last_words": len(self._background),
         }
         problems = [f"{count} {name} held" for name, count in counts.items() if count]
-        return {"ok": not problems, "problems": problems, "counts": counts | {"streams": self.streams.num_open}}
+        # Neither outlives its purpose: streams are kept for the next request, last words end within their deadline.
+        counts |= {"streams": self.streams.num_open, "last_words": len(self._background)}
+        return {"ok": not problems, "problems": problems, "counts": counts}
 
     async def _idle_within(self, seconds: float) -> bool:
         try:

@@ -39,8 +39,8 @@ class NodeSample:
 class NodesCollector(Collector):
     """Turns `samples()`, called at each scrape, into metric families.
 
-    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}; any other NAME becomes
-    moonpool:NAME_total.
+    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}; X_open, which counts what is open now,
+    becomes the gauge moonpool:X_open; any other NAME becomes moonpool:NAME_total.
     """
 
     def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
@@ -73,7 +73,7 @@ class NodesCollector(Collector):
 
     def _counters(self, samples: Sequence[NodeSample]) -> Iterator[Metric]:
         moved = CounterMetricFamily("moonpool:kv_bytes_moved", "Bytes of KV moved, by path.", labels=(*_LABELS, "path"))
-        families: dict[str, CounterMetricFamily] = {}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in samples:
             for name, value in sorted(sample.counters.items()):
                 if path := _MOVED_BYTES.fullmatch(name):
@@ -82,8 +82,8 @@ class NodesCollector(Collector):
                 clean = "moonpool:" + _NOT_IN_NAMES.sub("_", name).removesuffix("_total")
                 family = families.get(clean)
                 if family is None:
-                    family = CounterMetricFamily(clean, f"Reported by nodes as {name}.", labels=_LABELS)
-                    families[clean] = family
+                    kind = GaugeMetricFamily if name.endswith("_open") else CounterMetricFamily
+                    family = families[clean] = kind(clean, f"Reported by nodes as {name}.", labels=_LABELS)
                 family.add_metric(sample.labels, value)
         yield moved
         yield from families.values()

@@ -38,7 +38,8 @@ async def answer(
                 return Response(encode(shape.whole(steps)), media_type="application/json", headers=headers)
 
             async def more() -> list[dict[str, Any]] | None:
-                item = await session.next()
+                with logs.request(requests[0].request_id):
+                    item = await session.next()
                 return None if item is None else shape.chunks(*item)
 
             # The first step is awaited before any header is sent, so that what fails early fails with its status.

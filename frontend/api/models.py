@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from frontend.api.unsupported import unsupported_field
 from frontend.errors import InvalidRequest
@@ -18,6 +18,30 @@ def _listed(value: Any) -> Any:
 
 def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _as_prompts(value: Any) -> list[str | list[int]]:
+    """A completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("expected a string, a list of token ids, or a list of either")
+    if not value:
+        raise ValueError("the prompt is empty")
+    if all(type(item) is int for item in value):
+        return [_token_ids(value)]
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if all(isinstance(item, list) for item in value):
+        return [_token_ids(item) for item in value]
+    raise ValueError("expected a string, a list of token ids, or a list of either, not a mixture")
+
+
+def _token_ids(value: list[Any]) -> list[int]:
+    for item in value:
+        if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
+            raise ValueError("a token id is an integer that is not negative")
+    return value
 
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
@@ -71,19 +95,8 @@ class GenerationBody(RequestModel):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Any
-
-    @field_validator("prompt")
-    @classmethod
-    def _is_prompt(cls, value: Any) -> Any:
-        # By hand: a union of lists would be tried in every way, and report an error per token.
-        as_prompts(value)
-        return value
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several, as text or token ids."""
-        return as_prompts(self.prompt)
+    # By hand: pydantic would try a union of lists in every way, and report an error per token.
+    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
 
 
 class ContentPart(RequestModel):
@@ -148,27 +161,3 @@ def parse(model: type[Body], body: bytes) -> Body:
         if (name := unsupported_field(part.model_extra or {})) is not None:
             raise InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
     return request
-
-
-def as_prompts(value: Any) -> list[str | list[int]]:
-    """A completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("expected a string, a list of token ids, or a list of either")
-    if not value:
-        raise ValueError("the prompt is empty")
-    if all(type(item) is int for item in value):
-        return [_token_ids(value)]
-    if all(isinstance(item, str) for item in value):
-        return list(value)
-    if all(isinstance(item, list) for item in value):
-        return [_token_ids(item) for item in value]
-    raise ValueError("expected a string, a list of token ids, or a list of either, not a mixture")
-
-
-def _token_ids(value: list[Any]) -> list[int]:
-    for item in value:
-        if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
-            raise ValueError("a token id is an integer that is not negative")
-    return value

@@ -1,7 +1,9 @@
 """A model folder made on the spot, and a scripted cluster that speaks the real protocol over unix sockets."""
 
 import asyncio
+import io
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from frontend import FrontendConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from telemetry import logs
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -367,6 +370,17 @@ async def within(work: Awaitable[Any]) -> Any:
     """`work`'s result, soon; else the test fails."""
     async with asyncio.timeout(WAIT_S):
         return await work
+
+
+@pytest.fixture
+def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """What was logged so far, as JSON lines decoded."""
+    root, stream = logging.getLogger(), io.StringIO()
+    handlers, level = list(root.handlers), root.level
+    logs.configure("frontend", "fe-0", "info", json=True, stream=stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

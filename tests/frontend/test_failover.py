@@ -316,3 +316,21 @@ async def test_text_goes_on_seamlessly_over_attempts(cluster: Any, front: Any, i
     cluster.workers["p0"].send(second, 2, ids[2:3])
     second_pair[1].send(second, 3, ids[3:], finish=LENGTH)
     assert (await task)[1]["choices"][0]["text"] == "a🎉b"
+
+
+async def test_what_is_logged_of_a_stream_names_its_request(
+    cluster: Any, front: Any, second_pair: Any, log_lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    streaming = asyncio.create_task(front.events(COMPLETIONS, BODY))
+    first = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(first, 0, IDS[:1])
+    cluster.workers["d0"].end_stream()
+    second = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(second, 1, IDS[1:2])
+    second_pair[1].send(second, 2, IDS[2:], finish=LENGTH)
+    await streaming
+    lines = {line["message"]: line for line in log_lines() if "request_id" in line}
+    ended = next(line for message, line in lines.items() if message.startswith("attempt 0 ended"))
+    assert (ended["request_id"], ended["suspect"]) == (first.request_id, "d0")
+    last = lines["request finished"]
+    assert (last["request_id"], last["attempts"], last["generated"]) == (first.request_id, 2, 4)

@@ -67,7 +67,7 @@ def test_openmetrics_is_served_when_asked_for() -> None:
 def test_nodes_are_exported_with_node_and_role() -> None:
     samples = [
         NodeSample("p0", "prefill", num_running=1, num_waiting=3, capacity_tokens=100, free_tokens=25),
-        NodeSample("d0", "decode", counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0}),
+        NodeSample("d0", "decode", counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0, "regions_open": 3.0}),
         NodeSample("pool0", "pool", draining=True, counters={"kv_pull_bytes": 5.0, "blocks evicted": 1.0}),
     ]
     registry = new_registry()
@@ -79,6 +79,7 @@ def test_nodes_are_exported_with_node_and_role() -> None:
     assert seen[key("moonpool:kv_bytes_moved_total", node="d0", role="decode", path="pull")] == 10
     assert seen[key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", path="pull")] == 5
     assert seen[key("moonpool:digest_mismatches_total", node="d0", role="decode")] == 2
+    assert seen[key("moonpool:regions_open", node="d0", role="decode")] == 3
     assert seen[key("moonpool:blocks_evicted_total", node="pool0", role="pool")] == 1
     assert seen[key("moonpool:node_draining", node="pool0", role="pool")] == 1
     samples.clear()
