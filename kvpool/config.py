@@ -45,8 +45,8 @@ class PoolNodeConfig:
     """Copies from other pool nodes that run at a time; others wait."""
 
     def __post_init__(self) -> None:
-        if not self.node_id:
-            raise PoolConfigError("a pool node needs a node_id")
+        if not self.node_id or not self.listen:
+            raise PoolConfigError("a pool node needs a node_id and a listen target")
         for name in ("operation_s", "max_lease_s", "sweep_s", "report_s", "heartbeat_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise PoolConfigError(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")

@@ -7,6 +7,8 @@ import numba
 import numpy as np
 from numba import types
 
+from kvpool.compiling import compiled
+
 __all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_kernels"]
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -27,12 +29,11 @@ def digest_kernels() -> tuple[Any, Any]:
     int64s, out = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
     scalars = (types.int64, types.int64, types.int64)
 
-    def compiled(function: Any, element: Any) -> Any:
+    def signature(element: Any) -> Any:
         memory = types.Array(element, 1, "C", readonly=True)
-        signature = types.void(memory, int64s, int64s, *scalars, int64s, int64s, out)
-        return numba.njit(signature, nogil=True, cache=True)(function)
+        return types.void(memory, int64s, int64s, *scalars, int64s, int64s, out)
 
-    return compiled(_digest_words, types.uint32), compiled(_digest_bytes, types.uint8)
+    return compiled(_digest_words, signature(types.uint32)), compiled(_digest_bytes, signature(types.uint8))
 
 
 def _mix_word(word: Any, index: Any) -> Any:

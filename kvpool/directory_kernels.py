@@ -11,6 +11,8 @@ import numba
 import numpy as np
 from numba import types
 
+from kvpool.compiling import compiled
+
 __all__ = ["directory_kernels"]
 
 _FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
@@ -24,9 +26,6 @@ def directory_kernels() -> tuple[Any, Any, Any]:
     masks, queries = types.Array(types.uint64, 2, "C"), types.Array(types.uint64, 1, "C", readonly=True)
     counts = types.UniTuple(types.int64, 3)  # type: ignore[no-untyped-call]
     table = (keys, used, masks, queries)
-
-    def compiled(function: Any, signature: Any) -> Any:
-        return numba.njit(signature, nogil=True, cache=True)(function)
 
     return (
         compiled(_set_bit, counts(*table, types.int64, types.uint64)),
@@ -44,7 +43,7 @@ def _find_place(keys: Any, used: Any, key: Any) -> Any:
     return at
 
 
-_find = numba.njit(nogil=True, cache=True)(_find_place)
+_find = numba.njit(inline="always")(_find_place)
 
 
 def _set_bit(keys: Any, used: Any, masks: Any, queries: Any, word: Any, bit: Any) -> Any:

@@ -24,7 +24,7 @@ class PoolDescription:
     arena_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PutTicket:
     """The first phase of a put: write the NEW blocks' slots under `key`, then seal; or abort.
 
@@ -40,7 +40,7 @@ class PutTicket:
     offsets: NDArray[np.int64]  # [groups, n_new], from the start of the pool's region
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lease:
     """Blocks that may be read until the lease ends; what was read is right if its digests are those given here.
 

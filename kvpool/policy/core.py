@@ -30,7 +30,7 @@ class PoolLimits:
     slab_nbytes: int  # unit of the arena in which sizes of slots get their share
     operation_ns: int  # the longest deadline of a messenger operation
     max_lease_ns: int  # longer leases and puts are cut to this
-    event_log_nbytes: int = 16 << 20  # chain keys in events kept for reconnecting directories
+    event_log_nbytes: int = 16 << 20  # memory for events kept for reconnecting directories
 
 
 class PoolCore:

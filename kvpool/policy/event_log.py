@@ -8,6 +8,7 @@ from kvpool.events import BlockRun, PoolEvents
 __all__ = ["EventLog"]
 
 _MAX_MESSAGE_NBYTES = 1 << 20
+_EVENT_NBYTES = 256  # about what an event takes beside its chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class EventLog:
         """The next event; the oldest ones are forgotten as needed."""
         self.seq += 1
         self._events.append(_Event(stored, run))
-        self._nbytes += len(run.chain)
+        self._nbytes += _EVENT_NBYTES + len(run.chain)
         while self._nbytes > self._capacity_nbytes and len(self._events) > 1:
-            self._nbytes -= len(self._events.popleft().run.chain)
+            self._nbytes -= _EVENT_NBYTES + len(self._events.popleft().run.chain)
 
     def after(self, incarnation: int, seq: int) -> list[PoolEvents] | None:
         """The events after `seq`; None when they cannot be had (forgotten, another incarnation): take a snapshot."""

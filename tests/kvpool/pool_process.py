@@ -1,4 +1,4 @@
-"""A pool node as a process: `python pool_process.py NODE_ID LISTEN RUN_DIR [CONDUCTOR]` prints its target when ready."""
+"""A pool node as a process: `python pool_process.py NODE_ID LISTEN RUN_DIR` prints its target."""
 
 import asyncio
 import sys
@@ -9,14 +9,12 @@ from messenger import MessengerConfig
 from messenger.control import run
 
 if __name__ == "__main__":
-    node_id, listen, run_dir = sys.argv[1:4]
+    node_id, listen, run_dir = sys.argv[1:]
     config = PoolNodeConfig(
         node_id=node_id,
         listen=listen,
-        conductor_target=sys.argv[4] if len(sys.argv) > 4 else "",
         arena_bytes=1 << 20,
         heartbeat_s=0.1,
-        report_s=0.05,
         messenger=MessengerConfig(run_dir=Path(run_dir)),
     )
     stop = asyncio.Event()

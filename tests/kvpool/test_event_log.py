@@ -20,7 +20,7 @@ def test_events_after_a_number_continue_without_a_gap() -> None:
 
 
 def test_forgotten_future_and_foreign_events_need_a_snapshot() -> None:
-    log = EventLog(3, capacity_nbytes=32)
+    log = EventLog(3, capacity_nbytes=600)
     for i in range(5):
         log.append(stored=True, run=run(i))
     assert log.after(3, 2) is None

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +56,34 @@ async def follow() -> AsyncIterator[Callable[[str], Follower]]:
         assert follower.directory.validate() == []
 
 
-async def start_process(run_dir: Path, node_id: str, listen: str, *args: str) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("pool_process.py")),
-        node_id,
-        listen,
-        str(run_dir),
-        *args,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip() == listen
-    return process
+Processes = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+async def start_process(tmp_path: Path) -> AsyncIterator[Processes]:
+    """Start pool nodes as processes; none outlives the test."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(listen: str) -> asyncio.subprocess.Process:
+        script = Path(__file__).with_name("pool_process.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), "p", listen, str(tmp_path), stdout=asyncio.subprocess.PIPE
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip() == listen
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            await end_process(process, signal.SIGKILL)
 
 
 async def end_process(process: asyncio.subprocess.Process, number: int) -> int:
     process.send_signal(number)
     code = await asyncio.wait_for(process.wait(), 20)
-    # The pipe's transport is closed by the loop only after end of file is read.
+    # The loop closes the pipe only after its end was read.
     assert process.stdout is not None
     await process.stdout.read()
     return code
@@ -100,14 +109,14 @@ async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
 ) -> None:
     listen, chain = f"unix:{tmp_path}/p.sock", chain_of(3)
     client = worker.client(listen)
-    process = await start_process(tmp_path, "p", listen)
+    process = await start_process(listen)
     follower = follow(listen)
     first = await client.describe()
     await worker.put(client, chain)
     await until(follower.holds(worker.ns, chain, 3))
     assert await end_process(process, signal.SIGKILL) == -signal.SIGKILL
     await until(follower.holds(worker.ns, chain, 3, DEGRADED))
-    process = await start_process(tmp_path, "p", listen)
+    process = await start_process(listen)
     await until(follower.holds(worker.ns, chain, 0))
     second = await client.describe()
     assert second.incarnation != first.incarnation
@@ -118,13 +127,13 @@ async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
     assert await end_process(process, signal.SIGTERM) == 0
 
 
-async def test_a_client_notices_the_restart_by_the_put_it_gets(tmp_path, worker, chain_of) -> None:
+async def test_a_client_notices_the_restart_by_the_put_it_gets(start_process, tmp_path, worker, chain_of) -> None:
     listen = f"unix:{tmp_path}/p.sock"
     client = worker.client(listen)
-    process = await start_process(tmp_path, "p", listen)
+    process = await start_process(listen)
     await client.abort_put(await worker.allocate(client, chain_of(1)))
     await end_process(process, signal.SIGKILL)
-    process = await start_process(tmp_path, "p", listen)
+    process = await start_process(listen)
     ticket = await worker.allocate(client, chain_of(1))
     assert ticket.endpoint == (await worker.client(listen).describe()).endpoint
     await worker.write(ticket, seed=1)
