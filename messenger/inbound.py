@@ -69,10 +69,10 @@ class Inbound:
                 in_peace = self._serve(session)
         except ProtocolError as error:
             self._owner.counters.add("malformed_frames")
-            _log.warning("closed the %s connection from %s: %s", self._transport.name, self._link.address, error)
+            _log.warning("closed the %s connection from %s: %s", self._transport.name, self._link.address, str(error))
             self._reject("malformed", str(error))
         except OSError as error:
-            _log.debug("the %s connection from %s ended: %s", self._transport.name, self._link.address, error)
+            _log.debug("the %s connection from %s ended: %s", self._transport.name, self._link.address, str(error))
         except Exception:
             _log.exception("closed the %s connection from %s", self._transport.name, self._link.address)
         finally:

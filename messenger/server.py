@@ -113,7 +113,7 @@ class Server:
                     if self._closing:
                         return
                 # Out of descriptors, or a caller that left at once: neither ends the service.
-                _log.warning("accepting a %s connection failed: %s", transport.name, error)
+                _log.warning("accepting a %s connection failed: %s", transport.name, str(error))
                 threading.Event().wait(0.05)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"

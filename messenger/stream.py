@@ -292,7 +292,7 @@ class Stream:
         except OSError as error:
             self._end_link(error)
         except ProtocolError as error:
-            _log.warning("closed the connection to %s: %s", link.address, error)
+            _log.warning("closed the connection to %s: %s", link.address, str(error))
             self._counters.add("malformed_frames")
             self._end_link(error)
         except Exception as error:

@@ -1,6 +1,6 @@
 """A process with one messenger and one granted region: prints where it listens, then answers commands on stdin.
 
-"notes": the tags it was notified of; "sum": the sum of its region's bytes; "lost": the peers it lost.
+"notes": the tags it was notified of; "sum": the sum of its region's bytes; "call ENDPOINT": notify a peer.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from messenger import Messenger, MessengerConfig, SharedMemory
+from messenger import Endpoint, Messenger, MessengerConfig, SharedMemory
 
 
 def main(transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: str, tcp_port: str) -> None:
@@ -16,15 +16,20 @@ def main(transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: s
     messenger = Messenger(config, node_id=node_id, incarnation=int(incarnation))
     memory = SharedMemory.create(int(nbytes), node_id)
     notes: list[str] = []
-    lost: list[str] = []
     messenger.on_notify(lambda _node, tag, _payload: notes.append(tag.decode()))
-    messenger.on_peer_lost(lambda node, _incarnation: lost.append(node))
     endpoint = messenger.start()
     key = messenger.grant(messenger.register(memory), 0, memory.nbytes, read=True, write=True)
     print(json.dumps({"endpoint": dataclasses.asdict(endpoint), "key": key.pack().hex()}), flush=True)
     for command in sys.stdin:
-        answers = {"notes": notes, "lost": lost, "sum": int(memory.array.sum())}
-        print(json.dumps(answers[command.strip()]), flush=True)
+        verb, _, argument = command.strip().partition(" ")
+        answer: object = None
+        if verb == "notes":
+            answer = notes
+        elif verb == "sum":
+            answer = int(memory.array.sum())
+        elif verb == "call":
+            messenger.connect(Endpoint(**json.loads(argument))).notify(b"hello", b"").result()
+        print(json.dumps(answer), flush=True)
     messenger.close()
     memory.close()
 

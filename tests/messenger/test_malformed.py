@@ -1,0 +1,221 @@
+"""Garbage on the messenger's sockets: that connection is closed with a logged reason, and nobody else notices."""
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from messenger.frames import (
+    MAGIC,
+    MAX_BODY_NBYTES,
+    MAX_PART_NBYTES,
+    PREFIX,
+    VERSION,
+    Ack,
+    Hello,
+    Notify,
+    Offer,
+    Read,
+    Reject,
+    Welcome,
+    Write,
+    encode,
+)
+from messenger.link import Link
+
+HELLO = Hello("raw", 9, "b", 1, b"s" * 16)
+KIND_OF_HELLO, KIND_OF_NOTIFY = encode(HELLO)[5], encode(Notify(1, b"", b""))[5]
+
+
+def prefixed(kind: int, body: bytes) -> bytes:
+    return PREFIX.pack(MAGIC, VERSION, kind, 0, len(body)) + body
+
+
+def rows(*values: tuple[int, ...]) -> bytes:
+    return np.array(values, dtype=np.int64).tobytes()
+
+
+@pytest.fixture
+def owner(make_node: Any) -> Any:
+    return make_node("b", 4096, handshake_timeout_s=0.5)
+
+
+@pytest.fixture
+def dial(owner: Any, transport: str) -> Iterator[Callable[[], socket.socket]]:
+    """Raw connections to the owner."""
+    sockets: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        if transport == "tcp":
+            sock = socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port))
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(owner.endpoint.shm_socket)
+        sock.settimeout(10)
+        sockets.append(sock)
+        return sock
+
+    yield connect
+    for sock in sockets:
+        sock.close()
+
+
+def greeted(sock: socket.socket) -> Link:
+    link = Link(sock, "owner")
+    link.set_timeout(10)
+    link.send(HELLO)
+    assert isinstance(link.receive(), Welcome)
+    return link
+
+
+def ends(link: Link) -> str:
+    """The reason of the rejection after which the owner closed."""
+    reject = link.receive()
+    assert isinstance(reject, Reject)
+    with pytest.raises(OSError):
+        link.receive()
+    return reject.reason
+
+
+GREETINGS = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "another version": PREFIX.pack(MAGIC, VERSION + 1, KIND_OF_HELLO, 0, 10) + bytes(10),
+    "an unknown kind": prefixed(99, b""),
+    "a body over the limit": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, MAX_BODY_NBYTES + 1),
+    "a body that is no msgpack": prefixed(KIND_OF_HELLO, b"\xc1" * 20),
+    "a body cut short": prefixed(KIND_OF_HELLO, msgpack.packb(tuple(HELLO))[:-3]),
+    "too few fields": prefixed(KIND_OF_HELLO, msgpack.packb(["raw", 9])),
+    "fields of the wrong type": prefixed(KIND_OF_HELLO, msgpack.packb([1, "x", 2, 3, 4])),
+    "a map": prefixed(KIND_OF_HELLO, msgpack.packb({"a": 1})),
+    "a request before the greeting": encode(Notify(1, b"t", b"p")),
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS.keys())
+def test_a_malformed_greeting_is_rejected_with_its_reason_and_logged(
+    owner: Any, dial: Any, greeting: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    sock = dial()
+    sock.sendall(greeting)
+    reason = ends(Link(sock, "owner"))
+    assert owner.messenger.counters()["malformed_frames"] == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert reason in caplog.text
+
+
+REQUESTS = {
+    "rows that are no rows": Write(1, 1, 1, 1, 0, 8, b"12345678", False, b"", b""),
+    "a length that does not add up": Read(1, 1, 1, 8, rows((0, 4))),
+    "a negative length": Read(1, 1, 1, -4, rows((0, -4))),
+    "no rows": Read(1, 1, 1, 0, b""),
+    "more than a part": Read(1, 1, 1, MAX_PART_NBYTES + 1, rows((0, MAX_PART_NBYTES + 1))),
+    "lengths that overflow": Read(1, 1, 1, 0, rows((0, 1 << 62), (0, 1 << 62), (0, 1 << 62), (0, 1 << 62))),
+    "an answer": Ack(1, 0),
+    "a second greeting": HELLO,
+    "an offer without a descriptor": Offer(1, 4096),
+    "a write from memory never offered": Write(1, 1, 1, 1, 5, 4, rows((0, 0, 4)), False, b"", b""),
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS.keys())
+def test_a_malformed_request_ends_its_connection_and_no_other(
+    owner: Any, make_node: Any, dial: Any, request_: Any
+) -> None:
+    good = make_node("a", 4096)
+    good.array[:] = 6
+    peer, key = good.messenger.connect(owner.endpoint), owner.grant()
+    peer.write(key, good.region, [[0, 0, 100]]).result()
+    link = greeted(dial())
+    link.send(request_)
+    ends(link)
+    assert owner.messenger.counters()["malformed_frames"] == 1
+    peer.write_notify(key, good.region, [[0, 100, 100]], b"t", b"").result()
+    assert good.messenger.counters()["connects"] == 1
+    assert owner.array.tolist() == [6] * 200 + [0] * (4096 - 200)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(max_size=400), after_greeting=st.booleans(), dressed=st.booleans())
+def test_noise_never_harms(owner: Any, dial: Any, noise: bytes, after_greeting: bool, dressed: bool) -> None:
+    sock = dial()
+    if after_greeting:
+        greeted(sock)
+    sock.sendall(prefixed(noise[0] % 12 if noise else 0, noise[1:]) if dressed else noise)
+    sock.close()
+    link = greeted(dial())
+    link.send(Notify(1 << 60, b"alive", b""))
+    assert isinstance(link.receive(), Ack)
+    assert not owner.array.any()
+
+
+def test_a_connection_that_never_greets_is_closed(owner: Any, dial: Any, wait_until: Callable[..., None]) -> None:
+    assert dial().recv(1) == b""
+    wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
+
+
+def test_a_frame_cut_off_in_the_middle_ends_quietly(
+    owner: Any, dial: Any, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    link = greeted(dial())
+    link._sock.sendall(encode(Notify(1, b"t", b"p"))[:-1])
+    link.close()
+    wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
+    assert owner.notes == []
+    assert not [record for record in caplog.records if "closed the" in record.message]
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+@pytest.mark.parametrize("what", ["a pipe", "unsealed memory", "memory of another size"])
+def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, dial: Any, what: str) -> None:
+    """Memory that its owner could shrink would kill this process with SIGBUS."""
+    if what == "a pipe":
+        fd, other = os.pipe()
+        os.close(other)
+    else:
+        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 4096)
+        if what == "memory of another size":
+            fcntl.fcntl(fd, 1033, 2 | 4)
+    link = greeted(dial())
+    link.send(Offer(1, 8192 if what == "memory of another size" else 4096), fd=fd)
+    os.close(fd)
+    assert "offered" in ends(link)
+
+
+@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+def test_descriptors_without_offers_do_not_pile_up(owner: Any, dial: Any) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    link = greeted(dial())
+    read_end, write_end = os.pipe()
+    frame = encode(Notify(1, b"", b""))
+    try:
+        for _ in range(8):
+            socket.send_fds(link._sock, [frame], [read_end] * 20)
+        link.set_timeout(10)
+        while True:
+            link.receive()
+    except OSError:
+        pass
+    os.close(read_end)
+    os.close(write_end)
+    link.close()
+    assert owner.messenger.counters()["malformed_frames"] == 1
+    owner.messenger.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_prefixes_are_twelve_bytes() -> None:
+    """The wire's layout, spelled out: another implementation must find it here."""
+    frame = encode(Notify(3, b"t", b"p"))
+    magic, version, kind, zero, length = struct.unpack("<4sBBHI", frame[:12])
+    assert (magic, version, kind, zero, length) == (b"MPMS", 1, 5, 0, len(frame) - 12)
+    assert msgpack.unpackb(frame[12:]) == [3, b"t", b"p"]
