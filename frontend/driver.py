@@ -217,7 +217,7 @@ class Generation:
         for stream in attempt.streams:
             stream.unsubscribe(self.request.request_id, attempt.number)
             if cancel:
-                stream.cancel(self.request.request_id)
+                stream.cancel(self.request.request_id, attempt.number)
 
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""

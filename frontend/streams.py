@@ -62,9 +62,9 @@ class WorkerStream:
             self._has_outgoing.set()
             self.sent.clear()
 
-    def cancel(self, request_id: str) -> None:
-        """Tell the worker that nobody wants this request any more."""
-        self.send(worker_pb2.FrontendMessage(cancel=worker_pb2.Cancel(request_id=request_id)))
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Tell the worker that nobody wants this attempt, or an earlier one, any more."""
+        self.send(worker_pb2.FrontendMessage(cancel=worker_pb2.Cancel(request_id=request_id, attempt=attempt)))
 
     @property
     def num_subscriptions(self) -> int:

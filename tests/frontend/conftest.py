@@ -112,7 +112,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.on_submit: Callable[[worker_pb2.Submit], Awaitable[None]] | None = None
         self.hellos: list[worker_pb2.Hello] = []
         self.submits: asyncio.Queue[worker_pb2.Submit] = asyncio.Queue()
-        self.cancels: asyncio.Queue[str] = asyncio.Queue()
+        self.cancels: asyncio.Queue[worker_pb2.Cancel] = asyncio.Queue()
         self._outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
         self._server: ControlServer | None = None
 
@@ -142,7 +142,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def _read(self, messages: AsyncIterator[worker_pb2.FrontendMessage]) -> None:
         async for message in messages:
             if message.HasField("cancel"):
-                self.cancels.put_nowait(message.cancel.request_id)
+                self.cancels.put_nowait(message.cancel)
             elif self.on_submit is not None:
                 await self.on_submit(message.submit)
             else:
@@ -152,9 +152,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         """The next Submit."""
         return await within(self.submits.get())
 
-    async def cancelled(self) -> str:
-        """The request of the next Cancel."""
-        return await within(self.cancels.get())
+    async def cancelled(self, attempt: int = 0) -> str:
+        """The request of the next Cancel, which must be of this attempt."""
+        cancel = await within(self.cancels.get())
+        assert cancel.attempt == attempt
+        return str(cancel.request_id)
 
     def send(
         self, submit: worker_pb2.Submit, first: int, ids: Sequence[int], *, finish: int = 0, cached: int | None = None

@@ -40,6 +40,18 @@ async def test_client_that_leaves_before_its_answer_cancels_its_request(cluster:
     await check_cancelled(cluster, front, submit.request_id)
 
 
+async def test_client_that_leaves_a_further_attempt_cancels_that_one(cluster: Any, front: Any) -> None:
+    opening = front.open_stream(COMPLETIONS, BODY)
+    prefill = cluster.workers["p0"]
+    prefill.fail(await prefill.submitted(), "internal", retryable=True)
+    second = await prefill.submitted()
+    assert await prefill.cancelled(attempt=0) == second.request_id
+    prefill.send(second, 0, [20])
+    (await opening).close()
+    assert await prefill.cancelled(attempt=1) == second.request_id
+    await front.quiet()
+
+
 async def test_client_that_leaves_a_batch_cancels_all_of_it(cluster: Any, front: Any) -> None:
     opening = front.open_stream(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 50})
     submits = [await cluster.workers["p0"].submitted() for _ in range(2)]
