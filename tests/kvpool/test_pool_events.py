@@ -105,7 +105,7 @@ async def test_a_directory_follows_stores_evictions_and_quarantine(start_pool, w
 
 
 async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
-    tmp_path, worker, chain_of, follow, until
+    start_process, tmp_path, worker, chain_of, follow, until
 ) -> None:
     listen, chain = f"unix:{tmp_path}/p.sock", chain_of(3)
     client = worker.client(listen)
