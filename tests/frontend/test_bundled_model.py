@@ -1,0 +1,38 @@
+"""The front door's half of the bundled model: its tokenizer, its end tokens, its chats."""
+
+from pathlib import Path
+
+import pytest
+
+import moonpool
+from frontend.errors import InvalidRequest
+from frontend.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Tokenizer:
+    return Tokenizer(Path(moonpool.__file__).parent / "data" / "model")
+
+
+def test_it_has_limits_and_end_tokens(bundled: Tokenizer) -> None:
+    assert bundled.max_positions > 0
+    assert bundled.eos_token_ids
+    assert max(bundled.eos_token_ids) < bundled.vocab_size
+
+
+@pytest.mark.parametrize("text", ["In the beginning", "naïve 你好 🎉👩‍👩‍👧", "\x00\t\n", "a  b   c "])
+def test_text_streams_back_unchanged(bundled: Tokenizer, text: str) -> None:
+    ids = bundled.encode(text, add_special_tokens=False)
+    detokenizer = bundled.detokenizer([])
+    assert "".join([*map(detokenizer.feed, ids), detokenizer.flush()]) == text
+
+
+def test_chats_are_rendered_and_unknown_roles_refused(bundled: Tokenizer) -> None:
+    template = bundled.chat_template
+    assert template is not None
+    text = template.render([{"role": "user", "content": "Who wrote it?"}], {}, add_generation_prompt=True)
+    assert "Who wrote it?" in text
+    special = bundled.encode(text, add_special_tokens=False)
+    assert "Who wrote it?" in bundled.decode(special, skip_special_tokens=True)
+    with pytest.raises(InvalidRequest, match="roles are"):
+        template.render([{"role": "robot", "content": "hi"}], {}, add_generation_prompt=True)
