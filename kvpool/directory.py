@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES, Namespace, keys_from_bytes, keys_u64
-from kvpool.directory_table import DirectoryTable
+from kvpool.directory_table import DirectoryTable, warm_up
 from kvpool.errors import AddressError
 from kvpool.events import BlockRun, PoolEvents
 
@@ -38,9 +38,10 @@ class _Node:
 
 
 class Directory:
-    """The full index: per namespace, short chain key -> holders."""
+    """The full index: per namespace, short chain key -> holders. Making the first one compiles what it runs on."""
 
     def __init__(self) -> None:
+        warm_up()
         self._tables: dict[Namespace, DirectoryTable] = {}
         self._nodes: dict[str, _Node] = {}
         self._numbers: list[str | None] = []

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DirectoryTable"]
+__all__ = ["DirectoryTable", "warm_up"]
 
 _MIN_CAPACITY = 1024
 _NODES_PER_WORD = 64
@@ -95,6 +95,11 @@ class DirectoryTable:
                 held = (masks[:, word] & bit) != 0
                 if held.any():
                     set_bit(self._keys, self._used, self._masks, keys[held], word, bit)
+
+
+def warm_up() -> None:
+    """Compile, or load from the cache, what tables run on: up to a second, which no event or match should take."""
+    _kernels()
 
 
 def _word_and_bit(node: int) -> tuple[int, np.uint64]:

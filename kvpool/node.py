@@ -228,7 +228,7 @@ class PoolNode:
         key = self._keys.get(put_id)
         if key is not None:
             await asyncio.to_thread(self.messenger.revoke, key)
-            del self._keys[put_id]
+            self._keys.pop(put_id, None)
         read = self._own_reads.pop(put_id, None)
         if read is not None:
             await asyncio.gather(asyncio.wrap_future(read), return_exceptions=True)

@@ -1,11 +1,15 @@
 """The layer digest against its definition, its algebra, and what it must notice."""
 
+from typing import Any
+
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import KvGroup, KvSpec, layer_digests, layer_digests_at, seal_digest
+from kvpool.compiling import compiled
 from kvpool.errors import SpecError
 
 DTYPES = ["float32", "bfloat16", "int8"]
@@ -110,6 +114,12 @@ def test_digests_are_final() -> None:
     digests = layer_digests(slot, spec, 0, np.array([2], np.int32))
     assert digests.tolist() == [[15540354891821349267]]
     assert seal_digest(digests) == 5149607048695765036
+
+
+def test_kernels_compile_where_no_cache_can_be_written() -> None:
+    scope: dict[str, Any] = {}
+    exec("def add_one(x):\n    return x + 1", scope)  # a function without a file has no place for a cache
+    assert compiled(scope["add_one"], numba.int64(numba.int64))(1) == 2
 
 
 def test_seal_depends_on_every_digest_and_their_order() -> None:
