@@ -2,8 +2,8 @@
 
 Both sides do what serving does: greedy decode over a KV cache that starts at a context of about 256 tokens, at batch 1
 and 8; and a prefill of 1,024 tokens that fills the cache and yields the last position's logits. The transformers side
-is its own fast path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`), its model called directly rather
-than through `generate`. Repetitions of the two alternate, and ratios are of medians. The last line is JSON.
+is its own fast path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`), its model called directly, not
+through `generate`. Repetitions of the two alternate, and ratios are of medians. The last line is JSON.
 """
 
 import argparse

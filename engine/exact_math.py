@@ -9,15 +9,15 @@ import math
 
 import torch
 
-_LN2_HI, _LN2_LO = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-_INVERSE_LN2 = 1.44269504088896338700
-_LOG_ODD = (6.666666666666735130e-01, 2.857142874366239149e-01, 1.818357216161805012e-01, 1.479819860511658591e-01)
-_LOG_EVEN = (3.999999999940941908e-01, 2.222219843214978396e-01, 1.531383769920937332e-01)
+LN2_HI, LN2_LO = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+INVERSE_LN2 = 1.44269504088896338700
+LOG_ODD = (6.666666666666735130e-01, 2.857142874366239149e-01, 1.818357216161805012e-01, 1.479819860511658591e-01)
+LOG_EVEN = (3.999999999940941908e-01, 2.222219843214978396e-01, 1.531383769920937332e-01)
 _MANTISSA = (1 << 52) - 1
 _ONE = 1023 << 52
-_SQRT_HALF = 0.7071067811865476
-_TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))  # the next term is below half an ulp for |r| <= ln(2) / 2
-_EXP_LEAST = -700.0
+SQRT_HALF = 0.7071067811865476
+TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))  # the next term is below half an ulp for |r| <= ln(2) / 2
+EXP_LEAST = -700.0
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
@@ -25,26 +25,26 @@ def log(x: torch.Tensor) -> torch.Tensor:
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
     mantissa = ((bits & _MANTISSA) | _ONE).view(torch.float64)  # in [1, 2)
-    halve = mantissa * 0.5 > _SQRT_HALF
+    halve = mantissa * 0.5 > SQRT_HALF
     mantissa = torch.where(halve, mantissa * 0.5, mantissa)
     k = (exponent + halve.to(torch.int64)).to(torch.float64)
     f = mantissa - 1.0
     s = f / (f + 2.0)
     z = s * s
     w = z * z
-    even = w * (_LOG_EVEN[0] + w * (_LOG_EVEN[1] + w * _LOG_EVEN[2]))
-    odd = z * (_LOG_ODD[0] + w * (_LOG_ODD[1] + w * (_LOG_ODD[2] + w * _LOG_ODD[3])))
+    even = w * (LOG_EVEN[0] + w * (LOG_EVEN[1] + w * LOG_EVEN[2]))
+    odd = z * (LOG_ODD[0] + w * (LOG_ODD[1] + w * (LOG_ODD[2] + w * LOG_ODD[3])))
     half_square = f * f * 0.5
-    return k * _LN2_HI - ((half_square - (s * (half_square + (even + odd)) + k * _LN2_LO)) - f)
+    return k * LN2_HI - ((half_square - (s * (half_square + (even + odd)) + k * LN2_LO)) - f)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
     """Exponential of float64 x <= 0; 0 below -700."""
-    clamped = x.clamp(min=_EXP_LEAST)
-    k = torch.round(clamped * _INVERSE_LN2)
-    r = (clamped - k * _LN2_HI) - k * _LN2_LO
-    value = torch.full_like(r, _TAYLOR[-1])
-    for coefficient in reversed(_TAYLOR[:-1]):
+    clamped = x.clamp(min=EXP_LEAST)
+    k = torch.round(clamped * INVERSE_LN2)
+    r = (clamped - k * LN2_HI) - k * LN2_LO
+    value = torch.full_like(r, TAYLOR[-1])
+    for coefficient in reversed(TAYLOR[:-1]):
         value = value * r + coefficient
     scale = ((k.to(torch.int64) + 1023) << 52).view(torch.float64)
-    return torch.where(x < _EXP_LEAST, 0.0, value * scale)
+    return torch.where(x < EXP_LEAST, 0.0, value * scale)

@@ -18,8 +18,10 @@ import torch
 from engine import exact_math
 from engine.errors import SamplingError
 from engine.philox import philox4x32
+from engine.sampling_kernels import add_noise, candidates
 
 _MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
 _PROBABILITY_UNIT = float(
     1 << 40
 )  # top-p weighs ids in units of 2^-40 of the likeliest: vocabularies to 2^22 cannot overflow
@@ -69,22 +71,38 @@ def noisy_scores(
 def _scores(logits: torch.Tensor, rows: Sequence[SamplingRow], slack: float) -> torch.Tensor:
     for row in rows:
         _check(row)
-    scores = logits.to(torch.float64)
+    scores = logits.to(torch.float64, copy=True)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
-    if not drawn:
-        return scores
-    device = logits.device
-    temperature = torch.tensor([rows[i].temperature for i in drawn], dtype=torch.float64, device=device)[:, None]
-    noise = gumbel_noise([rows[i] for i in drawn], logits.shape[1], device)
-    picked = scores[drawn]
-    noisy = picked + temperature * noise
-    if any(rows[i].top_k > 0 or rows[i].top_p < 1 for i in drawn):
-        noisy = noisy.masked_fill(~_candidates(picked, [rows[i] for i in drawn], temperature, slack), -torch.inf)
-    if len(drawn) == len(rows):
-        return noisy
-    scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
-    scores[drawn] = noisy
+    if drawn and scores.device.type == "cpu" and not slack:
+        draw_compiled(scores, rows, drawn)
+    elif drawn:
+        draw_by_tensors(scores, rows, drawn, slack)
     return scores
+
+
+def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int], slack: float) -> None:
+    """Adds noise to and excludes ids from the rows `drawn` of scores [B, V], in place, on any device."""
+    chosen = [rows[i] for i in drawn]
+    device = scores.device
+    temperature = torch.tensor([row.temperature for row in chosen], dtype=torch.float64, device=device)[:, None]
+    logits = scores[drawn]
+    noisy = logits + temperature * gumbel_noise(chosen, scores.shape[1], device)
+    if any(row.top_k > 0 or row.top_p < 1 for row in chosen):
+        noisy.masked_fill_(~_candidates(logits, chosen, temperature, slack), -torch.inf)
+    scores[drawn] = noisy
+
+
+def draw_compiled(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> None:
+    """The same, bit for bit, by compiled loops on the CPU."""
+    for i in drawn:
+        row, own = rows[i], scores[i].numpy()
+        if np.isnan(own).any():
+            continue
+        restricted = row.top_k > 0 or row.top_p < 1
+        kept = candidates(own, row.temperature, row.top_k, row.top_p, _PROBABILITY_UNIT) if restricted else None
+        add_noise(own, row.temperature, np.uint64(row.seed & _MASK64), np.uint64(row.choice), np.uint64(row.index))
+        if kept is not None:
+            own[~kept] = -np.inf
 
 
 def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine import SamplingError, SamplingRow, exact_math, noisy_scores, sample
 from engine.philox import philox4x32
-from engine.sampling import gumbel_noise
+from engine.sampling import draw_by_tensors, draw_compiled, gumbel_noise
 
 # From Random123's kat_vectors: philox4x32 10 <counter> <key> <expected>
 KNOWN_ANSWERS = [
@@ -132,6 +132,30 @@ def test_slack_moves_the_borders_of_top_k_and_top_p():
     close = np.array([1.0, 0.5, 0.4995], np.float32)
     for slack, count in ((0.0, 2), (0.001, 3)):
         assert np.isfinite(noisy_scores(close, row(top_k=2), slack=slack)).sum() == count
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), vocab=st.sampled_from([1, 2, 7, 300, 1025]), spread=st.sampled_from([0.1, 3.0, 60.0]))
+def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
+    """The tensor form is what runs on CUDA."""
+    word = st.integers(0, 2**32 - 1)
+    rows = [
+        SamplingRow(
+            temperature=data.draw(st.floats(0.05, 4.0)),
+            top_p=data.draw(st.floats(0.01, 1.0)),
+            top_k=data.draw(st.integers(0, 2 * vocab)),
+            seed=data.draw(st.integers(0, 2**64 - 1)),
+            choice=data.draw(word),
+            index=data.draw(word),
+        )
+        for _ in range(2)
+    ]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    compiled = torch.from_numpy((rng.normal(size=(2, vocab)) * spread).round(1))
+    tensors = compiled.clone()
+    draw_compiled(compiled, rows, [0, 1])
+    draw_by_tensors(tensors, rows, [0, 1], 0.0)
+    assert torch.equal(compiled, tensors)
 
 
 def test_scores_are_in_units_of_logits():
