@@ -30,7 +30,7 @@ class Pools:
         self._core = core
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
-        self._directory = Directory()
+        self.directory = Directory()
         self._clients: dict[str, PoolClient] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # copies, and clients being closed
@@ -42,8 +42,8 @@ class Pools:
         self._feeds[node.node_id] = asyncio.create_task(
             follow_pool_events(
                 node.target,
-                functools.partial(self._directory.apply, node.node_id),
-                on_lost=lambda reason: self._directory.mark_degraded(node.node_id),
+                functools.partial(self.directory.apply, node.node_id),
+                on_lost=lambda reason: self.directory.mark_degraded(node.node_id),
             ),
             name=f"directory feed of {node.node_id}",
         )
@@ -52,11 +52,11 @@ class Pools:
     def remove(self, node_id: str) -> None:
         """A pool node is lost: nothing matches there any more."""
         self._disconnect(node_id)
-        self._directory.drop_node(node_id)
+        self.directory.drop_node(node_id)
 
     def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
         """Leading blocks of the chain held, per pool node that holds any."""
-        return self._directory.match(kv_namespace, keys)
+        return self.directory.match(kv_namespace, keys)
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
         """Carry out a copy in the background; the policy hears of its end."""
@@ -71,13 +71,13 @@ class Pools:
 
     def state(self) -> dict[str, Any]:
         """For export: how much is known of each pool node, and how sure it is."""
-        directory = self._directory
+        directory = self.directory
         nodes = sorted(self._clients)
         return {node: {"state": directory.state(node).value, "blocks": directory.num_blocks(node)} for node in nodes}
 
     def validate(self) -> list[str]:
         """What does not fit together in the directory."""
-        return self._directory.validate()
+        return self.directory.validate()
 
     async def close(self) -> None:
         """End feeds and copies, disconnect."""

@@ -10,6 +10,8 @@ from moonpool_proto.v1 import conductor_pb2
 
 __all__ = ["Member", "Registry"]
 
+_MAX_MODELS_ASKED = 1000  # names come from clients
+
 
 @dataclass(eq=False)
 class Member:
@@ -35,6 +37,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._nodes: dict[str, conductor_pb2.Node] = {}
+        self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
 
     def __iter__(self) -> Iterator[Member]:
         return iter([self._members[node_id] for node_id in sorted(self._members)])
@@ -42,11 +46,7 @@ class Registry:
     @property
     def nodes(self) -> Mapping[str, conductor_pb2.Node]:
         """Descriptions by node id."""
-        return {node_id: member.node for node_id, member in self._members.items()}
-
-    def node(self, node_id: str) -> conductor_pb2.Node | None:
-        member = self._members.get(node_id)
-        return member.node if member is not None else None
+        return self._nodes
 
     def admit(self, node: conductor_pb2.Node) -> Member:
         """A node joins; a former stream of the same node id is told. Raises JoinRefused, and nothing has changed."""
@@ -55,17 +55,27 @@ class Registry:
         if former is not None:
             former.replaced.set()
         member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
+        self._nodes[node.node_id] = node
+        self._peers.clear()
         return member
 
     def remove(self, member: Member) -> bool:
         """The stream ended. False when another one speaks for the node by now."""
         if self._members.get(member.node.node_id) is not member:
             return False
-        del self._members[member.node.node_id]
+        del self._members[member.node.node_id], self._nodes[member.node.node_id]
+        self._peers.clear()
         return True
 
-    def peer_of(self, model: str, *, other_than: str = "") -> conductor_pb2.Node | None:
-        """Some worker of the model."""
+    def worker_of(self, model: str) -> conductor_pb2.Node | None:
+        """Some worker of the model: all have the same KV."""
+        if model not in self._peers:
+            if len(self._peers) > _MAX_MODELS_ASKED:
+                self._peers.clear()
+            self._peers[model] = self._find_worker(model, other_than="")
+        return self._peers[model]
+
+    def _find_worker(self, model: str, *, other_than: str) -> conductor_pb2.Node | None:
         workers = (member.node for member in self if ROLES[member.node.role] != "pool")
         return next((node for node in workers if node.model == model and node.node_id != other_than), None)
 
@@ -79,7 +89,7 @@ class Registry:
             missing += [] if node.spec.block_tokens else ["spec.block_tokens"]
         if missing:
             raise JoinRefused(f"node {node.node_id!r} joined without {', '.join(missing)}")
-        peer = self.peer_of(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
+        peer = self._find_worker(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
         if peer is not None:
             _check_same_kv(node, peer)
 

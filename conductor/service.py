@@ -61,7 +61,7 @@ class ConductorService(ConductorServicer):
             keys = keys_u64(keys_from_bytes(request.chain))
         except KvPoolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        peer = self._registry.peer_of(request.model)
+        peer = self._registry.worker_of(request.model)
         problem = _malformed(request, len(keys), peer.spec.block_tokens if peer is not None else 1)
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
@@ -144,7 +144,7 @@ class ConductorService(ConductorServicer):
     def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
         for decision in decisions:
             if isinstance(decision, Copy):
-                peer = self._registry.peer_of(request.model)
+                peer = self._registry.worker_of(request.model)
                 assert peer is not None
                 self._pools.start_copy(decision, peer.kv_namespace, request.chain)
 

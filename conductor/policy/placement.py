@@ -80,7 +80,7 @@ def _prefixes(state: ClusterState, request: RequestArrived, model: ModelNodes, p
     own = np.array([min(usable.get(pool, 0), limit) for pool in prefill.pools], np.int64)
     if not usable:
         return Prefixes(own, 0, "", 0)
-    sends = state.num_sends()
+    sends = state.num_sends(usable)
     pool, best = best_holder(usable, limit, sends)
     return Prefixes(own, best, pool, sends.get(pool, 0))
 

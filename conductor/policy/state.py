@@ -1,6 +1,7 @@
 """All that the policy knows, in one place. Data and look-ups; decisions are made elsewhere."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from conductor.policy.config import PolicyConfig
@@ -41,7 +42,9 @@ class ClusterState:
 
     def costs_of(self, model: str) -> ModelCosts:
         """The model's costs, those of the prior while nothing was measured."""
-        return self.costs.setdefault(model, ModelCosts())
+        if model not in self.costs:
+            self.costs[model] = ModelCosts()
+        return self.costs[model]
 
     def retire(self, row: int, now_ns: int) -> Claim:
         """Drop a request that is over, and remember it for a while."""
@@ -56,11 +59,8 @@ class ClusterState:
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
 
-    def num_sends(self) -> dict[str, int]:
-        """Per pool node: prefixes and copies that it is sending."""
-        sends = self.copies.num_sends()
+    def num_sends(self, pools: Iterable[str]) -> dict[str, int]:
+        """Per joined pool node: prefixes and copies that it is sending."""
+        copies = self.copies.num_sends()
         per_slot = self.requests.num_sends(self.nodes.num_slots)
-        for node in self.nodes:
-            if node.role == "pool":
-                sends[node.node_id] += int(per_slot[self.nodes.slot(node.node_id)])
-        return sends
+        return {pool: copies[pool] + int(per_slot[self.nodes.slot(pool)]) for pool in pools}
