@@ -158,6 +158,22 @@ class ScriptedPool(pool_pb2_grpc.PoolServicer):
 ScriptedPool.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+async def script(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[tuple[ScriptedPool, str]]]]:
+    """Serve a scripted pool; gives it and its target."""
+    servers = []
+
+    async def start(*scripts: list[PoolEvents]) -> tuple[ScriptedPool, str]:
+        pool = ScriptedPool(*scripts)
+        listen = f"unix:{tmp_path}/script.sock"
+        servers.append(await start_server(listen, lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s)))
+        return pool, listen
+
+    yield start
+    for server in servers:
+        await server.stop(0)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -167,12 +183,11 @@ ScriptedPool.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     ],
     ids=["gap", "repetition", "another incarnation"],
 )
-async def test_events_that_do_not_follow_lead_to_a_snapshot(tmp_path, follow, until, broken: PoolEvents) -> None:
-    script = [PoolEvents(1, 7, snapshot_begin=True), PoolEvents(1, 7, snapshot_end=True), broken]
+async def test_events_that_do_not_follow_lead_to_a_snapshot(script, follow, until, broken: PoolEvents) -> None:
+    first = [PoolEvents(1, 7, snapshot_begin=True), PoolEvents(1, 7, snapshot_end=True), broken]
     again = [PoolEvents(1, 9, snapshot_begin=True), PoolEvents(1, 9, snapshot_end=True)]
-    pool = ScriptedPool(script, again)
-    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
-    follower = follow(server.target)
+    pool, target = await script(first, again)
+    follower = follow(target)
 
     async def resynced() -> bool:
         return follower.directory.position("p") == (1, 9)
@@ -181,16 +196,13 @@ async def test_events_that_do_not_follow_lead_to_a_snapshot(tmp_path, follow, un
     assert pool.requests == [(0, 0), (0, 0)]
     assert len(follower.losses) == 1
     assert "does not follow 1/7" in follower.losses[0]
-    follower.task.cancel()
-    await server.stop(0)
 
 
-async def test_a_silent_stream_is_left_and_continued_where_it_was(tmp_path, follow, until) -> None:
-    pool = ScriptedPool(
+async def test_a_silent_stream_is_left_and_continued_where_it_was(script, follow, until) -> None:
+    pool, target = await script(
         [PoolEvents(1, 7, snapshot_begin=True), PoolEvents(1, 7, snapshot_end=True)], [PoolEvents(1, 7)]
     )
-    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
-    follower = follow(server.target)
+    follower = follow(target)
 
     async def continued() -> bool:
         return len(pool.requests) == 2 and follower.directory.state("p") is EXACT
@@ -198,21 +210,17 @@ async def test_a_silent_stream_is_left_and_continued_where_it_was(tmp_path, foll
     await until(continued)
     assert pool.requests == [(0, 0), (1, 7)]
     assert "no answer within 2 s" in follower.losses[0]
-    follower.task.cancel()
-    await server.stop(0)
 
 
-async def test_a_snapshot_that_breaks_off_is_asked_for_again(tmp_path, follow, until) -> None:
-    pool = ScriptedPool([PoolEvents(1, 7, snapshot_begin=True), PoolEvents(2, 8)])
-    server = await start_server(f"unix:{tmp_path}/s.sock", lambda s: pool_pb2_grpc.add_PoolServicer_to_server(pool, s))
-    follow(server.target)
+async def test_a_snapshot_that_breaks_off_is_asked_for_again(script, follow, until) -> None:
+    pool, target = await script([PoolEvents(1, 7, snapshot_begin=True), PoolEvents(2, 8)])
+    follow(target)
 
     async def asked_twice() -> bool:
         return len(pool.requests) >= 2
 
     await until(asked_twice)
     assert pool.requests[1] == (0, 0)
-    await server.stop(0)
 
 
 class RecordingConductor(conductor_pb2_grpc.ConductorServicer):
