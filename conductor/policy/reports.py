@@ -79,10 +79,13 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
             requests.column("sender")[row] = NONE
         case "prefill_ended" if prefills_here:
             requests.column("prefill_ns")[row] = 0
-            requests.column("ready_ns")[row] = now_ns
             requests.column("sender")[row] = NONE
             if decodes_here:
-                requests.column("joined_ns")[row] = now_ns
+                # A node that does both may say so only with its last token: then the prediction is nearer the truth.
+                joined_ns = min(now_ns, int(requests.column("ready_ns")[row]))
+                requests.column("ready_ns")[row] = requests.column("joined_ns")[row] = joined_ns
+            else:
+                requests.column("ready_ns")[row] = now_ns
         case "decode_joined" if decodes_here:
             requests.column("joined_ns")[row] = now_ns
         case "ended":

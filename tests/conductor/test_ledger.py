@@ -141,3 +141,13 @@ def test_prediction_errors_are_measured_against_what_the_client_saw(cluster, mak
     c.send(RequestCompleted("r", 0, "finished", ttft_s=predicted + 0.5))
     error = c.conductor.snapshot(c.now_ns)["prediction_error"]
     assert abs(error["ttft_s"] - 0.5) < 1e-9
+
+
+def test_an_aggregated_node_that_reports_its_prefill_late_still_teaches_how_long_requests_decode(cluster, make):
+    c = cluster(make.node("a", "aggregated"))
+    c.learn("a", per_token_s=1e-3)
+    c.send(make.request("r", prompt=1000))
+    c.progress("a", "prefill_started", "r")
+    c.after(5.0).progress("a", "prefill_ended", "r")
+    c.progress("a", "ended", "r")
+    assert 3.5 < c.conductor.snapshot(c.now_ns)["costs"]["m"]["decode_time_s"] < 4.5

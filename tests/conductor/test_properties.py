@@ -11,6 +11,7 @@ from conductor.policy.algorithm1 import Prefixes, score_prefill
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Copy, Place, Reject
+from conductor.policy.decode_choice import DecodeScores
 from conductor.policy.events import (
     CopyFinished,
     DecodeSample,
@@ -200,3 +201,16 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, queues, threshol
         prefill_s = float(costs.prefill_s(prompt, np.array([float(reuse * BLOCK)]))[0])
         assert (found.reuse_blocks[i], found.fetches[i]) == (reuse, ratio > threshold)
         assert abs(found.ttft_s[i] - (transfer_s + queues[i] + prefill_s)) < 1e-9
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.001, 1), st.integers(0, 2000)), min_size=1, max_size=6),
+    st.integers(1, 2500),
+)
+def test_the_decode_node_has_the_least_tbt_of_those_with_room_or_else_the_most_room(nodes, need):
+    tbt, free = (np.array(column) for column in zip(*nodes, strict=True))
+    index = DecodeScores(tbt, free, need).choose()
+    roomy = [i for i in range(len(nodes)) if free[i] >= need]
+    assert index == (
+        min(roomy, key=lambda i: (tbt[i], i)) if roomy else max(range(len(nodes)), key=lambda i: (free[i], -i))
+    )

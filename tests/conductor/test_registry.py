@@ -1,0 +1,73 @@
+"""Who may join, and who speaks for a node."""
+
+import pytest
+
+from conductor.errors import JoinRefused
+from conductor.registry import Registry
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+
+def node(**fields):
+    whole = {
+        "node_id": "a",
+        "role": common_pb2.ROLE_AGGREGATED,
+        "target": "unix:/a",
+        "model": "m",
+        "kv_namespace": bytes(16),
+        "spec": common_pb2.KvSpec(block_tokens=16),
+        "capacity_tokens": 1024,
+        "max_model_len": 512,
+    }
+    return conductor_pb2.Node(**{**whole, **fields})
+
+
+@pytest.mark.parametrize(
+    "field", ["node_id", "target", "model", "kv_namespace", "capacity_tokens", "max_model_len", "spec"]
+)
+def test_a_worker_that_does_not_describe_itself_is_refused_by_field(field):
+    incomplete = node()
+    incomplete.ClearField(field)
+    with pytest.raises(JoinRefused, match=field):
+        Registry().admit(incomplete)
+
+
+def test_an_unknown_role_is_refused():
+    with pytest.raises(JoinRefused, match="role 0"):
+        Registry().admit(node(role=common_pb2.ROLE_UNSPECIFIED))
+
+
+def test_a_pool_node_needs_no_model():
+    Registry().admit(conductor_pb2.Node(node_id="p", role=common_pb2.ROLE_POOL, target="unix:/p"))
+
+
+def test_a_refused_node_changes_nothing():
+    registry = Registry()
+    member = registry.admit(node())
+    with pytest.raises(JoinRefused):
+        registry.admit(node(node_id="b", kv_namespace=bytes(range(16))))
+    assert list(registry) == [member]
+
+
+def test_a_model_may_change_once_its_last_worker_has_left():
+    registry = Registry()
+    assert registry.remove(registry.admit(node()))
+    registry.admit(node(node_id="b", kv_namespace=bytes(range(16))))
+    assert registry.worker_of("m").node_id == "b"
+
+
+def test_a_node_alone_may_come_back_with_other_weights():
+    registry = Registry()
+    registry.admit(node())
+    registry.admit(node(kv_namespace=bytes(range(16)), incarnation=2))
+    assert registry.worker_of("m").incarnation == 2
+
+
+def test_a_replaced_stream_is_told_and_its_end_is_no_loss():
+    registry = Registry()
+    old = registry.admit(node())
+    new = registry.admit(node(incarnation=2))
+    assert old.replaced.is_set()
+    assert not registry.remove(old)
+    assert registry.nodes == {"a": new.node}
+    assert registry.remove(new)
+    assert registry.worker_of("m") is None
