@@ -60,8 +60,8 @@ class _Cluster(TerminalView):
         self._remove_ready_files()
         stop = asyncio.Event()
         started_s = time.monotonic()
-        self.show(f"Starting {describe(self._config)}; logs in {self._run_dir}")
         with _signals(stop, self._supervisor):
+            self.show(f"Starting {describe(self._config)}; logs in {self._run_dir}")
             try:
                 async with self._supervisor:
                     try:

@@ -57,6 +57,19 @@ class Served:
         prompt = {"model": self.ready.model, "prompt": "In the beginning", "max_tokens": 4, "ignore_eos": True}
         return int(self.post("/v1/completions", prompt)["usage"]["completion_tokens"])
 
+    def assert_ends_at(self, number: signal.Signals) -> str:
+        """One signal ends everything: exit code 0, no process, no ready file, nobody at the port. Returns stdout."""
+        ready = self.ready
+        pids = [node.pid for node in ready.nodes.values() if node.pid is not None]
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, err
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not self.ready_path.exists()
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(ready.url.rpartition(":")[2]))) != 0
+        return out
+
     def moonpool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "moonpool", *arguments, "--ready-file", str(self.ready_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -90,6 +103,7 @@ def served() -> Iterator[Served]:
     with serving() as cluster:
         cluster.wait_until(lambda ready: all(node.ready for node in ready.nodes.values()))
         yield cluster
+        cluster.assert_ends_at(signal.SIGTERM)
 
 
 def test_the_ready_file_names_every_process(served: Served) -> None:
@@ -143,20 +157,23 @@ def test_validate_finds_nothing_held_at_rest(served: Served) -> None:
     assert answered == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_ends_every_process_and_takes_the_ready_file_away(number: signal.Signals) -> None:
+def test_ctrl_c_ends_every_process_and_takes_the_ready_file_away() -> None:
     with serving("--aggregated=1") as cluster:
-        ready = cluster.wait_until(lambda ready: True)
-        pids = [node.pid for node in ready.nodes.values() if node.pid is not None]
-        cluster.process.send_signal(number)
-        out, err = cluster.process.communicate(timeout=60)
-        assert cluster.process.returncode == 0, err
-        assert "Moonpool is ready: http://127.0.0.1:" in out
-        assert "(1 aggregated, 1 pool node)" in out
-        assert not any(psutil.pid_exists(pid) for pid in pids)
+        cluster.wait_until(lambda ready: True)
+        out = cluster.assert_ends_at(signal.SIGINT)
+    assert "Moonpool is ready: http://127.0.0.1:" in out
+    assert "(1 aggregated, 1 pool node)" in out
+
+
+def test_ctrl_c_while_the_cluster_starts_ends_it_cleanly() -> None:
+    with serving() as cluster:
+        assert cluster.process.stderr is not None
+        assert "Starting 1 prefill, 1 decode, 1 pool node" in cluster.process.stderr.readline()
+        cluster.process.send_signal(signal.SIGINT)
+        out, _ = cluster.process.communicate(timeout=60)
+        assert cluster.process.returncode == 0
+        assert out == ""
         assert not cluster.ready_path.exists()
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", int(ready.url.rpartition(":")[2]))) != 0
 
 
 def test_a_damaged_model_ends_the_start_with_exit_code_2_and_the_workers_words(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts
 async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
     plans = [ChildPlan("a", "test", (str(tmp_path / "no-such-program"),))]
     async with supervisor(plans, tmp_path) as running:
-        with pytest.raises(StartupFailed, match="cannot start .*no-such-program"):
+        with pytest.raises(StartupFailed, match=r"cannot start .*no-such-program"):
             await running.wait_ready(30)
 
 
