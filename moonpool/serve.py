@@ -98,6 +98,7 @@ class _Cluster(TerminalView):
 
     def _announce(self, seconds: float) -> None:
         self._up = True
+        self.started()
         self._write_ready_files()
         print(
             f"Moonpool is ready: {self._url}/v1  model {self._config.model.name}  ({describe(self._config)})",

@@ -7,16 +7,21 @@ from typing import TextIO
 from moonpool.supervisor import NodeState, SupervisorEvents
 
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d\.\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-_QUIET = ("DEBUG", "INFO")
+_ROUTINE = frozenset({"DEBUG", "INFO"})
 
 
 class TerminalView(SupervisorEvents):
-    """Writes one line per event to `stream`; log lines below a warning only when `verbose`."""
+    """Writes one line per event to `stream`; of the log lines, all when `verbose`, else those that need a reader.
+
+    While the cluster comes up those are errors: that a process does not find another yet is no news. Then warnings
+    too. Once it goes down, none: processes lose each other.
+    """
 
     def __init__(self, stream: TextIO, *, verbose: bool) -> None:
         self._stream = stream
         self._verbose = verbose
         self._shown: dict[str, bool] = {}
+        self._hidden = _ROUTINE | {"WARNING"}
         self._stopping = False
 
     def on_ready(self, state: NodeState, seconds: float) -> None:
@@ -31,17 +36,21 @@ class TerminalView(SupervisorEvents):
         if self._verbose or self._is_worth_showing(node_id, line):
             self.show(f"[{node_id}] {line}")
 
+    def started(self) -> None:
+        """The cluster is up."""
+        self._hidden = _ROUTINE
+
     def stopping(self) -> None:
-        """From now on warnings are the noise of processes that lose each other, and only `verbose` shows them."""
+        """The cluster goes down."""
         self._stopping = True
 
     def _is_worth_showing(self, node_id: str, line: str) -> bool:
-        """Warnings and errors, the lines of a traceback after them, and what is printed before logging is set up."""
+        """Records of the levels in question, a traceback's lines after them, and what comes before any record."""
         if self._stopping:
             return False
         level = record_level(line)
         if level is not None:
-            self._shown[node_id] = level not in _QUIET
+            self._shown[node_id] = level not in self._hidden
         return self._shown.get(node_id, True)
 
     def show(self, text: str) -> None:
