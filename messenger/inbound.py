@@ -147,7 +147,7 @@ class Inbound:
             return
         with access:
             self._still_wanted()
-            self._responder.land(message, access.region)
+            self._responder.land(message, rows, access.region)
         self._owner.counters.add(f"bytes_landed_{self._transport.name}", message.nbytes)
         self._still_wanted()
         session.last_seq = message.seq

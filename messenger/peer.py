@@ -13,7 +13,7 @@ from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.keys import RemoteKey
 from messenger.memory import Region
 from messenger.operation import Kind, Notification, Operation, Part, Transfer, TransferResult
-from messenger.slices import NBYTES, checked, coalesced, split
+from messenger.slices import checked, coalesced, split
 from messenger.stream import Stream
 
 
@@ -106,8 +106,8 @@ class Peer:
         self._require_region(region)
         rows = coalesced(checked(slices, region.nbytes))
         pieces = list(split(rows, MAX_PART_NBYTES, MAX_PART_ROWS)) if len(rows) else []
-        operation = self._operation(kind, int(rows[:, NBYTES].sum()), max(len(pieces), 1), deadline_s)
-        parts = [Part(operation, Transfer(key, region, piece, int(piece[:, NBYTES].sum()))) for piece in pieces]
+        operation = self._operation(kind, sum(nbytes for _, nbytes in pieces), max(len(pieces), 1), deadline_s)
+        parts = [Part(operation, Transfer(key, region, piece, nbytes)) for piece, nbytes in pieces]
         if notification is not None:
             if parts:
                 parts[-1].notification = notification

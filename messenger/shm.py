@@ -18,6 +18,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from messenger import unix_path
 from messenger.config import Endpoint
 from messenger.errors import BindFailed, ProtocolError
@@ -26,7 +28,7 @@ from messenger.link import Link
 from messenger.memory import PeerMemory, Region
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
-from messenger.transport import Requester, Responder, Transport, parse_rows
+from messenger.transport import QUICK_NBYTES, QUICK_ROWS, Requester, Responder, Transport, parse_rows
 
 if TYPE_CHECKING:
     from messenger.copying import CopyRows
@@ -58,6 +60,10 @@ class ShmRequester(Requester):
 
     def offered(self, offer: Offer) -> None:
         self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+
+    def is_quick(self, part: Part) -> bool:
+        copied_nbytes = part.nbytes if part.operation.kind is Kind.READ else 0
+        return copied_nbytes <= QUICK_NBYTES and (part.transfer is None or len(part.transfer.rows) <= QUICK_ROWS)
 
     def accept(self, part: Part, ack: Ack) -> bool:
         transfer = part.transfer
@@ -118,9 +124,9 @@ class ShmResponder(Responder):
             raise ProtocolError(f"a write from beyond the {source.nbytes} bytes of region {message.source_id}")
         return rows[:, REMOTE:]
 
-    def land(self, message: Write, region: Region) -> None:
-        rows = parse_rows(message.rows, 3, message.nbytes)
-        self._copy_rows(region.address, self._mappings[message.source_id].address, rows, REMOTE, LOCAL)
+    def land(self, message: Write, rows: Rows, region: Region) -> None:
+        both = np.frombuffer(message.rows, dtype=np.int64).reshape(-1, 3)
+        self._copy_rows(region.address, self._mappings[message.source_id].address, both, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""

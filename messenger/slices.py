@@ -11,6 +11,9 @@ Rows = npt.NDArray[np.int64]
 
 LOCAL, REMOTE, NBYTES = 0, 1, 2
 
+# Up to so many rows a loop is quicker than numpy's calls.
+_FEW = 24
+
 
 def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:
     """The rows as int64 without the empty ones. Raises InvalidArgument unless all lie within the local region."""
@@ -20,15 +23,20 @@ def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:
     rows: Rows = np.ascontiguousarray(array, dtype=np.int64)
     if not len(rows):
         return rows
-    if int(rows.min()) < 0:
-        raise InvalidArgument("slices must not be negative")
-    if not within(rows[:, LOCAL], rows[:, NBYTES], 0, region_nbytes):
-        raise InvalidArgument(f"slices reach beyond the local region of {region_nbytes} bytes")
+    if not within(rows[:, LOCAL], rows[:, NBYTES], 0, region_nbytes) or int(rows[:, REMOTE].min()) < 0:
+        raise InvalidArgument(
+            f"slices must not be negative, nor reach beyond the local region of {region_nbytes} bytes"
+        )
     return rows if rows[:, NBYTES].all() else np.ascontiguousarray(rows[rows[:, NBYTES] > 0])
 
 
 def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
     """Whether every [offset, offset + nbytes) lies in [start, end); safe for any int64, hostile ones included."""
+    if len(offsets) <= _FEW:
+        return all(
+            start <= offset and 0 <= length <= end - offset
+            for offset, length in zip(offsets.tolist(), nbytes.tolist(), strict=True)
+        )
     return bool(((offsets >= start) & (nbytes >= 0) & (nbytes <= end - start) & (offsets <= end - nbytes)).all())
 
 
@@ -48,10 +56,11 @@ def runs(rows: Rows, side: int) -> Rows:
     return np.ascontiguousarray(_merged(rows, breaks)[:, [side, NBYTES]])
 
 
-def split(rows: Rows, max_nbytes: int, max_rows: int) -> Iterator[Rows]:
-    """The rows in order, in pieces of at most so many bytes and rows; a row that is too long is cut."""
-    if len(rows) <= max_rows and int(rows[:, NBYTES].sum()) <= max_nbytes:
-        yield rows
+def split(rows: Rows, max_nbytes: int, max_rows: int) -> Iterator[tuple[Rows, int]]:
+    """The rows in order, in pieces of at most so many bytes and rows, with their bytes; a too long row is cut."""
+    total = int(rows[:, NBYTES].sum())
+    if len(rows) <= max_rows and total <= max_nbytes:
+        yield rows, total
         return
     rows = _cut(rows, max_nbytes)
     ends = np.cumsum(rows[:, NBYTES])
@@ -59,7 +68,7 @@ def split(rows: Rows, max_nbytes: int, max_rows: int) -> Iterator[Rows]:
     while first < len(rows):
         sent = int(ends[first - 1]) if first else 0
         last = min(int(np.searchsorted(ends, sent + max_nbytes, side="right")), first + max_rows)
-        yield rows[first:last]
+        yield rows[first:last], int(ends[last - 1]) - sent
         first = last
 
 

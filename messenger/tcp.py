@@ -10,10 +10,14 @@ from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import LOCAL, REMOTE, Rows, runs
-from messenger.transport import Requester, Responder, Transport, parse_rows
+from messenger.transport import QUICK_NBYTES, QUICK_ROWS, Requester, Responder, Transport, parse_rows
 
 
 class TcpRequester(Requester):
+    def is_quick(self, part: Part) -> bool:
+        sent_nbytes = 0 if part.operation.kind is Kind.READ else part.nbytes
+        return sent_nbytes <= QUICK_NBYTES and (part.transfer is None or len(part.transfer.rows) <= QUICK_ROWS)
+
     def accept(self, part: Part, ack: Ack) -> bool:
         if part.operation.kind is Kind.READ and part.transfer is not None:
             if ack.nbytes != part.nbytes:
@@ -49,8 +53,8 @@ class TcpResponder(Responder):
     def target_rows(self, message: Write) -> Rows:
         return parse_rows(message.rows, 2, message.nbytes)
 
-    def land(self, message: Write, region: Region) -> None:
-        self._link.receive_into(_views(region, self.target_rows(message)))
+    def land(self, message: Write, rows: Rows, region: Region) -> None:
+        self._link.receive_into(_views(region, rows))
 
     def skip(self, message: Write) -> None:
         self._link.drain(message.nbytes)

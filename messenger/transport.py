@@ -18,9 +18,12 @@ from messenger.memory import Region
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import Rows
 
+QUICK_NBYTES = 64 << 10
+QUICK_ROWS = 256
+
 
 class Requester(ABC):
-    """The calling side of one link. `send` runs on the stream's sending thread, the rest on its receiving thread."""
+    """The calling side of one link. One thread at a time sends, and the stream's receiving thread does the rest."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -34,6 +37,10 @@ class Requester(ABC):
             self._send_read(part, part.transfer)
         else:
             self._send_write(part, part.transfer)
+
+    @abstractmethod
+    def is_quick(self, part: Part) -> bool:
+        """Whether sending the part on an idle link takes microseconds and cannot block."""
 
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:
@@ -65,8 +72,8 @@ class Responder(ABC):
         """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
 
     @abstractmethod
-    def land(self, message: Write, region: Region) -> None:
-        """Put the bytes in place. Raises OSError when the link ended first."""
+    def land(self, message: Write, rows: Rows, region: Region) -> None:
+        """Put the bytes in place; `rows` are those of `target_rows`. Raises OSError when the link ended first."""
 
     @abstractmethod
     def skip(self, message: Write) -> None:

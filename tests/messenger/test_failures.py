@@ -84,7 +84,7 @@ def test_operations_behind_one_that_missed_its_deadline_are_still_done_in_order(
     for future in patient:
         future.result()
     assert child.ask("notes") == ["0", "1", "2", "3", "4", "5"]
-    assert a.messenger.counters()["retries"] >= 5
+    assert a.messenger.counters()["retries"] >= 1
 
 
 def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_another(
