@@ -7,6 +7,8 @@ VENV ?= .venv
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Empty: the package index's build, which on Linux brings the CUDA libraries with it.
 TORCH_INDEX ?=
+# 4,096 tokens each.
+TRAIN_STEPS ?= 4000
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,7 +24,7 @@ help:
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
-	@echo "make train   train the bundled model again"
+	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
@@ -53,7 +55,9 @@ proto: $(STAMP)
 	$(BIN)/python .ci/generate_protos.py write
 
 train: $(STAMP)
-	$(BIN)/python -m training.train
+	$(BIN)/python -m training.prepare
+	$(BIN)/python -m training.train --steps $(TRAIN_STEPS)
+	$(BIN)/python -m training.export .train/run/last.pt out/model
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
