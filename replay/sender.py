@@ -96,12 +96,11 @@ async def send_open_loop(
 
 async def _reached(due_s: float, clock: Callable[[], float], stopped: asyncio.Task[Literal[True]]) -> bool:
     """Wait until the clock shows `due_s`; False when stopped before."""
-    delay = due_s - clock()
-    if delay > 0:
+    # Behind time, too, the loop gets a turn, so that answers are read between two sends.
+    await asyncio.sleep(0)
+    # Timers of whole milliseconds may fire early.
+    while (delay := due_s - clock()) > 0 and not stopped.done():
         await asyncio.wait([stopped], timeout=delay)
-    else:
-        # Behind time: still give the loop a turn, so that answers are read between two sends.
-        await asyncio.sleep(0)
     return not stopped.done()
 
 

@@ -66,13 +66,13 @@ class Verification:
 def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> list[RequestRecord]:
     """At most `size` completed requests, in order of index, chosen by a hash of (seed, index).
 
-    Taken in turns from greedy and sampled requests with and without reuse, so that each kind is looked at as long as
-    there are any of it: a rare kind is not left to chance.
+    Taken in turns from greedy and sampled requests with no, little and much reuse, so that each kind is looked at as
+    long as there are any of it: a rare kind is not left to chance.
     """
-    strata: dict[tuple[bool, bool], list[RequestRecord]] = {}
+    strata: dict[tuple[int, bool], list[RequestRecord]] = {}
     for record in sorted(records, key=lambda r: _rank(seed, r.index)):
         if record.outcome is Outcome.COMPLETED:
-            strata.setdefault((record.cached_tokens > 0, record.temperature > 0), []).append(record)
+            strata.setdefault((_reuse_class(record), record.temperature > 0), []).append(record)
     chosen: list[RequestRecord] = []
     queues = [strata[key] for key in sorted(strata, reverse=True)]
     while len(chosen) < size and any(queues):
@@ -144,6 +144,11 @@ def judge(logits: NDArray[np.float32], token: int, row: SamplingRow) -> tuple[in
     if not 0 <= token < len(scores):
         return expected, float("inf")
     return expected, float(scores[expected] - scores[token])
+
+
+def _reuse_class(record: RequestRecord) -> int:
+    """0: nothing reused, 1: at most half of the prompt, 2: more."""
+    return (record.cached_tokens > 0) + (2 * record.cached_tokens > record.prompt_tokens)
 
 
 def _rank(seed: int, index: int) -> bytes:

@@ -117,7 +117,7 @@ def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:
             max_tokens=1,
             temperature=0.8 * (i % 50 == 0),
             seed=i,
-            cached_tokens=8 * (i % 40 == 0),
+            cached_tokens=(0, 8, 32)[(i % 40 == 0) + (i % 80 == 0)],
             outcome=Outcome.FAILED if i % 7 == 3 else Outcome.COMPLETED,
         )
         for i in range(400)
@@ -125,9 +125,9 @@ def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:
     sample = choose_sample(records, 30, seed=0)
     assert len(sample) == 30
     assert all(r.outcome is Outcome.COMPLETED for r in sample)
-    assert {(r.cached_tokens > 0, r.temperature > 0) for r in sample} == {
-        (a, b) for a in (True, False) for b in (True, False)
-    }
+    kinds = {(r.cached_tokens, r.temperature) for r in records if r.outcome is Outcome.COMPLETED}
+    assert {(r.cached_tokens, r.temperature) for r in sample} == kinds
+    assert len(kinds) == 6
     assert sample == choose_sample(list(reversed(records)), 30, seed=0)
     assert sample != choose_sample(records, 30, seed=1)
     assert len(choose_sample(records, 10_000, seed=0)) == sum(r.outcome is Outcome.COMPLETED for r in records)
