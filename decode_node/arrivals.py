@@ -109,7 +109,7 @@ class Arrivals:
                     lease.key,
                     memory.region,
                     memory.slot_slices(slots, remote),
-                    deadline_s=max(0.1, reservation.request.time_left_s),
+                    deadline_s=min(self._node.config.lease_s, max(0.1, reservation.request.time_left_s)),
                 )
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)

@@ -48,13 +48,19 @@ class PoolNode:
         await asyncio.to_thread(digest.warm_up)
         endpoint = self.messenger.start()
         try:
-            self.memory = SharedMemory.create(self.config.arena_bytes, f"moonpool-{self.config.node_id}")
+            self.memory = SharedMemory.create(self.config.arena_bytes, "moonpool-arena")
         except BaseException:
             await asyncio.to_thread(self.messenger.close)
             raise
         self.region = self.messenger.register(self.memory)
         self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
         self._spawn(self._sweep())
+        loop = asyncio.get_running_loop()
+
+        def on_peer_lost(node_id: str, incarnation: int) -> None:
+            loop.call_soon_threadsafe(self._owner_lost, node_id, incarnation)
+
+        self.messenger.on_peer_lost(on_peer_lost)
         return endpoint
 
     async def close(self) -> None:
@@ -240,6 +246,12 @@ class PoolNode:
             for put_id in self.core.expire(time.monotonic_ns()):
                 self._spawn(self._revoke(put_id))
             self.tell()
+
+    def _owner_lost(self, node_id: str, incarnation: int) -> None:
+        """A worker's process is gone: what it had here need not wait for its time to run out."""
+        for put_id in self.core.forget_owner(node_id, incarnation):
+            self._spawn(self._revoke(put_id))
+        self.tell()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

@@ -13,7 +13,7 @@ import grpc
 from messenger import RemoteKey
 from messenger.control import open_channel, start_server
 from moonpool_proto.v1.common_pb2 import ROLE_PREFILL
-from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED, Held
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.handoff import Handoff
 from prefill_node.push import Pusher
@@ -126,9 +126,6 @@ class PrefillFace(WorkerFace):
         finally:
             self._pushers.pop(id(sequence), None)
         turn.end()
-        reused = work.reused_blocks * node.config.block_tokens
-        node.reporter.prefill(len(request.prompt) - reused, reused, sequence.compute_s)
-        node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
         return sequence
 
     async def _store(self, work: Prepared, sequence: Sequence) -> None:

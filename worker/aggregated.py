@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from messenger.control import start_server
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED
-from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED, Held
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
@@ -27,24 +27,16 @@ class AggregatedFace(WorkerFace):
     async def _serve(self, request: Request, submitted: float) -> None:
         node = self.node
         report = node.reporter
+        held = node.held[request.request_id] = Held(
+            request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
+        )
         async with prepared(node, request, submitted=submitted, peak_tokens=request.peak_tokens) as work:
-            node.held[request.request_id] = Held(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                committed_tokens=len(work.slots) * node.config.block_tokens,
-                remaining_prefill_tokens=len(request.prompt),
-            )
+            held.committed_tokens = len(work.slots) * node.config.block_tokens
             try:
                 await load(node, work)
                 sequence = sequence_of(node, work, prefill_only=False)
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
                 await node.run_in_engine(sequence)
-                report.prefill(
-                    len(request.prompt) - work.reused_blocks * node.config.block_tokens,
-                    work.reused_blocks * node.config.block_tokens,
-                    sequence.compute_s,
-                )
-                report.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
                 keys = node.all_keys(sequence)
                 node.index_blocks(work.slots[: len(keys)], keys)
                 await node.pool.store(keys, work.slots, work.pooled_blocks)

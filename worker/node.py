@@ -22,7 +22,7 @@ from engine import EngineError, ForwardBatch, Model, SamplingRow, SequenceChunk,
 from kvpool import Provenance, chain_keys, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
-from moonpool_proto.v1.conductor_pb2 import Held, Node, NodeReport
+from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
 from moonpool_proto.v1.worker_pb2 import Failure, Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
@@ -320,6 +320,7 @@ class WorkerNode:
                 if timing is not None:
                     timing.prefill_s = sequence.compute_s
                     timings[sequence.request.request_id] = timing
+                    self._report_prefill(sequence, timing)
             self.streams.send_tokens(result.tokens, timings)
             self.counters.add("generation_tokens", len(result.tokens))
         if result.decode_batch and not result.prefill_tokens:
@@ -332,6 +333,12 @@ class WorkerNode:
                 leaving.set_exception(RequestFailed("engine", f"the engine failed: {result.error}"))
             else:
                 leaving.set_result(None)
+
+    def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
+        request = sequence.request
+        cached = timing.cached_tokens
+        self.reporter.prefill(len(request.prompt) - cached, cached, timing.prefill_s)
+        self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 
     # The pool.
 

@@ -187,16 +187,29 @@ class PoolCore:
     def expire(self, now_ns: int) -> list[str]:
         """End what is overdue. Returns the ids of expired puts, whose keys the caller must revoke."""
         expired = [put for put in self.puts.values() if put.expires_ns <= now_ns]
-        for put in expired:
+        overdue = [lease for lease in self.leases.values() if lease.kept_until_ns <= now_ns]
+        return self._end(expired, overdue)
+
+    def forget_owner(self, owner: str, owner_incarnation: int) -> list[str]:
+        """End the puts and leases of a process that is gone. Returns as `expire`.
+
+        Whoever still reads under its leases (a node it had handed them on to) is told by the digests.
+        """
+        who = owner, owner_incarnation
+        puts = [put for put in self.puts.values() if (put.owner, put.owner_incarnation) == who]
+        leases = [lease for lease in self.leases.values() if (lease.owner, lease.owner_incarnation) == who]
+        return self._end(puts, leases)
+
+    def _end(self, puts: list[Put], leases: list[Lease]) -> list[str]:
+        for put in puts:
             del self.puts[put.put_id]
             self._fence(put.put_id, put.blocks)
-        overdue = [lease for lease in self.leases.values() if lease.kept_until_ns <= now_ns]
-        for lease in overdue:
+        for lease in leases:
             del self.leases[lease.lease_id]
             self._release(lease)
-        self.counters["expired_puts"] += len(expired)
-        self.counters["expired_leases"] += len(overdue)
-        return [put.put_id for put in expired]
+        self.counters["expired_puts"] += len(puts)
+        self.counters["expired_leases"] += len(leases)
+        return [put.put_id for put in puts]
 
     def validate(self) -> list[str]:
         """What does not fit together, in words; empty when all does."""

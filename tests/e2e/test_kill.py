@@ -74,8 +74,7 @@ async def test_a_running_request_survives_the_death_of(
         answer = type("A", (), {"prompt_ids": ids, "token_ids": got})
         assert judge.wrong_tokens(answer, temperature=0.8, seed=42) == []
     await cluster.wait_restarted(victim, old)
-    found = await cluster.validate()
-    assert all(role["ok"] for role in found.values()), found
+    await cluster.validate()
     after = await cluster.complete(session, asked[0], max_tokens=8, temperature=0.0)
     assert judge.wrong_tokens(after) == []
 
@@ -91,8 +90,7 @@ async def test_a_waiting_prompt_survives_the_death_of_its_prefill_node(
     for answer in await asyncio.gather(*work):
         assert judge.wrong_tokens(answer) == []
     await cluster.wait_restarted("prefill-1", old)
-    found = await cluster.validate()
-    assert all(role["ok"] for role in found.values()), found
+    await cluster.validate()
 
 
 async def test_the_death_of_the_frontend_cancels_its_requests(cluster: Any, session: aiohttp.ClientSession) -> None:
@@ -106,8 +104,7 @@ async def test_the_death_of_the_frontend_cancels_its_requests(cluster: Any, sess
     with pytest.raises(aiohttp.ClientError):
         await stream(session, cluster.url, body, kill_at_ten)
     await cluster.wait_restarted("frontend", old)
-    found = await cluster.validate()
-    assert all(role["ok"] for role in found.values()), found
+    await cluster.validate()
 
 
 async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
@@ -134,5 +131,4 @@ async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_
             assert error["message"]
             assert error["code"]
         await single.wait_restarted("decode-0", old)
-        found = await single.validate()
-        assert all(role["ok"] for role in found.values()), found
+        await single.validate()

@@ -22,15 +22,16 @@ def prompts(count: int, shared: int, own: int, seed: int) -> list[list[int]]:
     return [head + rng.integers(5, 2000, own + i).tolist() for i in range(count)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("transport", "pool_nodes"), [("shm", 1), ("tcp", 2)])
 async def test_two_by_two_cluster_says_what_one_process_would(
     transport: str,
+    pool_nodes: int,
     random_model: Path,
     start_cluster: Callable[..., Any],
     judge_of: Callable[[Path], Any],
     session: aiohttp.ClientSession,
 ) -> None:
-    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--transport", transport]
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", str(pool_nodes), "--transport", transport]
     flags += ["--block-tokens", "8", "--prefill-chunk-tokens", "48"]
     with start_cluster(random_model, *flags) as cluster:
         judge = judge_of(random_model)
@@ -46,8 +47,7 @@ async def test_two_by_two_cluster_says_what_one_process_would(
                 assert judge.wrong_tokens(answer, **mode) == []
             assert again.cached_tokens >= 152
             assert sum(a.cached_tokens > 0 for a in rest) >= 6
-        found = await cluster.validate()
-        assert all(role["ok"] for role in found.values()), found
+        await cluster.validate()
 
 
 async def test_a_two_group_model_over_the_cluster(
@@ -63,8 +63,7 @@ async def test_a_two_group_model_over_the_cluster(
                 answer = await cluster.complete(session, prompt, max_tokens=24, ignore_eos=True, **mode)
                 assert judge.wrong_tokens(answer, **mode) == []
         assert answer.cached_tokens > 0
-        found = await cluster.validate()
-        assert all(role["ok"] for role in found.values()), found
+        await cluster.validate()
 
 
 async def test_answers_are_reused_by_the_next_turn(
@@ -100,8 +99,7 @@ async def test_aggregated_workers_answer_like_the_reference(
         )
         for answer in answers:
             assert judge.wrong_tokens(answer, **SAMPLED) == []
-        found = await cluster.validate()
-        assert all(role["ok"] for role in found.values()), found
+        await cluster.validate()
 
 
 async def test_equal_requests_get_equal_tokens_in_two_salts_without_sharing(

@@ -137,7 +137,7 @@ class Worker:
     """A process's side of the pool: a messenger with memory of its own, and clients."""
 
     def __init__(self, name: str, transport: str, run_dir: Path, spec: KvSpec) -> None:
-        self.spec, self.ns = spec, kv_namespace("weights", spec)
+        self.name, self.spec, self.ns = name, spec, kv_namespace("weights", spec)
         self.messenger = Messenger(MessengerConfig(transport=transport, run_dir=run_dir), node_id=name, incarnation=1)
         self.messenger.start()
         self.memory = SharedMemory.create(1 << 20, "worker")
@@ -145,7 +145,7 @@ class Worker:
         self.clients: list[PoolClient] = []
 
     def client(self, target: str) -> PoolClient:
-        self.clients.append(PoolClient(target, owner="w", owner_incarnation=1))
+        self.clients.append(PoolClient(target, owner=self.name, owner_incarnation=1))
         return self.clients[-1]
 
     async def close(self) -> None:

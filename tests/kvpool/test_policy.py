@@ -127,6 +127,17 @@ def test_an_expired_puts_slots_come_back_when_its_key_is_revoked(pool: Pool) -> 
     assert pool.put(keys(1, salt=1), now=6)[1] == [NEW]
 
 
+def test_a_lost_owner_is_forgotten_and_nobody_else(pool: Pool) -> None:
+    pool.store(keys(1))
+    pool.pin(keys(1))
+    put_id, _ = pool.put(keys(2, salt=1))
+    other = pool.core.pin(0, pool.ns, keys(1), owner="w", owner_incarnation=2, lease_ns=10 * S)
+    assert other is not None
+    assert pool.core.forget_owner("w", 1) == [put_id]
+    assert list(pool.core.leases) == [other.lease_id]
+    assert pool.core.forget_owner("w", 1) == []
+
+
 def test_an_aborted_puts_slots_come_back_when_its_key_is_revoked(pool: Pool) -> None:
     put_id, _ = pool.put(keys(4))
     assert pool.core.abort(put_id)

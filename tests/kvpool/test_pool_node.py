@@ -1,6 +1,8 @@
 """A pool node over real sockets: puts, leases, statuses, reads through the messenger, self-check."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,7 +127,7 @@ async def test_a_dead_owners_lease_expires(start_pool, worker, chain_of, until) 
     client = worker.client(pool.target)
     await worker.put(client, chain_of(3))
     lease = await client.pin(worker.ns, chain_of(3), lease_s=0.05)
-    assert (await client.state())["owners"] == {"w": {"leases": 1, "puts": 0}}
+    assert (await client.state())["owners"] == {"w0": {"leases": 1, "puts": 0}}
 
     async def expired() -> bool:
         return (await client.validate())["ok"]
@@ -134,6 +136,27 @@ async def test_a_dead_owners_lease_expires(start_pool, worker, chain_of, until) 
     assert not await client.renew(lease, 30)
     await client.unpin(lease)
     assert await client.evict(worker.ns, chain_of(3)) == 3
+
+
+async def test_a_killed_owners_puts_and_leases_end_with_its_connection(start_pool, worker, tmp_path, until) -> None:
+    pool = await start_pool()
+    client = worker.client(pool.target)
+    script = Path(__file__).with_name("worker_process.py")
+    doomed = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), pool.target, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert doomed.stdout is not None
+    assert (await asyncio.wait_for(doomed.stdout.readline(), 60)).strip() == b"holds"
+    assert (await client.state())["owners"] == {"doomed": {"leases": 1, "puts": 1}}
+    doomed.kill()
+    await doomed.wait()
+    await doomed.stdout.read()
+
+    async def nobody_holds() -> bool:
+        return (await client.validate())["ok"]
+
+    await until(nobody_holds)
+    assert (await client.state())["counts"]["blocks"] == 1
 
 
 async def test_a_renewed_lease_goes_on(start_pool, worker, chain_of) -> None:
