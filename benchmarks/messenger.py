@@ -7,8 +7,12 @@ same round. Run: python benchmarks/messenger.py [--rounds N] [--sizes 65536,...]
 """
 
 import argparse
+import base64
+import importlib
+import importlib.util
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
@@ -35,6 +39,7 @@ REGION_NBYTES = 128 * MIB
 WINDOW = 8
 BYTES_PER_ROUND = 96 * MIB
 MAX_BATCHES_PER_ROUND = 200
+READY = "READY "
 
 
 class Sender(ABC):
@@ -78,7 +83,7 @@ class PlainStream(Sender):
     def own() -> None:
         """The other process."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            print(listener.getsockname()[1], flush=True)
+            print(f"{READY}{listener.getsockname()[1]}", flush=True)
             sock, _ = listener.accept()
         memory = memoryview(np.ones(REGION_NBYTES, np.uint8))  # type: ignore[arg-type]
         with sock:
@@ -129,14 +134,65 @@ class Messaging(Sender):
         memory.array[:] = 0
         endpoint = messenger.start()
         key = messenger.grant(messenger.register(memory), 0, REGION_NBYTES, read=True, write=True)
-        print(json.dumps({"endpoint": vars(endpoint), "key": key.pack().hex()}), flush=True)
+        print(READY + json.dumps({"endpoint": vars(endpoint), "key": key.pack().hex()}), flush=True)
         sys.stdin.read()
         messenger.close()
         memory.close()
 
 
+class Nixl(Sender):
+    """NIXL's agent with its defaults (UCX: shared memory or cma on one host), a notification with each transfer."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        api = importlib.import_module("nixl_cu12._api")
+        self._process, answer = spawn("nixl-owner")
+        owner = json.loads(answer)
+        self._agent = api.nixl_agent("sender", api.nixl_agent_config())
+        self._memory = np.ones(REGION_NBYTES, np.uint8)
+        self._address = self._memory.ctypes.data
+        self._agent.register_memory([(self._address, REGION_NBYTES, 0, "")], "DRAM")
+        self._remote = self._agent.add_remote_agent(base64.b64decode(owner["metadata"]))
+        self._remote_address: int = owner["address"]
+
+    def begin(self, place: int, nbytes: int) -> Callable[[], None]:
+        agent = self._agent
+        local = agent.get_xfer_descs([(self._address + place, nbytes, 0)], "DRAM")
+        remote = agent.get_xfer_descs([(self._remote_address + place, nbytes, 0)], "DRAM")
+        handle = agent.initialize_xfer("WRITE", local, remote, self._remote, b"batch")
+        state = agent.transfer(handle)
+
+        def wait() -> None:
+            nonlocal state
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise ConnectionError(f"the NIXL transfer ended as {state}")
+            agent.release_xfer_handle(handle)
+
+        return wait
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    @staticmethod
+    def own() -> None:
+        """The other process."""
+        api = importlib.import_module("nixl_cu12._api")
+        agent = api.nixl_agent("owner", api.nixl_agent_config())
+        memory = np.zeros(REGION_NBYTES, np.uint8)
+        agent.register_memory([(memory.ctypes.data, REGION_NBYTES, 0, "")], "DRAM")
+        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
+        print(READY + json.dumps({"metadata": metadata, "address": memory.ctypes.data}), flush=True)
+        while not select.select([sys.stdin], [], [], 0.01)[0]:
+            agent.get_new_notifs()
+
+
 def spawn(role: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A process with this file's other side, and the first line it prints."""
+    """A process with this file's other side, and what it says once it is ready."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--role", role, *arguments],
         stdin=subprocess.PIPE,
@@ -145,7 +201,11 @@ def spawn(role: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert process.stdout is not None
-    return process, process.stdout.readline()
+    for line in process.stdout:
+        # NIXL logs to the standard output, too.
+        if line.startswith(READY):
+            return process, line.removeprefix(READY)
+    raise RuntimeError(f"the process of role {role} ended before it was ready")
 
 
 def latencies_us(sender: Sender, nbytes: int, batches: int) -> list[float]:
@@ -214,10 +274,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.role:
         role, *rest = arguments.role
-        {"plain-owner": PlainStream.own, "messenger-owner": Messaging.own}[role](*rest)
+        {"plain-owner": PlainStream.own, "messenger-owner": Messaging.own, "nixl-owner": Nixl.own}[role](*rest)
         return
     with tempfile.TemporaryDirectory() as run_dir:
         senders: list[Sender] = [PlainStream(), Messaging("tcp", run_dir), Messaging("shm", run_dir)]
+        if importlib.util.find_spec("nixl_cu12") is not None:
+            senders.append(Nixl())
         try:
             sizes = [int(size) for size in arguments.sizes.split(",")]
             result = measure(senders, sizes, arguments.rounds)

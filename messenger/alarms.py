@@ -63,11 +63,11 @@ class AlarmClock:
             return sum(map(len, self._buckets.values()))
 
     def close(self) -> None:
-        """End the thread; alarms that are set never ring. Not to be called from a callback."""
+        """End the thread; alarms that are set never ring."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:

@@ -48,7 +48,7 @@ class Messenger:
         self._notify_handlers: list[NotifyHandler] = []
         self._lost_handlers: list[PeerLostHandler] = []
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, int], Peer] = {}
+        self._peers: dict[Endpoint, Peer] = {}
         self._lost: set[tuple[str, int]] = set()
         self._transports: dict[str, Transport] = {}
         self._endpoint: Endpoint | None = None
@@ -140,11 +140,10 @@ class Messenger:
         with self._lock:
             if self._closed or self._endpoint is None:
                 raise MessengerClosed("the messenger is not running")
-            identity = (endpoint.node_id, endpoint.incarnation)
-            peer = self._peers.get(identity)
-            if peer is None or peer.endpoint != endpoint:
+            peer = self._peers.get(endpoint)
+            if peer is None:
                 self._forget_spent_peers()
-                peer = self._peers[identity] = self._new_peer(endpoint)
+                peer = self._peers[endpoint] = self._new_peer(endpoint)
             return peer
 
     def on_notify(self, handler: NotifyHandler) -> None:
@@ -218,9 +217,9 @@ class Messenger:
 
     def _forget_spent_peers(self) -> None:
         if len(self._peers) >= _MAX_SPENT_PEERS:
-            for identity in [identity for identity, peer in self._peers.items() if peer.is_spent()]:
-                del self._peers[identity]
-                self._lost.discard(identity)
+            for endpoint in [endpoint for endpoint, peer in self._peers.items() if peer.is_spent()]:
+                del self._peers[endpoint]
+                self._lost.discard((endpoint.node_id, endpoint.incarnation))
 
     def _deliver(self, node_id: str, tag: bytes, payload: bytes) -> None:
         for handler in self._notify_handlers:

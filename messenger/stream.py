@@ -130,9 +130,10 @@ class Stream:
             if self._link is not None and (self._in_flight or self._receiver is None):
                 self._link.cut()
             self._changed.notify_all()
-            sender = self._sender
+            sender, receiver = self._sender, self._receiver
         self._settle(settled)
-        if sender is not None and sender is not threading.current_thread():
+        # A future's callback may close the messenger: it runs on one of these threads, which ends after it.
+        if sender is not None and threading.current_thread() not in (sender, receiver):
             sender.join()
 
     def _wake_sender(self) -> None:
