@@ -13,7 +13,6 @@ or notices the cut, which it does before it delivers a notify. Other requests of
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from messenger.alarms import AlarmClock
@@ -32,6 +31,7 @@ from messenger.errors import (
 from messenger.frames import Ack, Goodbye, Offer, Refused
 from messenger.link import Link
 from messenger.operation import Kind, Operation, Part, TransferResult
+from messenger.outbox import Outbox
 from messenger.transport import Requester
 
 MAX_BARREN_LINKS = 4
@@ -61,13 +61,11 @@ class Stream:
         self._on_lost = on_lost
         self._on_connected = on_connected
         self._changed = threading.Condition()
-        self._queue: deque[Part] = deque()
-        self._in_flight: deque[Part] = deque()
+        self._outbox = Outbox()
         self._link: Link | None = None
         self._link_ended = False
         self._sender: threading.Thread | None = None
         self._receiver: threading.Thread | None = None
-        self._next_seq = 1
         self._closing = False
         self._requester: Requester | None = None
         self._caller_sends = False
@@ -88,11 +86,12 @@ class Stream:
                 operation.failure = MessengerClosed(f"the messenger was closed before its {operation.kind.value} began")
             else:
                 operation.alarm = self._clock.set(operation.deadline_s, lambda: self._expire(operation))
-                idle = not self._queue and not self._in_flight and not self._caller_sends and not self._link_ended
-                self._queue.extend(parts)
-                if idle and requester is not None and len(self._queue) == 1 and requester.is_quick(self._queue[0]):
+                self._outbox.push(parts)
+                only = self._outbox.only_queued()
+                idle = only is not None and not self._caller_sends and not self._link_ended
+                if idle and only is not None and requester is not None and requester.is_quick(only):
                     self._caller_sends = True
-                    part = self._begin_oldest()
+                    part = self._outbox.begin()
                 else:
                     self._wake_sender()
                     return
@@ -102,13 +101,13 @@ class Stream:
         self._send(requester, part)
         with self._changed:
             self._caller_sends = False
-            if self._queue or self._link_ended or self._closing:
+            if self._outbox.has_queued or self._link_ended or self._closing:
                 self._wake_sender()
 
     def pending(self) -> int:
         """Requests queued or in flight."""
         with self._changed:
-            return len(self._queue) + len(self._in_flight)
+            return len(self._outbox)
 
     def connected(self) -> bool:
         with self._changed:
@@ -117,17 +116,15 @@ class Stream:
     def idle_and_lost(self) -> bool:
         """Nothing to do and no thread: the stream can be forgotten."""
         with self._changed:
-            return self._sender is None and not self._queue and not self._in_flight
+            return self._sender is None and not self._outbox
 
     def close(self) -> None:
         """Fail what is pending with MessengerClosed, say goodbye, end the threads."""
         with self._changed:
             self._closing = True
             failure = MessengerClosed(f"the messenger was closed during an operation towards {self._dialer.address}")
-            for part in (*self._queue, *self._in_flight):
-                part.operation.failure = part.operation.failure or failure
-            settled = self._drop_doomed()
-            if self._link is not None and (self._in_flight or self._receiver is None):
+            settled = self._outbox.doom_all(lambda _: failure)
+            if self._link is not None and (self._outbox.has_in_flight or self._receiver is None):
                 self._link.cut()
             self._changed.notify_all()
             sender, receiver = self._sender, self._receiver
@@ -151,7 +148,7 @@ class Stream:
                 requester = self._connect()
                 if requester is None:
                     with self._changed:
-                        if self._closing or not self._queue:
+                        if self._closing or not self._outbox.has_queued:
                             self._sender = None
                             return
                     continue
@@ -169,21 +166,13 @@ class Stream:
     def _take(self) -> Part | None:
         """The next part, in flight from now on; None when the link ended or the stream closes."""
         with self._changed:
-            while not self._link_ended and not self._closing and (self._caller_sends or not self._queue):
+            while not self._link_ended and not self._closing and (self._caller_sends or not self._outbox.has_queued):
                 self._changed.wait()
             if not self._link_ended and not self._closing:
-                return self._begin_oldest()
+                return self._outbox.begin()
             # The link is cut in either case if the caller's part is under way.
             self._changed.wait_for(lambda: not self._caller_sends)
         return None
-
-    def _begin_oldest(self) -> Part:
-        part = self._queue.popleft()
-        if not part.seq:
-            part.seq = self._next_seq
-            self._next_seq += 1
-        self._in_flight.append(part)
-        return part
 
     def _send(self, requester: Requester, part: Part) -> None:
         part.attempts += 1
@@ -225,7 +214,7 @@ class Stream:
         with self._changed:
             if self._closing:
                 return True
-            if self._queue or failures < _PROBES_WHEN_IDLE:
+            if self._outbox.has_queued or failures < _PROBES_WHEN_IDLE:
                 return False
         # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer.
         self._lose(PeerUnreachable, self._cause)
@@ -265,26 +254,23 @@ class Stream:
         link.cut()
         receiver.join()
         with self._changed:
-            link.close(reset=bool(self._in_flight))
+            link.close(reset=self._outbox.has_in_flight)
             self._link = self._receiver = self._requester = None
             self._link_ended = False
             self._blame_oldest()
-            for part in self._in_flight:
-                part.copied = False
-            self._queue.extendleft(reversed(self._in_flight))
-            self._in_flight.clear()
-            settled = self._drop_doomed()
+            settled = self._outbox.connection_lost()
         self._settle(settled)
 
     def _blame_oldest(self) -> None:
         """A request over which connection after connection breaks must not hold up the others for ever."""
-        if not self._in_flight or self._answered:
+        oldest = self._outbox.oldest_in_flight()
+        if oldest is None or self._answered:
             self._barren_links = 0
             return
         self._barren_links += 1
         if self._barren_links >= MAX_BARREN_LINKS:
             self._barren_links = 0
-            operation = self._in_flight[0].operation
+            operation = oldest.operation
             reason = f"{MAX_BARREN_LINKS} connections in a row broke over it, at last because {self._cause}"
             operation.failure = operation.failure or self._error(PeerLost, reason, operation)
 
@@ -293,10 +279,7 @@ class Stream:
         with self._changed:
             self._link = None
             self._cause = reason
-            for part in self._queue:
-                operation = part.operation
-                operation.failure = operation.failure or self._error(kind, reason, operation)
-            settled = self._drop_doomed()
+            settled = self._outbox.doom_all(lambda operation: self._error(kind, reason, operation))
         self._settle(settled)
 
     # The receiving thread of one link.
@@ -318,7 +301,7 @@ class Stream:
                 elif requester.accept(part, message):
                     self._done(part)
                 else:
-                    self._next_step(part)
+                    self._next_step()
         except OSError as error:
             self._end_link(error)
         except ProtocolError as error:
@@ -331,24 +314,17 @@ class Stream:
 
     def _oldest_in_flight(self) -> Part | None:
         with self._changed:
-            return self._in_flight[0] if self._in_flight else None
+            return self._outbox.oldest_in_flight()
 
     def _done(self, part: Part) -> None:
-        operation = part.operation
         with self._changed:
-            self._in_flight.popleft()
-            operation.outstanding -= 1
-            operation.acknowledged_nbytes += part.nbytes
-            settled = [operation] if not operation.outstanding else []
+            settled = self._outbox.done()
         self._count(part)
         self._settle(settled)
 
-    def _next_step(self, part: Part) -> None:
+    def _next_step(self) -> None:
         with self._changed:
-            self._in_flight.popleft()
-            part.seq = part.attempts = 0
-            self._queue.appendleft(part)
-            settled = self._drop_doomed()
+            settled = self._outbox.next_step()
             self._changed.notify_all()
         self._settle(settled)
 
@@ -356,12 +332,7 @@ class Stream:
         operation = part.operation
         self._counters.add("refused")
         with self._changed:
-            self._in_flight.popleft()
-            operation.outstanding -= 1
-            operation.failure = operation.failure or self._error(RemoteAccessError, reason, operation)
-            settled = self._drop_doomed()
-            if not operation.outstanding and operation not in settled:
-                settled.append(operation)
+            settled = self._outbox.refused(self._error(RemoteAccessError, reason, operation))
         self._settle(settled)
 
     def _end_link(self, error: Exception) -> None:
@@ -381,25 +352,10 @@ class Stream:
             reason = f"not done within {operation.deadline_s:.3g} s; the connection's last trouble: {self._cause}"
             operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
             self._counters.add("deadlines_exceeded")
-            settled = self._drop_doomed()
-            if any(part.operation is operation for part in self._in_flight) and self._link is not None:
+            settled = self._outbox.drop_doomed()
+            if self._outbox.carries(operation) and self._link is not None:
                 self._link.cut()
         self._settle(settled)
-
-    def _drop_doomed(self) -> list[Operation]:
-        """Take the parts of failed operations out of the queue; returns the operations that have none left."""
-        settled = []
-        if any(part.operation.failure is not None for part in self._queue):
-            kept: deque[Part] = deque()
-            for part in self._queue:
-                if part.operation.failure is None:
-                    kept.append(part)
-                    continue
-                part.operation.outstanding -= 1
-                if not part.operation.outstanding:
-                    settled.append(part.operation)
-            self._queue = kept
-        return settled
 
     def _settle(self, operations: list[Operation]) -> None:
         """Give the futures their outcome; never with the lock held, since callbacks run here."""
