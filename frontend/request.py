@@ -24,10 +24,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def to_proto(self) -> common_pb2.Sampling:
-        """The wire's form: end tokens are stop tokens there, unless they are to be ignored.
-
-        A worker told to ignore_eos looks at no stop token at all, so with the client's own stop tokens it is not told.
-        """
+        """The wire's form: end tokens are stop tokens there, unless they are to be ignored."""
         ends = () if self.ignore_eos else self.eos_token_ids
         return common_pb2.Sampling(
             temperature=self.temperature,
@@ -36,7 +33,6 @@ class SamplingParams:
             seed=self.seed,
             max_tokens=self.max_tokens,
             stop_token_ids=sorted({*self.stop_token_ids, *ends}),
-            ignore_eos=self.ignore_eos and not self.stop_token_ids,
         )
 
 

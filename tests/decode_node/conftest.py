@@ -146,7 +146,7 @@ class Pair:
         try:
             async with asyncio.timeout(20):
                 while any(face.node.validate()[0] for face in (self.prefill, self.decode)):
-                    await asyncio.sleep(0.01)  # noqa: ASYNC110 (their books tell no one when they close)
+                    await asyncio.sleep(0.01)
         except TimeoutError:
             raise AssertionError([face.node.validate() for face in (self.prefill, self.decode)]) from None
 

@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/common.proto\x12\x0bmoonpool.v1\"y\n\x08\x45ndpoint\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08tcp_host\x18\x04 \x01(\t\x12\x10\n\x08tcp_port\x18\x05 \x01(\r\x12\x12\n\nshm_socket\x18\x06 \x01(\t\"j\n\x07KvGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"D\n\x06KvSpec\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.moonpool.v1.KvGroup\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\"\x8b\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\"\r\n\x0bJsonRequest\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t*c\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x13\n\x0fROLE_AGGREGATED\x10\x03\x12\r\n\tROLE_POOL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emoonpool_proto/v1/common.proto\x12\x0bmoonpool.v1\"y\n\x08\x45ndpoint\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08tcp_host\x18\x04 \x01(\t\x12\x10\n\x08tcp_port\x18\x05 \x01(\r\x12\x12\n\nshm_socket\x18\x06 \x01(\t\"j\n\x07KvGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"D\n\x06KvSpec\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.moonpool.v1.KvGroup\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\"w\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"\r\n\x0bJsonRequest\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t*c\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x13\n\x0fROLE_AGGREGATED\x10\x03\x12\r\n\tROLE_POOL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool_proto.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=532
-  _globals['_ROLE']._serialized_end=631
+  _globals['_ROLE']._serialized_start=511
+  _globals['_ROLE']._serialized_end=610
   _globals['_ENDPOINT']._serialized_start=47
   _globals['_ENDPOINT']._serialized_end=168
   _globals['_KVGROUP']._serialized_start=170
   _globals['_KVGROUP']._serialized_end=276
   _globals['_KVSPEC']._serialized_start=278
   _globals['_KVSPEC']._serialized_end=346
-  _globals['_SAMPLING']._serialized_start=349
-  _globals['_SAMPLING']._serialized_end=488
-  _globals['_JSONREQUEST']._serialized_start=490
-  _globals['_JSONREQUEST']._serialized_end=503
-  _globals['_JSONREPLY']._serialized_start=505
-  _globals['_JSONREPLY']._serialized_end=530
+  _globals['_SAMPLING']._serialized_start=348
+  _globals['_SAMPLING']._serialized_end=467
+  _globals['_JSONREQUEST']._serialized_start=469
+  _globals['_JSONREQUEST']._serialized_end=482
+  _globals['_JSONREPLY']._serialized_start=484
+  _globals['_JSONREPLY']._serialized_end=509
 # @@protoc_insertion_point(module_scope)

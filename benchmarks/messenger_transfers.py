@@ -3,7 +3,7 @@
 Every sender talks to a process of its own, and all take turns in every round, so that whatever else the machine does
 falls on all alike. Per size: `p50_us` of one write with notification, awaited (one batch at a time), and `gbps`
 (1e9 bytes per second) with a window of batches under way. Ratios are medians over rounds, to the plain stream of the
-same round. Run: python benchmarks/messenger.py [--rounds N] [--sizes 65536,...]; the last line is JSON.
+same round. Run: python benchmarks/messenger_transfers.py [--rounds N] [--sizes 65536,...]; the last line is JSON.
 """
 
 import argparse
