@@ -1,7 +1,8 @@
-"""Attention of a step's prefill chunks on the CPU, by torch's fused kernel.
+"""Attention of a step's prefill chunks on the CPU.
 
-A chunk that begins its sequence attends to keys and values straight from the projection buffer. Any other gathers its
-context from the slots and goes by tiles of queries, so that keys no query of a tile sees are never multiplied.
+A chunk's context is gathered from the slots and its queries go by tiles, so that keys which no query of a tile sees are
+never multiplied. With one or two threads a tile is two batched matrix products around a compiled softmax; with more it
+is torch's fused kernel, which spreads over threads better.
 """
 
 import itertools
@@ -17,24 +18,27 @@ from engine.cache import PagedCache
 from engine.config import ModelConfig
 
 _SHORT_CHUNK = 8  # tokens up to which a chunk attends row by row, like a decode row
-_QUERY_TILE = 256
+_QUERY_TILE = 64
+_FEW_THREADS = 2
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries `rows` of the step see keys `keys` of the gathered context, but where `mask` is -inf."""
+    """Queries at rows `first_row`.. of the step see some of `keys` of the gathered context."""
 
-    rows: slice
+    first_row: int
+    queries: int
     keys: slice
-    mask: torch.Tensor  # float32 [queries, keys]
+    offset: int  # position of the first query less that of the first key
 
 
 @dataclass(frozen=True)
 class _Context:
-    """The gathered part of a chunk's sequence in one group."""
+    """The part of a chunk's sequence that it sees in one group."""
 
     table: kernels.Ints
     tokens: int  # that the table's slots hold
+    window: int
     tiles: tuple[_Tile, ...]
 
 
@@ -45,58 +49,84 @@ class ChunkAttention:
         self._config = config
         self._step = step
         self._layer_group = cache.layer_group
+        self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
         sizes = np.diff(plan.chunk_rows)
         self.short_rows = np.flatnonzero(sizes[plan.row_chunk] <= _SHORT_CHUNK).astype(np.int32)
-        self._fresh: list[list[slice]] = [[] for _ in cache.groups]
-        self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
         for chunk, group in itertools.product(np.flatnonzero(sizes > _SHORT_CHUNK), range(len(cache.groups))):
-            start, size, row = int(plan.starts[chunk]), int(sizes[chunk]), int(plan.chunk_rows[chunk])
-            window = cache.groups[group].window
-            if start == 0 and (not window or size <= window):
-                self._fresh[group].append(slice(row, row + size))
-                continue
-            skipped = first_visible(start, window) // cache.block_tokens
-            begin, end = (
-                int(plan.table_begin[group, chunk]) + b for b in (skipped, -(-(start + size) // cache.block_tokens))
-            )
-            tiles = _tiles(row, start, size, window, skipped * cache.block_tokens)
-            table = plan.tables[begin:end]
-            self._contexts[group].append(_Context(table, len(table) * cache.block_tokens, tiles))
-        tokens = max((context.tokens for contexts in self._contexts for context in contexts), default=0)
+            self._contexts[group].append(_context(plan, cache, int(chunk), group))
+        contexts = [context for contexts in self._contexts for context in contexts]
+        tokens = max((context.tokens for context in contexts), default=0)
         self._gathered = torch.empty(2, config.num_kv_heads, tokens, config.head_dim)
+        tiles = [tile for context in contexts for tile in context.tiles]
+        rows = config.num_heads * max((tile.queries for tile in tiles), default=0)
+        self._scores = torch.empty(rows * max((tile.keys.stop - tile.keys.start for tile in tiles), default=0))
+        self._queries, self._mixed = torch.empty(2, rows * config.head_dim)
+        self._norms = np.empty(rows, np.float32)
 
-    def run(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, layer: int, qkv: kernels.Floats, out: kernels.Floats) -> None:
         """Attention of the long chunks' rows of qkv [N, Q + 2K], whose KV is in the cache already, into out [N, Q]."""
-        config = self._config
-        group = self._layer_group[layer]
-        heads = qkv.view(len(qkv), -1, config.head_dim).transpose(0, 1)  # [heads + 2 * kv_heads, N, head_dim]
-        q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads])
-        mixed = out.view(len(out), -1, config.head_dim)
-        for rows in self._fresh[group]:
-            mixed[rows] = _attend(q[:, rows], k[:, rows], v[:, rows], None)
-        for context in self._contexts[group]:
+        tile_by = self._by_products if torch.get_num_threads() <= _FEW_THREADS else self._by_fused_kernel
+        for context in self._contexts[self._layer_group[layer]]:
             keys, values = self._gathered[:, :, : context.tokens]
             kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
             for tile in context.tiles:
-                mixed[tile.rows] = _attend(q[:, tile.rows], keys[:, tile.keys], values[:, tile.keys], tile.mask)
+                tile_by(tile, context.window, keys[:, tile.keys], values[:, tile.keys], qkv, out)
+
+    def _by_products(
+        self,
+        tile: _Tile,
+        window: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        qkv: kernels.Floats,
+        out: kernels.Floats,
+    ) -> None:
+        kv_heads, count, head_dim = keys.shape
+        shared = self._config.num_heads // kv_heads
+        rows = tile.queries * shared
+        queries = self._queries[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
+        mixed = self._mixed[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
+        scores = self._scores[: kv_heads * rows * count].view(kv_heads, rows, count)
+        norms = self._norms[: kv_heads * rows].reshape(kv_heads, rows)
+        scale = np.float32(head_dim**-0.5)
+        kernels.take_queries(qkv, tile.first_row, queries.numpy())
+        torch.bmm(queries, keys.transpose(1, 2), out=scores)
+        kernels.soften(scores.numpy(), shared, tile.offset, window, scale, norms)
+        torch.bmm(scores, values, out=mixed)
+        kernels.put_mixed(mixed.numpy(), norms, tile.first_row, out)
+
+    def _by_fused_kernel(
+        self,
+        tile: _Tile,
+        window: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        qkv: kernels.Floats,
+        out: kernels.Floats,
+    ) -> None:
+        rows = slice(tile.first_row, tile.first_row + tile.queries)
+        queries = (
+            torch.from_numpy(qkv[rows, : self._config.q_size]).view(tile.queries, -1, keys.shape[2]).transpose(0, 1)
+        )
+        ahead = torch.arange(keys.shape[1])[None, :] - torch.arange(tile.offset, tile.offset + tile.queries)[:, None]
+        hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        mixed = F.scaled_dot_product_attention(queries[None], keys[None], values[None], mask, enable_gqa=True)
+        out[rows] = mixed[0].transpose(0, 1).reshape(tile.queries, -1).numpy()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[heads, n, head_dim] over [kv_heads, T, head_dim], causal if no mask is given; to [n, heads, head_dim]."""
-    result = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=True)
-    return result[0].transpose(0, 1)
-
-
-def _tiles(row: int, start: int, size: int, window: int, context_start: int) -> tuple[_Tile, ...]:
-    """Tiles of a chunk at rows row.. and positions start..; the context begins at position `context_start`."""
+def _context(plan: StepPlan, cache: PagedCache, chunk: int, group: int) -> _Context:
+    block_tokens, window = cache.block_tokens, cache.groups[group].window
+    start, row = int(plan.starts[chunk]), int(plan.chunk_rows[chunk])
+    size = int(plan.chunk_rows[chunk + 1]) - row
+    skipped = first_visible(start, window) // block_tokens
+    begin = int(plan.table_begin[group, chunk])
+    table = plan.tables[begin + skipped : begin - (-(start + size) // block_tokens)]
     tiles = []
     for offset in range(0, size, _QUERY_TILE):
         count = min(_QUERY_TILE, size - offset)
-        queries = torch.arange(start + offset, start + offset + count)
-        keys = torch.arange(first_visible(start + offset, window), start + offset + count)
-        distance = queries[:, None] - keys[None, :]
-        hidden = (distance < 0) | (distance >= window) if window else distance < 0
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        span = slice(int(keys[0]) - context_start, int(keys[-1]) + 1 - context_start)
-        tiles.append(_Tile(slice(row + offset, row + offset + count), span, mask))
-    return tuple(tiles)
+        first_query = start + offset
+        first_key = first_visible(first_query, window)
+        keys = slice(first_key - skipped * block_tokens, first_query + count - skipped * block_tokens)
+        tiles.append(_Tile(row + offset, count, keys, first_query - first_key))
+    return _Context(table, len(table) * block_tokens, window, tuple(tiles))

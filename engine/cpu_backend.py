@@ -74,7 +74,7 @@ class CpuBackend:
             if on_layer is not None:
                 on_layer(layer)
             kernels.attend_rows(layer, attention.short_rows, shape, step, work.qkv, work.scores, work.mixed)
-            attention.run(layer, qkv, mixed)
+            attention.run(layer, work.qkv, work.mixed)
             _accumulate(mixed, w.out[layer], w.out_bias[layer], x)
             kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
             _multiply(hidden, w.gate_up[layer], w.gate_up_bias[layer], gate_up)

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -27,6 +30,8 @@ _EXP_LEAST = np.float32(-87.0)
 _EXP_POLY = tuple(
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 )
+_BELOW_SIGN = np.int32(0x7FFFFFFF)
+_LINE = 16  # floats per cache line
 _COLUMNS = 512  # columns of a weight slab of 8 rows that stay in the first-level cache together
 
 
@@ -86,6 +91,23 @@ class Work(NamedTuple):
 
 def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
     return cast(Callable[[_F], _F], numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath))
+
+
+def _emit_prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Asks for the cache line of array[index] early; never faults."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, keep close, data
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(flag.type for flag in flags)])
+        builder.call(builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+_prefetch = cast(Callable[[Floats, int], None], intrinsic(_emit_prefetch))
 
 
 @_kernel(_CONTRACT)
@@ -175,10 +197,13 @@ def _dot(x: Floats, y: Floats) -> np.float32:
 
 
 @_kernel(_SUM)
-def _sum(x: Floats) -> np.float32:
+def _exp_sum(x: Floats, top: np.float32, scale: np.float32) -> np.float32:
+    """x = exp((x - top) * scale) in place; returns its sum."""
     total = np.float32(0.0)
     for i in range(x.size):
-        total += x[i]
+        value = _exp((x[i] - top) * scale)
+        x[i] = value
+        total += value
     return total
 
 
@@ -255,7 +280,8 @@ def attend_rows(layer: int, rows: Ints, shape: Shape, step: Step, qkv: Floats, s
             base = layer_base + 2 * (h // (heads // kv_heads)) * block_tokens * head_dim
             q = qkv[i, h * head_dim : (h + 1) * head_dim]
             y = out[i, h * head_dim : (h + 1) * head_dim]
-            _attend_head(q, first, position, table, block_tokens, step.memory, base, slot_size, scores, y)
+            lead = h % (heads // kv_heads) == 0
+            _attend_head(q, first, position, table, block_tokens, step.memory, base, slot_size, scores, y, lead)
 
 
 @_kernel(_CONTRACT)
@@ -270,22 +296,30 @@ def _attend_head(
     slot_size: int,
     scores: Floats,
     y: Floats,
+    lead: bool,
 ) -> None:
-    """One head of one row: y = softmax(q . keys) @ values over positions first..last."""
+    """One head of one row: y = softmax(q . keys) @ values over positions first..last.
+
+    `lead`: no other head has read these keys and values before.
+    """
     head_dim = q.size
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     top = -np.float32(np.inf)
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
         keys = base + table[block] * slot_size
+        # The slots lie apart, so the hardware sees no stream to run ahead of: fetch the values of this one and the keys
+        # of the next while this one's keys are multiplied.
+        following = base + table[min(block + 1, last // block_tokens)] * slot_size
+        for line in range(0, block_tokens * head_dim if lead else 0, _LINE):
+            _prefetch(memory, keys + block_tokens * head_dim + line)
+            _prefetch(memory, following + line)
         for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
             score = _dot(q, memory[keys + t * head_dim : keys + (t + 1) * head_dim]) * scale
             scores[start + t - first] = score
             top = max(top, score)
     share = scores[: last + 1 - first]
-    for t in range(share.size):
-        share[t] = _exp(share[t] - top)
-    norm = np.float32(1.0) / _sum(share)
+    norm = np.float32(1.0) / _exp_sum(share, top, np.float32(1.0))
     y[:] = np.float32(0.0)
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
@@ -322,6 +356,58 @@ def gather(layer: int, step: Step, table: Ints, keys: Floats, values: Floats) ->
             here = slice(b * step.block_tokens, (b + 1) * step.block_tokens)
             keys[h, here] = memory[at : at + run].reshape(step.block_tokens, head_dim)
             values[h, here] = memory[at + run : at + 2 * run].reshape(step.block_tokens, head_dim)
+
+
+@_kernel(_CONTRACT)
+def take_queries(qkv: Floats, first: int, out: Floats) -> None:
+    """Queries of rows first.. of qkv [N, Q + 2K] to out [kv_heads, rows * shared, head_dim], a row's heads together."""
+    kv_heads, rows, head_dim = out.shape[0], out.shape[1], out.shape[2]
+    shared = qkv.shape[1] // head_dim // kv_heads - 2
+    for h in range(kv_heads):
+        for r in range(rows):
+            column = (h * shared + r % shared) * head_dim
+            out[h, r] = qkv[first + r // shared, column : column + head_dim]
+
+
+@_kernel(_CONTRACT)
+def _max(x: Floats) -> np.float32:
+    """Largest of x, found among integers in the order of the floats: only an integer maximum vectorises."""
+    bits = x.view(np.int32)
+    top = np.int32(-(1 << 31))
+    for i in range(bits.size):
+        top = max(top, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & _BELOW_SIGN)))
+    return np.int32(top ^ ((top >> np.int32(31)) & _BELOW_SIGN)).view(np.float32)
+
+
+@_kernel(_CONTRACT)
+def soften(scores: Floats, shared: int, offset: int, window: int, scale: np.float32, norms: Floats) -> None:
+    """Unnormalised softmax of scores [kv_heads, rows * shared, keys] in place; 1 / sum to norms.
+
+    Query i sees keys up to offset + i, and of them the last `window` (0 = all); the rest become 0.
+    """
+    for h in range(scores.shape[0]):
+        for r in range(scores.shape[1]):
+            row = scores[h, r]
+            end = offset + r // shared + 1
+            begin = max(end - window, 0) if window else 0
+            seen = row[begin:end]
+            top = _max(seen)
+            norms[h, r] = np.float32(1.0) / _exp_sum(seen, top, scale)
+            row[:begin] = np.float32(0.0)
+            row[end:] = np.float32(0.0)
+
+
+@_kernel(_CONTRACT)
+def put_mixed(mixed: Floats, norms: Floats, first: int, out: Floats) -> None:
+    """mixed [kv_heads, rows * shared, head_dim] times norms, to rows first.. of out [N, Q]."""
+    kv_heads, rows, head_dim = mixed.shape[0], mixed.shape[1], mixed.shape[2]
+    shared = out.shape[1] // head_dim // kv_heads
+    for h in range(kv_heads):
+        for r in range(rows):
+            column = (h * shared + r % shared) * head_dim
+            y, x, norm = out[first + r // shared, column : column + head_dim], mixed[h, r], norms[h, r]
+            for d in range(head_dim):
+                y[d] = x[d] * norm
 
 
 @_kernel(_CONTRACT)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import ForwardBatch, StepPlan, plan_step
+from engine.batch import ForwardBatch, SequenceChunk, StepPlan, plan_step
 from engine.cache import DTYPES, PagedCache
 from engine.checkpoint import open_checkpoint
 from engine.config import KvGroupShape, ModelConfig, read_config
@@ -20,6 +20,7 @@ from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.rope import RopeTable
+from engine.sampling import SamplingRow, sample
 from engine.torch_backend import TorchBackend
 from engine.weights import DecoderWeights, load_weights
 
@@ -55,6 +56,16 @@ class Model:
     ) -> PagedCache:
         """A cache for this model, on its device."""
         return PagedCache(self.kv_groups, num_slots, block_tokens, memory, device=self.device)
+
+    def warm_up(self) -> None:
+        """Runs a short and a longer step on a scratch cache and samples, so that no request waits for a compiler."""
+        length = min(64, self.config.max_model_len - 1)
+        cache = self.new_cache((1,) * len(self.kv_groups), block_tokens=length + 1)
+        tables = tuple(np.zeros(1, np.int32) for _ in self.kv_groups)
+        for start, size in ((0, length), (length, 1)):
+            chunk = SequenceChunk(np.zeros(size, np.int32), start, tables, want_logits=True)
+            logits = self.forward(ForwardBatch([chunk]), cache)
+        sample(logits, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0)])
 
     def forward(
         self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None

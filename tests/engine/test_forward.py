@@ -129,6 +129,27 @@ def test_bfloat16_runs_and_stays_close_to_float32(model_folder, models, runner):
     assert np.abs(model.score(run.sequences[0])[-1] - want[-1]).mean() < 0.1 * np.abs(want[-1]).mean()
 
 
+def test_warming_up_runs_every_kind_of_step(models):
+    for backend in BACKENDS:
+        models("qwen2-two-groups", backend=backend).warm_up()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_chunks_agree_however_many_threads(threads, models, runner):
+    """Few threads and many take different attention paths."""
+    model = models("qwen2-two-groups")
+    run = runner(model, [300])
+    want = model.score(run.sequences[0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for start, size in ((0, 50), (50, 250)):
+            logits = run.step((0, start, size))[0]
+            np.testing.assert_allclose(logits, want[start + size - 1], atol=TOLERANCE, rtol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_forward_runs_in_memory_that_is_given(models, runner):
     model = models("llama")
     run = runner(model, [12])
