@@ -123,7 +123,7 @@ class Client:
     async def until(self, condition):
         """Poll the conductor until `await condition()` holds."""
         async with asyncio.timeout(20):
-            while not await condition():  # noqa: ASYNC110 - the state is another process's
+            while not await condition():
                 await asyncio.sleep(0.01)
 
     async def until_joined(self, *node_ids):
