@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
-from numba.extending import intrinsic
+
+from engine.vector_ops import LANES, dot, mix, prefetch
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -91,23 +90,6 @@ class Work(NamedTuple):
 
 def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
     return cast(Callable[[_F], _F], numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath))
-
-
-def _emit_prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Asks for the cache line of array[index] early; never faults."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, keep close, data
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(flag.type for flag in flags)])
-        builder.call(builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind), [pointer, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
-
-
-_prefetch = cast(Callable[[Floats, int], None], intrinsic(_emit_prefetch))
 
 
 @_kernel(_CONTRACT)
@@ -303,6 +285,7 @@ def _attend_head(
     `lead`: no other head has read these keys and values before.
     """
     head_dim = q.size
+    vectors = head_dim % LANES == 0
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     top = -np.float32(np.inf)
     for block in range(first // block_tokens, last // block_tokens + 1):
@@ -312,10 +295,11 @@ def _attend_head(
         # of the next while this one's keys are multiplied.
         following = base + table[min(block + 1, last // block_tokens)] * slot_size
         for line in range(0, block_tokens * head_dim if lead else 0, _LINE):
-            _prefetch(memory, keys + block_tokens * head_dim + line)
-            _prefetch(memory, following + line)
+            prefetch(memory, keys + block_tokens * head_dim + line)
+            prefetch(memory, following + line)
         for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
-            score = _dot(q, memory[keys + t * head_dim : keys + (t + 1) * head_dim]) * scale
+            at = keys + t * head_dim
+            score = scale * (dot(q, 0, memory, at, head_dim) if vectors else _dot(q, memory[at : at + head_dim]))
             scores[start + t - first] = score
             top = max(top, score)
     share = scores[: last + 1 - first]
@@ -325,21 +309,13 @@ def _attend_head(
         start = block * block_tokens
         values = base + block_tokens * head_dim + table[block] * slot_size
         begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
-        whole = begin + (end - begin) // 4 * 4
-        for t in range(begin, whole, 4):
-            w = start + t - first
-            p0, p1, p2, p3 = share[w], share[w + 1], share[w + 2], share[w + 3]
-            at = values + t * head_dim
-            v0, v1 = memory[at : at + head_dim], memory[at + head_dim : at + 2 * head_dim]
-            at += 2 * head_dim
-            v2, v3 = memory[at : at + head_dim], memory[at + head_dim : at + 2 * head_dim]
+        if vectors:
+            mix(y, 0, head_dim, share, start + begin - first, memory, values + begin * head_dim, end - begin)
+            continue
+        for t in range(begin, end):
+            weight, value = share[start + t - first], memory[values + t * head_dim : values + (t + 1) * head_dim]
             for d in range(head_dim):
-                y[d] = y[d] + p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
-        for t in range(whole, end):
-            p0 = share[start + t - first]
-            v0 = memory[values + t * head_dim : values + (t + 1) * head_dim]
-            for d in range(head_dim):
-                y[d] += p0 * v0[d]
+                y[d] += weight * value[d]
     for d in range(head_dim):
         y[d] *= norm
 
