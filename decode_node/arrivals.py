@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_node.reservation import Reservation
-from kvpool import Lease
+from kvpool import KvPoolError, Lease
 from messenger import MessengerError
 from moonpool_proto.v1.worker_pb2 import PullRange
 from worker.node import WorkerNode
-from worker.settle import settled
+from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,15 @@ class Arrivals:
         valid: NDArray[np.int32],
         digests: NDArray[np.uint64],
     ) -> None:
-        slots = [reservation.slots[b] for b in blocks]
-        right = self._node.memory.one_layer_digests(layer, slots, valid) == digests
-        if not right.all():
-            self._node.counters.add("digest_mismatches", int((~right).sum()))
-            log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
+        right = np.zeros(len(blocks), dtype=bool)
+        try:
+            slots = [reservation.slots[b] for b in blocks]
+            right = self._node.memory.one_layer_digests(layer, slots, valid) == digests
+            if not right.all():
+                self._node.counters.add("digest_mismatches", int((~right).sum()))
+                log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
+        except Exception:
+            log.exception("pushed blocks could not be verified; they are asked for again")
         self._loop.call_soon_threadsafe(reservation.landed, [layer], blocks, right)
 
     async def pull(self, reservation: Reservation, pulls: list[PullRange]) -> None:
@@ -88,7 +92,14 @@ class Arrivals:
         What cannot be read, or is not right, stays missing: the prefill node is then asked to push it.
         """
         for proto in pulls:
-            lease = Lease.from_pull_range(proto, self._node.memory.spec)
+            try:
+                lease = Lease.from_pull_range(proto, self._node.memory.spec)
+            except (KvPoolError, MessengerError) as error:
+                log.error("a range of reused blocks makes no sense, the prefill node will push it: %s", error)
+                continue
+            if proto.first_block + lease.num_blocks > reservation.num_blocks:
+                log.error("a range of reused blocks is longer than the prompt of %d blocks", reservation.num_blocks)
+                continue
             skip = max(0, reservation.held_blocks - proto.first_block)
             if skip >= lease.num_blocks:
                 continue
@@ -113,7 +124,7 @@ class Arrivals:
                 )
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
-            right = await asyncio.to_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
+            right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
             if not right.all():
                 self._node.counters.add("digest_mismatches", int((~right).sum()))
                 log.error("%d blocks pulled from %s failed verification", int((~right).sum()), lease.endpoint.node_id)

@@ -69,5 +69,6 @@ class Reservation:
 
     async def missing_blocks(self) -> list[int]:
         """Waits until nothing announced is unverified; the blocks that are not here, or not right."""
-        await self._settled.wait()
+        while self._pending:  # the event may have been cleared again since it was set
+            await self._settled.wait()
         return [int(b) for b in np.flatnonzero(~self._arrived.all(axis=0))]

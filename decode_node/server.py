@@ -33,7 +33,7 @@ from worker.node import WorkerNode
 from worker.request import Request, Sequence
 from worker.servicer import WorkerFace
 from worker.serving import serve_until
-from worker.settle import settled
+from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,14 @@ class DecodeFace(WorkerFace):
                 max_model_len=node.max_model_len,
                 block_tokens=node.config.block_tokens,
             )
+            if parsed.generated + 1 == parsed.max_tokens < request.request.sampling.max_tokens:
+                raise RequestRefused("too_long", f"{len(parsed.prompt)} prompt tokens leave no room for an answer here")
             if not node.streams.is_attached(parsed.frontend_id):
                 raise RequestRefused("not_attached", f"frontend {parsed.frontend_id} has no token stream here")
+            reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+            job = node.jobs.run(parsed, self._serve(parsed, request, reserved))
         except RequestRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
-        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        job = node.run_job(parsed, self._serve(parsed, request, reserved))
         either: list[asyncio.Future[Any]] = [job, reserved]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +111,9 @@ class DecodeFace(WorkerFace):
 
     async def Abort(self, request: AbortRequest, context: object) -> AbortReply:
         reservation = self._open.get(request.epoch)
-        if reservation is not None and not reservation.first_token.done():
+        if request.epoch == 0:  # the prefill node never heard of the epoch; nor may its Reserve have come yet
+            self.node.jobs.cancel(request.request_id, request.attempt)
+        elif reservation is not None and not reservation.first_token.done():
             reservation.gone = "aborted by the prefill node"
             reservation.first_token.cancel()
         return AbortReply()
@@ -146,6 +150,7 @@ class DecodeFace(WorkerFace):
         self, request: Request, reserve: ReserveRequest, slots: list[int], held_blocks: int
     ) -> Reservation:
         node = self.node
+        writer = Endpoint.from_proto(reserve.writer)
         first, last = min(slots), max(slots)
         base = node.memory.offsets(0, [first])[0]
         end = node.memory.offsets(node.memory.num_groups - 1, [last + 1])[0]
@@ -157,7 +162,7 @@ class DecodeFace(WorkerFace):
             num_layers=len(node.memory.place_of_layer),
             block_tokens=node.config.block_tokens,
             key=node.messenger.grant(node.memory.region, int(base), int(end - base), read=False, write=True),
-            writer=Endpoint.from_proto(reserve.writer),
+            writer=writer,
         )
         self._open[reservation.epoch] = reservation
         self._arrivals.open(reservation)
@@ -189,10 +194,10 @@ class DecodeFace(WorkerFace):
         if first_index != request.generated:
             raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
         # The writer is done: fenced off now, the slots need no quarantine later.
-        await asyncio.to_thread(node.messenger.revoke, reservation.key)
+        await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
-        await asyncio.to_thread(node.memory.to_device, blocks)
+        await in_thread(node.memory.to_device, blocks)
         node.index_blocks(reservation.slots, request.keys)
         sequence = Sequence.of(request, reservation.slots, num_computed=len(request.prompt), prefill_only=False)
         sequence.append(first_token)
@@ -212,7 +217,9 @@ class DecodeFace(WorkerFace):
         if reservation.fenced:
             node.give_slots(reservation.slots)
         else:
-            await node.fence_slots(reservation.slots, lambda: node.messenger.revoke(reservation.key))
+            held = reservation.held_blocks
+            node.give_slots(reservation.slots[:held])
+            await node.fence_slots(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
 
 
 async def serve_decode_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:

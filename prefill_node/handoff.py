@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Endpoint
-from messenger.control import ControlError, call
+from messenger.control import ControlError, Refused, call
 from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.push import Pusher
@@ -31,7 +31,8 @@ class Handoff:
         self._request = request
         self._decode = request.placement.decode
         self._stub = WorkerStub(channel)
-        self.reservation: ReserveReply | None = None  # until it is committed
+        self.reservation: ReserveReply | None = None
+        self._may_hold = False  # whether the decode node may hold something that is not committed
 
     async def reserve(self, work: Prepared) -> None:
         """Take pages there. Raises RequestFailed suspecting the decode node."""
@@ -40,6 +41,7 @@ class Handoff:
         reserve.request.timeout_s = request.time_left_s
         for pin in work.pinned:
             reserve.pulls.append(pin.lease.to_pull_range(pin.first))
+        self._may_hold = True
         try:
             self.reservation = await call(
                 self._stub.Reserve(reserve, timeout=request.time_left_s),
@@ -48,6 +50,7 @@ class Handoff:
                 deadline_s=request.time_left_s,
             )
         except ControlError as error:
+            self._may_hold = not isinstance(error, Refused)
             raise self._failed("reserve", str(error)) from error
 
     @property
@@ -87,7 +90,7 @@ class Handoff:
             except ControlError as error:
                 raise self._failed("commit", str(error)) from error
             if reply.joined:
-                self.reservation = None
+                self._may_hold = False
                 return
             if reply.error:
                 raise self._failed("commit", reply.error)
@@ -96,12 +99,14 @@ class Handoff:
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:
-        """Tell the decode node that this writer has stopped. Best effort: it also notices when this node is gone."""
-        if self.reservation is None:
+        """Tell the decode node that this writer has stopped. Best effort: it also notices when this node is gone.
+
+        A reservation whose answer did not come back has no epoch here and is aborted by its attempt.
+        """
+        if not self._may_hold:
             return
-        abort = AbortRequest(
-            request_id=self._request.request_id, attempt=self._request.attempt, epoch=self.reservation.epoch
-        )
+        epoch = self.reservation.epoch if self.reservation is not None else 0
+        abort = AbortRequest(request_id=self._request.request_id, attempt=self._request.attempt, epoch=epoch)
         try:
             await call(self._stub.Abort(abort, timeout=5.0), what="Abort", target=self._decode.target, deadline_s=5.0)
         except ControlError as error:

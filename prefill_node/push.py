@@ -81,10 +81,16 @@ class Pusher:
             if self._stopped or self._error is not None:
                 return
             self._open.add(done)
-        self._executor.submit(self._send, layer, blocks, done)
+        try:
+            self._executor.submit(self._send, layer, blocks, done)
+        except RuntimeError as error:  # shut down
+            self._finish(done, error)
 
     def _send(self, layer: int, blocks: list[int], done: Future[None]) -> None:
         try:
+            if self._stopped:
+                self._finish(done, None)
+                return
             began = time.perf_counter()
             block_tokens = self._memory.block_tokens
             slots = self._slots[blocks].tolist()

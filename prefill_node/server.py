@@ -41,7 +41,7 @@ class PrefillFace(WorkerFace):
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def accept(self, request: Request) -> None:
-        self.node.run_job(request, self._serve(request, time.monotonic()))
+        self.node.jobs.run(request, self._serve(request, time.monotonic()))
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -89,9 +89,13 @@ class PrefillFace(WorkerFace):
             else:
                 await both(handoff.commit(pusher, int(sequence.tokens[sequence.prompt_len])), store)
         finally:
-            if pusher is not None:
-                await settled(asyncio.ensure_future(pusher.stop()))
-            await settled(asyncio.ensure_future(handoff.abort()))
+            await settled(asyncio.ensure_future(self._leave(handoff, pusher)))
+
+    async def _leave(self, handoff: Handoff, pusher: Pusher | None) -> None:
+        """Once the last write is over, the decode node may use its slots again."""
+        if pusher is not None:
+            await pusher.stop()
+        await handoff.abort()
 
     def _pusher(self, work: Prepared, handoff: Handoff) -> Pusher:
         reply = handoff.reservation

@@ -22,7 +22,7 @@ class AggregatedFace(WorkerFace):
     """Takes a request from prompt to last token."""
 
     def accept(self, request: Request) -> None:
-        self.node.run_job(request, self._serve(request, time.monotonic()))
+        self.node.jobs.run(request, self._serve(request, time.monotonic()))
 
     async def _serve(self, request: Request, submitted: float) -> None:
         node = self.node

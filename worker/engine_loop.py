@@ -17,7 +17,7 @@ import torch
 
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, sample
 from moonpool_proto.v1.worker_pb2 import Finish
-from worker.policy import BatchLimits, BatchPlan, plan_step
+from worker.policy import BatchLimits, BatchPlan, PrefillChunk, plan_step
 from worker.request import Sequence
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._closing = False
-        self._any_cancelled = False
         self._decoding: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -88,14 +87,13 @@ class EngineLoop:
         """Ask for a sequence to leave; it is reported as left after the running step."""
         with self._wake:
             sequence.cancelled = True
-            self._any_cancelled = True
-            self._wake.notify()
 
     def close(self) -> None:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     @property
     def num_sequences(self) -> int:
@@ -119,7 +117,7 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         with self._wake:
-            while not (self._closing or self._inbox or self._any_cancelled or self._decoding or self._prefilling):
+            while not (self._closing or self._inbox or self._decoding or self._prefilling):
                 self._wake.wait()
             while self._inbox:
                 sequence = self._inbox.popleft()
@@ -128,12 +126,9 @@ class EngineLoop:
             return not self._closing
 
     def _drop_cancelled(self) -> None:
-        if not self._any_cancelled:
-            return
-        self._any_cancelled = False
         gone = [s for s in (*self._decoding, *self._prefilling) if s.cancelled]
-        self._remove(gone)
         if gone:
+            self._remove(gone)
             self._on_step(StepResult(left=gone))
 
     def _remove(self, gone: list[Sequence]) -> None:
@@ -142,32 +137,33 @@ class EngineLoop:
         self._prefilling = [s for s in self._prefilling if id(s) not in ids]
 
     def _step(self, plan: BatchPlan) -> None:
-        began = time.perf_counter()
         decoding = [self._decoding[i] for i in plan.decode]
         chunks = [(self._prefilling[c.index], c) for c in plan.prefill]
+        try:
+            result = self._run_batch(decoding, chunks)
+        except Exception as error:  # the thread must outlive any of its sequences
+            log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
+            result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
+        self._remove(result.left)
+        self._on_step(result)
+
+    def _run_batch(self, decoding: list[Sequence], chunks: list[tuple[Sequence, PrefillChunk]]) -> StepResult:
+        began = time.perf_counter()
         result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
         batch = ForwardBatch(
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
         )
-        try:
-            hook = None
-            if self._on_layer is not None and chunks:
-                report, spans = self._on_layer, [(s, c.start, c.end) for s, c in chunks]
+        hook = None
+        if self._on_layer is not None and chunks:
+            report, spans = self._on_layer, [(s, c.start, c.end) for s, c in chunks]
 
-                def hook(layer: int) -> None:
-                    report(layer, spans)
+            def hook(layer: int) -> None:
+                report(layer, spans)
 
-            logits = self._model.forward(batch, self._cache, hook)
-            tokens: Iterable[int] = sample(logits, [s.sampling_row() for s in rows]) if rows else []
-        except Exception as error:
-            log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
-            result.error = error
-            result.left = decoding + [s for s, _ in chunks]
-            self._remove(result.left)
-            self._on_step(result)
-            return
+        logits = self._model.forward(batch, self._cache, hook)
+        tokens: Iterable[int] = sample(logits, [s.sampling_row() for s in rows]) if rows else []
         result.seconds = time.perf_counter() - began
         for sequence in decoding:
             sequence.num_computed += 1
@@ -185,8 +181,7 @@ class EngineLoop:
                 self._decoding.append(sequence)
         result.left = [s for s in decoding if s.finish]
         result.left += [s for s, c in chunks if c.last and (s.prefill_only or s.finish)]
-        self._remove(result.left)
-        self._on_step(result)
+        return result
 
     def _chunk(self, sequence: Sequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
         used = -(-end // self._limits.block_tokens)

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,17 +23,19 @@ from kvpool import Provenance, chain_keys, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
-from moonpool_proto.v1.worker_pb2 import Failure, Timing
+from moonpool_proto.v1.worker_pb2 import Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.errors import RequestFailed, RequestRefused, StartupError
+from worker.jobs import Jobs
 from worker.kv_memory import KvMemory
 from worker.policy import BatchLimits, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
+from worker.settle import settled
 from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ SWITCH_INTERVAL_S = 0.0005  # I/O must not wait 5 ms for the interpreter while t
 
 
 class WorkerNode:
-    """The organs of one worker, and the jobs that run on it."""
+    """The organs of one worker."""
 
     def __init__(self, config: WorkerConfig, role: Role.ValueType, on_layer: LayerHook | None = None) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -80,7 +82,9 @@ class WorkerNode:
         self.draining = asyncio.Event()
         self.held: dict[str, Held] = {}
         self.timings: dict[int, Timing] = {}
-        self._jobs: dict[str, tuple[Request, asyncio.Task[None]]] = {}
+        self.jobs = Jobs(
+            lambda request, failure: self.streams.send_failure(request.frontend_id, failure), self._job_over
+        )
         self._leaving: dict[int, asyncio.Future[None]] = {}
         self._slot_queue: deque[tuple[Sequence[bytes], int, asyncio.Future[tuple[list[int], int]]]] = deque()
         self._loop = asyncio.get_running_loop()
@@ -130,7 +134,7 @@ class WorkerNode:
     async def close(self) -> None:
         """Cancel what still runs and free everything."""
         self.draining.set()
-        await self._cancel_all([task for _, task in self._jobs.values()])
+        await self.jobs.cancel_all()
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.gather(self._reporting, return_exceptions=True)
@@ -151,82 +155,10 @@ class WorkerNode:
                 log.info("waiting for the pool node at %s: %s", self.config.pool_target, error)
                 await asyncio.sleep(0.1)
 
-    # Jobs: one task per request on this node.
-
-    def run_job(self, request: Request, work: Awaitable[None]) -> asyncio.Task[None]:
-        """Run a request's coroutine; its failure is sent to the frontend, its end frees its name.
-
-        A later attempt of a request that still runs here takes its place, once that one has given everything back.
-        """
-        previous = self._jobs.get(request.request_id)
-        task = asyncio.ensure_future(self._job(request, work, previous[1] if previous else None))
-        self._jobs[request.request_id] = (request, task)
-        return task
-
-    def job_of(self, request_id: str) -> Request | None:
-        job = self._jobs.get(request_id)
-        return job[0] if job else None
-
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Cancel a request's job here unless it is a later attempt's."""
-        job = self._jobs.get(request_id)
-        if job is not None and job[0].attempt <= attempt:
-            job[1].cancel()
-
-    async def cancel_frontend(self, frontend_id: str) -> None:
-        """A frontend is gone: nobody waits for its requests."""
-        orphans = [task for request, task in self._jobs.values() if request.frontend_id == frontend_id]
-        if orphans:
-            log.warning("frontend %s is gone; cancelling its %d requests", frontend_id, len(orphans))
-        await self._cancel_all(orphans)
-
-    async def _cancel_all(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _job(self, request: Request, work: Awaitable[None], previous: asyncio.Task[None] | None) -> None:
-        try:
-            if previous is not None:
-                previous.cancel()
-                await asyncio.gather(previous, return_exceptions=True)
-            await asyncio.wait_for(work, max(0.001, request.time_left_s))
-        except RequestRefused as error:
-            self.fail(request, error.code, str(error), retryable=False)
-        except RequestFailed as error:
-            self.fail(request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
-        except TimeoutError:
-            self.fail(request, "deadline", "the request's deadline has passed", retryable=False)
-        except asyncio.CancelledError:
-            pass
-        except Exception as error:
-            log.exception("request %s failed", request.request_id)
-            self.fail(request, "internal", f"{type(error).__name__}: {error}", retryable=True)
-        finally:
-            self.held.pop(request.request_id, None)
-            job = self._jobs.get(request.request_id)
-            if job is not None and job[0] is request:
-                del self._jobs[request.request_id]
-
-    def fail(self, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
-        log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
-        self.streams.send_failure(
-            request.frontend_id,
-            Failure(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                code=code,
-                message=message,
-                retryable=retryable,
-                suspect_node_id=suspect,
-            ),
-        )
-
-    async def wait_idle(self, grace_s: float) -> None:
-        """Wait until the jobs at hand are done, at most `grace_s`."""
-        tasks = [task for _, task in self._jobs.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
+    def _job_over(self, request: Request) -> None:
+        held = self.held.get(request.request_id)
+        if held is not None and held.attempt == request.attempt:
+            del self.held[request.request_id]
 
     # Slots.
 
@@ -259,12 +191,12 @@ class WorkerNode:
         self._serve_slot_queue()
 
     async def fence_slots(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
-        """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned."""
-        shared = [s for s in slots if not self.slots.is_sole_holder(s)]
-        mine = [s for s in slots if self.slots.is_sole_holder(s)]
-        self.give_slots(shared)
-        self.slots.quarantine(mine)
-        await asyncio.shield(self._readmit_after(fence, mine))
+        """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned.
+
+        Nobody else may hold them, which is so as long as they have not been indexed.
+        """
+        self.slots.quarantine(slots)
+        await settled(asyncio.ensure_future(self._readmit_after(fence, slots)))
 
     async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
         await asyncio.to_thread(fence)
@@ -363,7 +295,7 @@ class WorkerNode:
 
     def _fill_report(self, report: NodeReport) -> None:
         report.num_running = self.engine.num_sequences
-        report.num_waiting = max(0, len(self._jobs) - self.engine.num_sequences)
+        report.num_waiting = max(0, len(self.jobs) - self.engine.num_sequences)
         report.free_tokens = self.slots.num_available * self.config.block_tokens
         report.draining = self.draining.is_set()
         report.held.extend(self.held.values())
@@ -376,7 +308,7 @@ class WorkerNode:
         """(problems, counts): at rest there are no problems and all counts are zero."""
         problems = self.slots.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
         counts: dict[str, float] = {
-            "jobs": len(self._jobs),
+            "jobs": len(self.jobs),
             "slots_held": self.slots.num_held,
             "slots_quarantined": self.slots.num_quarantined,
             "slot_waiters": len(self._slot_queue),

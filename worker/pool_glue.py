@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import KvPoolError, Lease, PoolClient
+from kvpool import KvPoolError, Lease, PoolClient, PutTicket
 from messenger import Messenger, MessengerError
 from messenger.control import ControlError
 from moonpool_proto.v1.conductor_pb2 import Placement
 from worker.counters import Counters
 from worker.kv_memory import KvMemory
-from worker.settle import settled
+from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class PoolGlue:
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
             self._counters.add_transfer("load", done.nbytes, time.perf_counter() - began)
-            right = await asyncio.to_thread(self.count_right, part, expected)
+            right = await in_thread(self.count_right, part, expected)
             good += right
             if right < count:
                 bad = pin.first + skip + right
@@ -142,7 +142,7 @@ class PoolGlue:
                 await self._quarantine(pin, skip + right)
                 break
         if good:
-            await asyncio.to_thread(self._memory.to_device, slots[:good])
+            await in_thread(self._memory.to_device, slots[:good])
         return good
 
     async def _quarantine(self, pin: Pinned, index: int) -> None:
@@ -179,32 +179,38 @@ class PoolGlue:
 
     async def _store(self, client: PoolClient, keys: Sequence[bytes], slots: Sequence[int], first: int) -> None:
         parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
-        ticket = await client.allocate(
-            self._namespace, self._memory.spec, _key_array(keys[first:]), _key_array(parents), ttl_s=self._put_ttl_s
-        )
-        if not ticket.new_blocks:
-            return
-        mine = [slots[first + i] for i in ticket.new_blocks]
-        try:
-            remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
-            began = time.perf_counter()
-            await asyncio.to_thread(self._memory.to_host, mine)
-            digests = await asyncio.to_thread(self._digests, mine)
-            peer = self._messenger.connect(ticket.endpoint)
-            assert ticket.key is not None
-            done = await settled(
-                peer.write(
-                    ticket.key,
-                    self._memory.region,
-                    self._memory.slot_slices(mine, remote),
-                    deadline_s=self._put_ttl_s,
-                )
+        # A task of its own: a cancelled caller must still learn of the slots that it was given.
+        allocating = asyncio.ensure_future(
+            client.allocate(
+                self._namespace, self._memory.spec, _key_array(keys[first:]), _key_array(parents), ttl_s=self._put_ttl_s
             )
-            await client.seal(ticket, digests)
-            self._counters.add_transfer("store", done.nbytes, time.perf_counter() - began)
+        )
+        try:
+            ticket = await settled(allocating)
+            if ticket.new_blocks:
+                await self._fill(client, ticket, [slots[first + i] for i in ticket.new_blocks])
         except BaseException:
-            await client.abort_put(ticket)
+            if not allocating.cancelled() and allocating.exception() is None:
+                await settled(asyncio.ensure_future(self._abort_put(client, allocating.result())))
             raise
+
+    async def _fill(self, client: PoolClient, ticket: PutTicket, slots: Sequence[int]) -> None:
+        remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
+        began = time.perf_counter()
+        await in_thread(self._memory.to_host, slots)
+        digests = await in_thread(self._digests, slots)
+        peer = self._messenger.connect(ticket.endpoint)
+        assert ticket.key is not None
+        slices = self._memory.slot_slices(slots, remote)
+        done = await settled(peer.write(ticket.key, self._memory.region, slices, deadline_s=self._put_ttl_s))
+        await client.seal(ticket, digests)
+        self._counters.add_transfer("store", done.nbytes, time.perf_counter() - began)
+
+    async def _abort_put(self, client: PoolClient, ticket: PutTicket) -> None:
+        try:
+            await client.abort_put(ticket)
+        except PoolErrors as error:
+            log.warning("put %s was not aborted and will expire: %s", ticket.put_id, error)
 
     def _digests(self, slots: Sequence[int]) -> list[NDArray[np.uint64]]:
         valid = np.full(len(slots), self._memory.block_tokens, dtype=np.int32)

@@ -12,6 +12,7 @@ from moonpool_proto.v1.worker_pb2 import Timing
 from worker.node import WorkerNode
 from worker.pool_glue import Pinned
 from worker.request import Request, Sequence
+from worker.settle import settled
 
 
 @dataclass(slots=True)
@@ -42,15 +43,21 @@ async def prepared(
     # The last prompt token is always computed: its logits are wanted.
     reusable = request.keys[: (len(request.prompt) - 1) // block_tokens]
     slots, num_shared = await node.take_slots(reusable, -(-peak_tokens // block_tokens))
-    pinned: list[Pinned] = []
+    queue_s = time.monotonic() - submitted
+    # A task of its own: a cancelled caller must still learn of the leases that it was given.
+    pinning = asyncio.ensure_future(node.pool.pin(reusable, request.placement))
     try:
-        queue_s = time.monotonic() - submitted
-        pinned = await node.pool.pin(reusable, request.placement)
+        pinned = await asyncio.shield(pinning)
         yield Prepared(request, slots, num_shared, pinned, time.monotonic(), queue_s)
     finally:
         node.give_slots(slots)
-        if pinned:
-            await asyncio.shield(node.pool.unpin(pinned))
+        await settled(asyncio.ensure_future(_unpin(node, pinning)))
+
+
+async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[Pinned]]) -> None:
+    await asyncio.wait([pinning])
+    if pinning.exception() is None:
+        await node.pool.unpin(pinning.result())
 
 
 async def load(node: WorkerNode, work: Prepared) -> None:

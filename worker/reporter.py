@@ -42,18 +42,27 @@ class Reporter:
         self._on_drain = on_drain
         self._news = asyncio.Event()
         self._pending = NodeReport()
+        self._streams = 0  # begun so far
+        self._streaming = False  # what happens now can be told
         self._last_refusal = ""
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
 
+    def hurry(self) -> None:
+        """Report now."""
+        self._news.set()
+
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
+        if not self._streaming:  # kept for nobody: the next stream begins with all that is held
+            return
         self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
         self._news.set()
 
     def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
-        self._pending.prefills.append(
-            PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
-        )
+        if len(self._pending.prefills) < MAX_SAMPLES:
+            self._pending.prefills.append(
+                PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
+            )
 
     def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
         if len(self._pending.decodes) < MAX_SAMPLES:
@@ -86,6 +95,7 @@ class Reporter:
                 log.exception("reporting to the conductor at %s failed", self._target)
             finally:
                 self.joined.clear()
+                self._streaming = False
                 await channel.close()
             await asyncio.sleep(RECONNECT_S)
 
@@ -101,7 +111,10 @@ class Reporter:
             raise StartupError(f"the conductor at {self._target} refused this node: {self._last_refusal}")
 
     async def _reports(self) -> AsyncIterator[NodeReport]:
+        self._streams += 1
+        number = self._streams
         self._pending = NodeReport()  # what the conductor missed is in `held`
+        self._streaming = True
         first = NodeReport(node=self._node)
         self._fill(first)
         yield first
@@ -111,6 +124,8 @@ class Reporter:
                 await asyncio.sleep(COALESCE_S)  # one report for what happens together
             except TimeoutError:
                 pass
+            if number != self._streams:  # gRPC asks on after a broken stream: the news are its successor's
+                return
             self._news.clear()
             report, self._pending = self._pending, NodeReport()
             self._fill(report)

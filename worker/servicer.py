@@ -44,28 +44,38 @@ class WorkerFace(WorkerServicer):
     def accept(self, request: Request) -> None:
         """Start working on a request submitted by a frontend. Raises RequestRefused."""
 
-    async def Attach(
+    async def Attach(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self,
         request_iterator: AsyncIterator[FrontendMessage],
         context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage],
-    ) -> AsyncIterator[WorkerMessage]:
+    ) -> None:
         first = await first_message(request_iterator)
         if first is None or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Attach must be `hello`")
         stream = self.node.streams.attach(first.hello.frontend_id, first.hello.incarnation)
-        await self.node.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind
-        log.info("frontend %s attached", stream.frontend_id)
-        reader = asyncio.create_task(self._read(stream, request_iterator))
+        tasks: list[asyncio.Task[Any]] = []
         try:
-            yield WorkerMessage()  # tells the frontend that it is attached
-            async for message in stream.messages():
-                yield message
+            await self.node.jobs.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind
+            log.info("frontend %s attached", stream.frontend_id)
+            tasks.append(asyncio.create_task(self._read(stream, request_iterator)))
+            tasks.append(asyncio.create_task(self._write(stream, context)))
+            # Not only the end of writing: to a frontend that does not read, a write never ends.
+            await stream.closed.wait()
         finally:
-            reader.cancel()
-            replaced = stream.closed.is_set() and self.node.streams.is_attached(stream.frontend_id)
-            self.node.streams.detach(stream)
-            if not replaced:
-                self._spawn(self.node.cancel_frontend(stream.frontend_id))
+            for task in tasks:
+                task.cancel()
+            if self.node.streams.detach(stream):
+                self._spawn(self.node.jobs.cancel_frontend(stream.frontend_id))
+
+    async def _write(
+        self, stream: FrontendStream, context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage]
+    ) -> None:
+        try:
+            await context.write(WorkerMessage())  # tells the frontend that it is attached
+            async for message in stream.messages():
+                await context.write(message)
+        finally:
+            stream.close()
 
     async def _read(self, stream: FrontendStream, messages: AsyncIterator[FrontendMessage]) -> None:
         try:
@@ -73,7 +83,7 @@ class WorkerFace(WorkerServicer):
                 if message.HasField("submit"):
                     self._submit(message.submit)
                 elif message.HasField("cancel"):
-                    self.node.cancel(message.cancel.request_id, message.cancel.attempt)
+                    self.node.jobs.cancel(message.cancel.request_id, message.cancel.attempt)
         finally:
             stream.close()
 

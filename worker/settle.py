@@ -7,7 +7,7 @@ waiting would let late bytes land in another request's KV.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,6 +28,11 @@ async def settled(future: Future[T] | asyncio.Future[T]) -> T:
             waiting.exception()  # seen, so that it is not reported as lost
         raise asyncio.CancelledError
     return waiting.result()
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Run blocking work on a thread, as `asyncio.to_thread`, but a cancelled caller waits for the thread."""
+    return await settled(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 async def both(one: Coroutine[Any, Any, None], two: Coroutine[Any, Any, None]) -> None:

@@ -64,10 +64,13 @@ class TokenStreams:
         self._streams[frontend_id] = stream
         return stream
 
-    def detach(self, stream: FrontendStream) -> None:
+    def detach(self, stream: FrontendStream) -> bool:
+        """The stream is over. Whether its frontend is gone with it: not so if a new stream has replaced it."""
         stream.close()
-        if self._streams.get(stream.frontend_id) is stream:
-            del self._streams[stream.frontend_id]
+        if self._streams.get(stream.frontend_id) is not stream:
+            return False
+        del self._streams[stream.frontend_id]
+        return True
 
     def is_attached(self, frontend_id: str) -> bool:
         return frontend_id in self._streams

@@ -47,7 +47,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fence(self, data: st.DataObject) -> None:
         slots = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        mine = [s for s in slots if self.pool.is_sole_holder(s)]
+        mine = [s for s in slots if all(s not in request for request in self.requests)]
         self.pool.release([s for s in slots if s not in mine])
         self.pool.quarantine(mine)
         self.quarantined += mine

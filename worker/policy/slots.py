@@ -49,10 +49,6 @@ class SlotPool:
             found.append(slot)
         return found
 
-    def is_sole_holder(self, slot: int) -> bool:
-        """Whether exactly one reference is held, so that its holder may put the slot in quarantine."""
-        return self._count[slot] == 1
-
     def hold(self, slots: Sequence[int]) -> None:
         """Add a reference to each; a cached slot becomes held."""
         for slot in slots:

@@ -1,0 +1,128 @@
+"""One task per request on a node. A later attempt takes an earlier one's place, and never the other way round.
+
+Messages about a request come by several ways (the frontend's stream, a prefill node's calls), so any two of them may
+overtake each other: a cancel is remembered, for what it cancels may not have come yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from moonpool_proto.v1.worker_pb2 import Failure
+from worker.errors import RequestFailed, RequestRefused
+from worker.request import Request
+from worker.settle import settled
+
+log = logging.getLogger(__name__)
+
+MAX_CANCELS = 8192
+
+Work = Coroutine[Any, Any, None]
+Job = asyncio.Task[None]
+
+
+class Jobs:
+    """Lives on the event loop. `on_failure(request, failure)` and `on_over(request)` are called as each job ends."""
+
+    def __init__(self, on_failure: Callable[[Request, Failure], None], on_over: Callable[[Request], None]) -> None:
+        self._on_failure = on_failure
+        self._on_over = on_over
+        self._jobs: dict[str, tuple[Request, Job]] = {}
+        self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def run(self, request: Request, work: Work) -> Job:
+        """Run a request's coroutine; its failure is reported, its end frees its name.
+
+        An earlier attempt that still runs here is cancelled, and `work` begins once that one has given everything
+        back. Raises RequestRefused when this attempt was cancelled, or a later one came, before it.
+        """
+        previous = self._jobs.get(request.request_id)
+        newest = max(self._cancelled.get(request.request_id, -1), previous[0].attempt if previous else -1)
+        if request.attempt <= newest:
+            work.close()
+            raise RequestRefused(
+                "superseded", f"attempt {request.attempt} of request {request.request_id} comes after attempt {newest}"
+            )
+        task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None))
+        self._jobs[request.request_id] = (request, task)
+        # A callback, since a task that is cancelled before its first step runs no line of its own.
+        task.add_done_callback(lambda _: self._over(request, work))
+        return task
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Cancel this attempt of a request, or an earlier one, whether it runs here or is still to come."""
+        self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, attempt))
+        if len(self._cancelled) > MAX_CANCELS:
+            self._cancelled.popitem(last=False)
+        job = self._jobs.get(request_id)
+        if job is not None and job[0].attempt <= attempt:
+            job[1].cancel()
+
+    async def cancel_frontend(self, frontend_id: str) -> None:
+        """A frontend is gone: nobody waits for its requests. Returns when they have given everything back."""
+        orphans = [task for request, task in self._jobs.values() if request.frontend_id == frontend_id]
+        if orphans:
+            log.warning("frontend %s is gone; cancelling its %d requests", frontend_id, len(orphans))
+        await _cancelled(orphans)
+
+    async def cancel_all(self) -> None:
+        """Cancel every job; returns when all have given everything back."""
+        while self._jobs:
+            await _cancelled([task for _, task in self._jobs.values()])
+
+    async def wait_idle(self, grace_s: float) -> None:
+        """Wait until the jobs at hand are done, at most `grace_s`."""
+        tasks = [task for _, task in self._jobs.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+
+    async def _run(self, request: Request, work: Work, previous: Job | None) -> None:
+        try:
+            if previous is not None:
+                await _cancelled([previous])
+            async with asyncio.timeout(max(0.001, request.time_left_s)):
+                await work
+        except RequestRefused as error:
+            self._fail(request, error.code, str(error), retryable=False)
+        except RequestFailed as error:
+            self._fail(request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
+        except TimeoutError:
+            self._fail(request, "deadline", "the request's deadline has passed", retryable=False)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            log.exception("request %s failed", request.request_id)
+            self._fail(request, "internal", f"{type(error).__name__}: {error}", retryable=True)
+
+    def _over(self, request: Request, work: Work) -> None:
+        work.close()  # not begun, if the job was cancelled early
+        job = self._jobs.get(request.request_id)
+        if job is not None and job[0] is request:
+            del self._jobs[request.request_id]
+        self._on_over(request)
+
+    def _fail(self, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
+        log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
+        failure = Failure(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            code=code,
+            message=message,
+            retryable=retryable,
+            suspect_node_id=suspect,
+        )
+        self._on_failure(request, failure)
+
+
+async def _cancelled(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.cancel()
+    if jobs:
+        await settled(asyncio.ensure_future(asyncio.wait(jobs)))
