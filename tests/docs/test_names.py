@@ -1,0 +1,137 @@
+"""Metrics, fields, codes and report keys named in the documentation are those of the code."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from conductor.policy.decisions import Reason
+from frontend.api import models
+from frontend.api.formats import CompletionFormat
+from frontend.api.unsupported import unsupported_field
+from frontend.output import Step
+from frontend.request import Facts
+from replay.cluster_metrics import ClusterHistory
+from replay.objectives import Objectives
+from replay.summary import summarise
+from telemetry import NodeSample, NodesCollector, RequestMetrics, new_registry
+
+ROOT = Path(__file__).parents[2]
+Page = Callable[[str], Any]
+FirstColumn = Callable[[str], list[str]]
+_ADDERS = {"add", "add_transfer"}
+# Where counts are kept, and what stands before their names when nodes report them.
+_COUNTED = {"worker": "", "prefill_node": "", "decode_node": "", "kvpool": "pool_", "messenger": "messenger_"}
+
+
+def counter_names(source: str) -> set[str]:
+    """Names counted in a module: `counters.add("x", …)`, `counters.add_transfer("x", …)`, `counters["x"] += …`."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDERS:
+            owner, argument = ast.unparse(node.func.value), node.args[0] if node.args else None
+            is_transfer = node.func.attr == "add_transfer"
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
+            owner, argument, is_transfer = ast.unparse(node.target.value), node.target.slice, False
+        else:
+            continue
+        if owner.endswith("counters") and isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            names.add(f"kv_{argument.value}_bytes" if is_transfer else argument.value)
+    return names
+
+
+@pytest.fixture(scope="module")
+def front_door_metrics() -> set[str]:
+    """What a front door exports of its own requests."""
+    registry = new_registry()
+    RequestMetrics(registry, "m").rejected("queue")
+    return exported(registry)
+
+
+@pytest.fixture(scope="module")
+def metrics(front_door_metrics: set[str]) -> set[str]:
+    """All that /metrics can hold: of requests, of nodes, and of every counter that the nodes' code counts."""
+    counted = {
+        prefix + name
+        for package, prefix in _COUNTED.items()
+        for path in (ROOT / package).rglob("*.py")
+        for name in counter_names(path.read_text(encoding="utf-8"))
+    }
+    assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
+    registry = new_registry()
+    sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))
+    registry.register(NodesCollector(lambda: [sample]))
+    return front_door_metrics | exported(registry)
+
+
+def exported(registry: Any) -> set[str]:
+    """Names of the registry's series as they are asked for: a histogram by its own, a counter with _total."""
+    return {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in registry.collect()
+        if family.name.startswith(("vllm:", "moonpool:"))
+    }
+
+
+def test_every_metric_named_is_exported(pages: list[Any], metrics: set[str]) -> None:
+    named = {
+        (str(page), name)
+        for page in pages
+        for name in re.findall(r"\b(?:vllm|moonpool):[a-z_]*[a-z]\b", page.text)
+        if name != "moonpool:cli"
+    }
+    assert len(named) >= 40
+    assert sorted(f"{page}: {name}" for page, name in named if name not in metrics) == []
+
+
+def test_every_metric_of_a_front_door_is_documented(page: Page, front_door_metrics: set[str]) -> None:
+    text = page("slo.md").section("Metrics")
+    assert sorted(name for name in front_door_metrics if f"`{name}`" not in text) == []
+
+
+def test_every_reason_of_a_rejection_is_documented(page: Page) -> None:
+    text = page("slo.md").section("Rejections")
+    assert [reason for reason in get_args(Reason) if f"`{reason}`" not in text] == []
+
+
+def test_every_report_key_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
+    figures = summarise(
+        [],
+        {},
+        tokens_per_block=8,
+        objectives=Objectives(0.0, 0.0, None),
+        history=ClusterHistory(),
+        verification=None,
+    )
+    keys = {*figures, "settings", "trace", "notices", "interrupted"}
+    assert set(documented(page("replay.md").section("The report"))) - {"report.json"} == keys
+
+
+def test_every_key_of_the_extension_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
+    request = SimpleNamespace(
+        request_id="r", tokenize_s=0.0, arrival_s=0.0, prompt_ids=np.zeros(1), sampling=SimpleNamespace(seed=1)
+    )
+    generation: Any = SimpleNamespace(facts=Facts(), request=request)
+    form = CompletionFormat([generation], "m", include_usage=False, return_token_ids=False)
+    answer = form.whole([Step((1,), "x", "stop")])
+    section = page("quickstart.md").section("What `moonpool` in the answer means")
+    assert set(documented(section)) == set(answer["moonpool"])
+
+
+def test_every_field_served_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
+    served = {*models.CompletionBody.model_fields, *models.ChatBody.model_fields}
+    assert set(documented(page("api.md").section("Fields"))) == served
+
+
+def test_every_field_refused_is_documented_and_no_other(page: Page) -> None:
+    section = page("api.md").section("Refused by name")
+    listed = {name for line in section.splitlines() if line.startswith("`") for name in re.findall(r"`(\w+)`", line)}
+    assert {name for name in listed if unsupported_field({name: object()}) is None} == set()
+    tree = ast.parse((ROOT / "frontend/api/unsupported.py").read_text(encoding="utf-8"))
+    tables = [node.value for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    assert [ast.literal_eval(table).keys() - listed for table in tables if table is not None] == [set()]
