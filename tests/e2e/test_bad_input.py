@@ -1,0 +1,533 @@
+"""Bad input of every kind against a real cluster: a clear error, nothing else disturbed, nothing lost.
+
+"Nothing else disturbed" is the fixture `undisturbed`: good requests run all the while and afterwards with no wrong
+token, no process was restarted, and at rest nothing is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import numpy as np
+import psutil
+import pytest
+
+from engine.random_model import write_random_model
+from messenger.frames import MAGIC, MAX_BODY_NBYTES, PREFIX, VERSION, Hello, Read, Refused, Reject, Welcome, encode
+from messenger.link import Link
+from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
+
+TRACE_ROW = '{"timestamp": 0, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}'
+WORKERS = ("prefill-0", "decode-0")
+POOLS = ("pool-0", "pool-1")
+
+
+def moonpool_environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
+    return {**kept, "COLUMNS": "200", **variables}
+
+
+def moonpool(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moonpool", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=moonpool_environment(**variables),
+        timeout=100,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2 and one clear message, which holds the words."""
+    shown = done.stdout + done.stderr
+    assert done.returncode == 2, shown
+    assert "Traceback" not in shown
+    for word in words:
+        assert word in shown
+
+
+@pytest.fixture(scope="module")
+def damaged_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The random model, broken in one way each."""
+    folder = tmp_path_factory.mktemp("damaged")
+
+    def copy(name: str, **config: Any) -> Path:
+        shutil.copytree(random_model, folder / name)
+        path = folder / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+        return folder / name
+
+    models = {
+        "architecture": copy("architecture", architectures=["MambaForCausalLM"], model_type="mamba"),
+        "shapes": copy("shapes", intermediate_size=384),
+        "tokenizer": copy("tokenizer"),
+        "weights": copy("weights"),
+    }
+    (models["tokenizer"] / "tokenizer.json").unlink()
+    (models["weights"] / "model.safetensors").unlink()
+    return models
+
+
+@pytest.fixture(scope="module")
+def doomed(damaged_models: dict[str, Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """`serve` of models whose fault only an engine can find; they come up while the module's cluster does."""
+    flags = ("--aggregated", "1", "--port", "0")
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "moonpool", "serve", str(damaged_models[name]), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=moonpool_environment(),
+        )
+        for name in ("architecture", "shapes")
+    }
+    yield started
+    for process in started.values():
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(doomed: Any, random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
+    # Two pool nodes stand for two hosts: KV goes over TCP between them and over shared memory within each.
+    with start_cluster(random_model, "--block-tokens", "8", "--pool-nodes", "2") as running:
+        yield running
+
+
+@pytest.fixture
+async def undisturbed(
+    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> AsyncIterator[None]:
+    def processes() -> dict[str, tuple[int, int]]:
+        cluster.reload()
+        return {name: (node["pid"], node["restarts"]) for name, node in cluster.ready["nodes"].items()}
+
+    async def ask(number: int) -> Any:
+        prompt = np.random.default_rng(number % 4).integers(5, 2000, 90).tolist()
+        return await cluster.complete(session, prompt, max_tokens=32, ignore_eos=True, temperature=0.0)
+
+    async def keep_asking() -> list[Any]:
+        answers = [await ask(0)]
+        started.set()
+        while not over.is_set():
+            answers.append(await ask(len(answers)))
+        return answers
+
+    before = processes()
+    started, over = asyncio.Event(), asyncio.Event()
+    asking = asyncio.create_task(keep_asking())
+    await asyncio.wait([asking, asyncio.create_task(started.wait())], return_when=asyncio.FIRST_COMPLETED)
+    yield
+    over.set()
+    answers = [*await asking, await ask(0)]
+    judge = judge_of(random_model)
+    assert [judge.wrong_tokens(answer) for answer in answers] == [[] for _ in answers]
+    assert processes() == before
+    await cluster.validate()
+
+
+# The model folder
+
+
+def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert_refused(moonpool("serve", tmp_path / "nowhere"), f"the model folder {tmp_path / 'nowhere'} does not exist")
+
+
+def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    assert_refused(moonpool("serve", tmp_path), str(tmp_path), "no config.json", "expected a Hugging Face folder")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [("tokenizer", ["no tokenizer.json", "save a fast tokenizer"]), ("weights", ["no *.safetensors file"])],
+)
+def test_a_missing_file_is_told_before_anything_starts(
+    damaged_models: dict[str, Path], damage: str, said: list[str]
+) -> None:
+    done = moonpool("serve", damaged_models[damage])
+    assert_refused(done, str(damaged_models[damage]), *said)
+    assert "Starting" not in done.stderr
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prot", "80"], ["No such option: --prot", "--port"]),
+        (["--port", "many"], ["--port: 'many' is no whole number"]),
+        (["--port", "70000"], ["--port is 70000: expected 0 to 65535"]),
+        (["--transport", "rdma"], ["--transport is 'rdma': expected one of auto, tcp, shm"]),
+        (["--device", "tpu"], ["--device is 'tpu'", "cuda:N"]),
+        (["--capacity-tokens", "1000", "--block-tokens", "16"], ["capacity_tokens", "1000", "multiple", "16"]),
+        (["--prefill-nodes", "0"], ["prefill_nodes is 0 and decode_nodes is 1", "--aggregated"]),
+        (["--api-key", ""], ["--api-key", "empty"]),
+        (["--host", "192.0.2.1"], ["cannot listen at 192.0.2.1"]),
+    ],
+)
+def test_a_bad_flag_is_refused_before_anything_starts(arguments: list[str], said: list[str]) -> None:
+    done = moonpool("serve", *arguments)
+    assert_refused(done, *said)
+    assert "Starting" not in done.stderr
+
+
+def test_an_unknown_key_of_the_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("prefil_nodes: 2\n")
+    assert_refused(moonpool("serve", "--config", path), str(path), "'prefil_nodes'", "did you mean prefill_nodes?")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MOONPOOL_PREFIL_NODES", "2", "did you mean MOONPOOL_PREFILL_NODES?"),
+        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO: 'soon' is no number"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(variable: str, value: str, said: str) -> None:
+    assert_refused(moonpool("serve", **{variable: value}), variable, said)
+
+
+async def test_a_port_in_use_is_told_and_its_owner_serves_on(cluster: Any, undisturbed: None) -> None:
+    port = cluster.url.rpartition(":")[2]
+    done = await asyncio.to_thread(moonpool, "serve", "--port", port)
+    assert_refused(done, f"port {port} on 127.0.0.1 is in use", "--port 0 takes a free one")
+    assert "Starting" not in done.stderr
+
+
+# HTTP
+
+GOOD = {"prompt": "the fox", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+BAD_REQUESTS: list[tuple[str, bytes, int, str | None, str | None, str]] = [
+    ("/v1/completions", b'{"prompt": "the', 400, None, None, "JSON"),
+    ("/v1/completions", b"\xff\xfe\x00", 400, None, None, "JSON"),
+    ("/v1/completions", json.dumps(GOOD | {"model": "gpt-4"}).encode(), 404, "model", "model_not_found", "'gpt-4'"),
+    (
+        "/v1/chat/completions",
+        json.dumps(CHAT | {"model": "gpt-4"}).encode(),
+        404,
+        "model",
+        "model_not_found",
+        "'gpt-4'",
+    ),
+    ("/v1/completions", json.dumps(GOOD | {"max_tokens": -1}).encode(), 400, "max_tokens", None, "greater"),
+    ("/v1/completions", json.dumps(GOOD | {"max_tokens": "16"}).encode(), 400, "max_tokens", None, "integer"),
+    ("/v1/completions", json.dumps(GOOD | {"temperature": "hot"}).encode(), 400, "temperature", None, "number"),
+    ("/v1/completions", json.dumps(GOOD | {"prompt": {"a": 1}}).encode(), 400, "prompt", None, "prompt"),
+    ("/v1/completions", json.dumps(GOOD | {"prompt": [1, 999_999]}).encode(), 400, "prompt", None, "999999"),
+    ("/v1/completions", json.dumps(GOOD | {"n": 2}).encode(), 400, "n", "unsupported_parameter", "not supported"),
+    (
+        "/v1/completions",
+        json.dumps(GOOD | {"prompt": [7] * 2048}).encode(),
+        400,
+        "prompt",
+        "context_length_exceeded",
+        "2048",
+    ),
+    (
+        "/v1/chat/completions",
+        json.dumps(CHAT | {"messages": [{"role": "user", "content": "word " * 9000}]}).encode(),
+        400,
+        "messages",
+        "context_length_exceeded",
+        "2048",
+    ),
+    ("/v1/chat/completions", json.dumps({"messages": "hi"}).encode(), 400, "messages", None, "array"),
+    ("/v1/embeddings", b"{}", 404, None, None, "/v1/embeddings"),
+]
+
+
+async def test_bad_requests_are_answered_in_openais_shape(
+    cluster: Any, undisturbed: None, session: aiohttp.ClientSession
+) -> None:
+    for path, body, status, param, code, said in BAD_REQUESTS:
+        async with session.post(f"{cluster.url}{path}", data=body) as response:
+            answer = await response.json()
+        told = f"{path} {body[:80]!r}: {answer}"
+        assert response.status == status, told
+        assert set(answer["error"]) == {"message", "type", "param", "code"}, told
+        assert answer["error"]["type"] == "invalid_request_error", told
+        assert (answer["error"]["param"], answer["error"]["code"]) == (param, code), told
+        assert said in answer["error"]["message"], told
+
+
+async def test_bytes_that_are_no_http_end_their_own_connection_only(cluster: Any, undisturbed: None) -> None:
+    port = int(cluster.url.rpartition(":")[2])
+    for noise in (
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        os.urandom(4096),
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(noise)
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+            async with asyncio.timeout(20):
+                answer = await reader.read()
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+# Messenger: the sockets that KV goes through
+
+
+def service(name: str) -> str:
+    return f"/moonpool.v1.{name}"
+
+
+GREETING = Hello("stranger", 9, "elsewhere", 1, b"s" * 16)
+KIND_OF_HELLO = encode(GREETING)[5]
+NOISES = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "random": np.random.default_rng(5).bytes(5000),
+    "another version": PREFIX.pack(MAGIC, VERSION + 1, KIND_OF_HELLO, 0, 10) + bytes(10),
+    "a body over the limit": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, MAX_BODY_NBYTES + 1),
+    "a body that is no msgpack": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, 20) + b"\xc1" * 20,
+}
+
+
+async def incarnation(cluster: Any, node: str) -> int:
+    """Of the node's present life, as its State tells."""
+    kind = "Pool" if node in POOLS else "Worker"
+    async with grpc.aio.insecure_channel(f"unix:{cluster.ready['run_dir']}/{node}.sock") as channel:
+        reply = await channel.unary_unary(service(f"{kind}/State"))(b"", timeout=20)
+    return int(json.loads(common_pb2.JsonReply.FromString(reply).json)["incarnation"])
+
+
+def messenger_addresses(cluster: Any, node: str) -> list[int | str]:
+    """The TCP port and the unix socket on which the node's messenger listens, as the kernel tells."""
+    process = psutil.Process(cluster.pid(node))
+    ports = [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    paths = {c.laddr for c in process.net_connections("unix") if Path(c.laddr or "").name.startswith("m-")}
+    assert (len(ports), len(paths)) == (1, 1)
+    return [*ports, *paths]
+
+
+def log_of(cluster: Any, node: str) -> str:
+    return Path(cluster.ready["nodes"][node]["log"]).read_text()
+
+
+@contextlib.contextmanager
+def dialled(address: int | str) -> Iterator[socket.socket]:
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family) as raw:
+        raw.settimeout(20)
+        raw.connect(address if isinstance(address, str) else ("127.0.0.1", address))
+        yield raw
+
+
+def greeted(raw: socket.socket, greeting: Hello) -> Link:
+    link = Link(raw, "node")
+    link.send(greeting)
+    assert isinstance(link.receive(), Welcome)
+    return link
+
+
+def rows(offset: int, nbytes: int) -> bytes:
+    return np.array([[offset, nbytes]], dtype=np.int64).tobytes()
+
+
+def reason_of_rejection(link: Link) -> str:
+    """What the node says before it closes the connection."""
+    reject = link.receive()
+    assert isinstance(reject, Reject)
+    with pytest.raises(OSError):
+        link.receive()
+    return reject.reason
+
+
+async def test_garbage_on_every_messenger_socket_ends_its_own_connection_with_a_reason(
+    cluster: Any, undisturbed: None
+) -> None:
+    def harass(address: int | str, greeting: Hello) -> None:
+        for noise in NOISES.values():
+            with dialled(address) as raw:
+                raw.sendall(noise)
+                assert reason_of_rejection(Link(raw, "node"))
+        with dialled(address) as raw:
+            link = greeted(raw, greeting)
+            link.send(Read(1, 1, 1, -4, rows(0, -4)))
+            assert reason_of_rejection(link)
+        with dialled(address) as raw:  # a frame cut off in its middle
+            raw.sendall(encode(greeting)[:-3])
+
+    for node in (*WORKERS, *POOLS):
+        greeting = GREETING._replace(peer_node_id=node, peer_incarnation=await incarnation(cluster, node))
+        for address in messenger_addresses(cluster, node):
+            await asyncio.to_thread(harass, address, greeting)
+        log = log_of(cluster, node)
+        assert log.count(" WARNING ") >= 2 * (len(NOISES) + 1), log
+        assert "Traceback" not in log
+
+
+async def test_a_stranger_without_the_key_reads_nothing(cluster: Any, undisturbed: None) -> None:
+    def guess(address: int | str, greeting: Hello) -> str:
+        with dialled(address) as raw:
+            link = greeted(raw, greeting)
+            link.send(Read(1, 1, 0x1234, 4096, rows(0, 4096)))
+            answer = link.receive()
+            assert isinstance(answer, Refused)
+            return answer.reason
+
+    for node in (*WORKERS, *POOLS):
+        greeting = GREETING._replace(peer_node_id=node, peer_incarnation=await incarnation(cluster, node))
+        for address in messenger_addresses(cluster, node):
+            assert await asyncio.to_thread(guess, address, greeting)
+
+
+# gRPC: the sockets that requests go through
+
+
+SCHEDULE = conductor_pb2.ScheduleRequest(request_id="r", model="gpt-4", prompt_tokens=10, max_new_tokens=5)
+CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
+    ("conductor", service("Conductor/Schedule"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ScheduleRequest"),
+    ("conductor", service("Conductor/Schedule"), b"", False, {"INVALID_ARGUMENT"}, "request_id is empty"),
+    ("conductor", service("Conductor/Join"), b"", True, {"INVALID_ARGUMENT"}, "must name the node"),
+    ("conductor", service("Conductor/Nope"), b"", False, {"UNIMPLEMENTED"}, "not found"),
+    ("prefill-0", service("Worker/Attach"), b"\xff garbage", True, {"UNKNOWN", "INTERNAL"}, "FrontendMessage"),
+    (
+        "prefill-0",
+        service("Worker/Attach"),
+        worker_pb2.FrontendMessage(cancel=worker_pb2.Cancel(request_id="r", attempt=1)).SerializeToString(),
+        True,
+        {"INVALID_ARGUMENT"},
+        "must be `hello`",
+    ),
+    ("prefill-0", service("Worker/Reserve"), b"", False, {"UNIMPLEMENTED"}, "prefill-0 takes no hand-offs"),
+    ("decode-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "the prompt is empty"),
+    ("decode-0", service("Worker/Reserve"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ReserveRequest"),
+    ("pool-0", service("Pool/Allocate"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "AllocateRequest"),
+    ("pool-0", service("Pool/Allocate"), b"", False, {"INVALID_ARGUMENT"}, "KvSpec has no groups"),
+    (
+        "pool-0",
+        service("Pool/Pin"),
+        pool_pb2.PinRequest().SerializeToString(),
+        False,
+        {"INVALID_ARGUMENT"},
+        "expected 16",
+    ),
+]
+
+
+async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: None) -> None:
+    async def call(target: str, method: str, message: bytes, is_stream: bool) -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+            if is_stream:
+                await channel.stream_stream(method)(iter([message]), timeout=20).read()
+            else:
+                await channel.unary_unary(method)(message, timeout=20)
+
+    for node, method, message, is_stream, codes, said in CALLS:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(f"unix:{cluster.ready['run_dir']}/{node}.sock", method, message, is_stream)
+        told = f"{node} {method}: {caught.value.code()} {caught.value.details()}"
+        assert caught.value.code().name in codes, told
+        assert said in str(caught.value.details()), told
+
+
+async def test_an_unknown_model_is_rejected_by_the_conductor(cluster: Any, undisturbed: None) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{cluster.ready['run_dir']}/conductor.sock") as channel:
+        call = channel.unary_unary(service("Conductor/Schedule"))
+        reply = conductor_pb2.ScheduleReply.FromString(await call(SCHEDULE.SerializeToString(), timeout=20))
+    assert reply.rejection.reason == "unknown_model"
+    assert "gpt-4" in reply.rejection.message
+
+
+async def test_garbage_on_every_grpc_socket_ends_its_own_connection_only(cluster: Any, undisturbed: None) -> None:
+    def harass(path: str) -> None:
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500):
+            with dialled(path) as raw, contextlib.suppress(ConnectionError):
+                raw.sendall(noise)
+                while raw.recv(65536):
+                    pass
+
+    for node in ("conductor", *WORKERS, *POOLS):
+        await asyncio.to_thread(harass, f"{cluster.ready['run_dir']}/{node}.sock")
+
+
+# Replay
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([TRACE_ROW, TRACE_ROW, "{oops"], ["line 3", "expected one JSON object per line"]),
+        ([TRACE_ROW, '{"timestamp": 5, "input_length": 600, "output_length": 1}'], ["line 2", "no 'hash_ids'"]),
+        ([TRACE_ROW, TRACE_ROW.replace("600", '"600"')], ["line 2", "input_length"]),
+        ([TRACE_ROW, TRACE_ROW.replace("[0, 1]", "[0]")], ["line 2", "hash_ids"]),
+    ],
+)
+async def test_a_malformed_trace_row_is_told_with_its_line(
+    cluster: Any, tmp_path: Path, rows: list[str], said: list[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(rows) + "\n")
+    done = await asyncio.to_thread(moonpool, "replay", trace, "--url", cluster.url, "--out", tmp_path / "out")
+    assert_refused(done, "trace.jsonl", *said)
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_replay_against_a_dead_url_says_how_to_start_a_server(tmp_path: Path, unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    done = await asyncio.to_thread(moonpool, "replay", "conversation", "--url", url, "--out", tmp_path / "out")
+    assert_refused(done, f"no usable server at {url}", "moonpool serve")
+
+
+async def test_a_replay_of_another_models_text_is_refused(
+    cluster: Any, undisturbed: None, tmp_path: Path, random_model: Path
+) -> None:
+    # The same words, two of them with each other's ids.
+    other = write_random_model(tmp_path / "other", vocab=2048, tokenizer=random_model)
+    file = other / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["Ġthe"], ids["Ġand"] = ids["Ġand"], ids["Ġthe"]
+    file.write_text(json.dumps(tokenizer))
+    arguments = ("--url", cluster.url, "--model-path", other, "--out", tmp_path / "out", "--limit", "3")
+    done = await asyncio.to_thread(moonpool, "replay", "conversation", *arguments)
+    assert_refused(done, "tokenises otherwise", "--model-path")
+
+
+async def test_a_replay_of_a_model_that_is_not_served_names_those_that_are(cluster: Any, tmp_path: Path) -> None:
+    arguments = ("--url", cluster.url, "--model", "gpt-4", "--out", tmp_path / "out")
+    done = await asyncio.to_thread(moonpool, "replay", "conversation", *arguments)
+    assert_refused(done, repr(cluster.ready["model"]), "not 'gpt-4'")
+
+
+# The model folder once more: what takes an engine to find out
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("architecture", ["MambaForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ("shapes", ["wrong shape model.layers.0.mlp.gate_proj.weight: expected [384, 64], found [192, 64]"]),
+    ],
+)
+def test_what_only_the_engine_can_see_ends_the_whole_start(
+    doomed: dict[str, subprocess.Popen[str]], damage: str, said: list[str]
+) -> None:
+    process = doomed[damage]
+    out, err = process.communicate(timeout=150)
+    assert_refused(subprocess.CompletedProcess(process.args, process.returncode, out, err), *said, "aggregated-0.log")
+    assert "Moonpool is ready" not in out
