@@ -8,7 +8,6 @@ through `generate`. Repetitions of the two alternate, and ratios are of medians.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -117,7 +116,7 @@ def main() -> None:
     """Runs the comparison and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model folder (default: the bundled one, else random weights)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--threads", type=int, default=1, help="of both sides, default %(default)s")
     parser.add_argument("--steps", type=int, default=48, help="decode steps per repetition, default %(default)s")
     parser.add_argument("--repetitions", type=int, default=9, help="of each side, default %(default)s")
     arguments = parser.parse_args()
