@@ -39,7 +39,9 @@ def status(
         if as_json:
             print(json.dumps({"ready": ready, "nodes": rows}, indent=2))
             return
-        table = Table("node", "role", "pid", "restarts", "waiting", "running", "free tokens", "address", box=None)
+        table = Table(box=None)
+        for heading in ("node", "role", "pid", "restarts", "waiting", "running", "free tokens", "address"):
+            table.add_column(heading, overflow="fold", no_wrap=heading in ("node", "role", "pid"))
         for row in rows:
             table.add_row(*("" if row[key] is None else str(row[key]) for key in row))
         console = Console()

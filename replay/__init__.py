@@ -2,6 +2,7 @@
 
 from replay.config import ReplayConfig
 from replay.errors import (
+    OutputUnwritable,
     PromptPlanError,
     ReplayError,
     ServerUnusable,
@@ -13,6 +14,7 @@ from replay.report import Report
 from replay.runner import run
 
 __all__ = [
+    "OutputUnwritable",
     "PromptPlanError",
     "ReplayConfig",
     "ReplayError",

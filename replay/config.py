@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from replay.errors import SettingInvalid
 from traces import SAMPLING_SEED
@@ -22,7 +23,16 @@ def _not_negative(value: float) -> bool:
     return 0 <= value < math.inf
 
 
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
 _BOUNDS: Final[dict[str, _Bound]] = {
+    "url": ("--url", _is_http, "http://HOST:PORT"),
     "speed": ("--speed", _above_zero, "a number above 0"),
     "sample_families": ("--sample-families", lambda value: 0 < value <= 1, "a fraction above 0, at most 1"),
     "limit": ("--limit", _not_negative, "a number of requests, 0 for all"),
@@ -97,6 +107,11 @@ class ReplayConfig:
     """Threads of the reference, 0 = torch's own choice."""
     poll_every_s: float = 1.0
     """Seconds between looks at /metrics."""
+
+    @property
+    def base_url(self) -> str:
+        """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
+        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     def __post_init__(self) -> None:
         """Raises SettingInvalid naming the flag."""

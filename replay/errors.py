@@ -5,6 +5,7 @@ ReplayError
 ├── TokenizerUnusable   the model folder has no tokenizer that prompts can be made with
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
 ├── ServerUnusable      the server at --url does not answer, or is not what the replay needs
+├── OutputUnwritable    the report's folder cannot be written
 ├── VerificationError   the answers cannot be re-scored (no token ids, another model, no engine model)
 └── StreamFailed        one answer ended in an error or not as it should; becomes the reason in its RequestRecord
     └── MalformedStream its bytes are not an event stream
@@ -31,6 +32,10 @@ class PromptPlanError(ReplayError):
 
 class ServerUnusable(ReplayError):
     """The server does not answer or is not what the replay needs: names the URL and what came back."""
+
+
+class OutputUnwritable(ReplayError):
+    """The report's folder cannot be made or written: names it."""
 
 
 class VerificationError(ReplayError):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from replay.cluster_metrics import ClusterHistory
+from replay.errors import OutputUnwritable
 from replay.objectives import Objectives
-from replay.page import write_page
 from replay.plan import PlannedRequest
 from replay.record import RequestRecord
 
@@ -48,7 +49,16 @@ class Report:
         return bool(self.figures["completed"]) and not self.figures["failed"] and not self.figures["wrong_tokens"]
 
     def write(self) -> None:
-        """Write report.json, requests.jsonl and report.html into `out`."""
+        """Write report.json, requests.jsonl and report.html into `out`. Raises OutputUnwritable."""
+        try:
+            self._write()
+        except OSError as error:
+            raise OutputUnwritable(f"cannot write the report to {self.out}: {error}") from error
+
+    def _write(self) -> None:
+        # Only now: matplotlib takes a second, which the replay's first request need not wait for.
+        from replay.page import write_page
+
         self.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(finite(self.figures), indent=2, ensure_ascii=False, allow_nan=False)
         self.json_path.write_text(text + "\n", encoding="utf-8")
@@ -58,6 +68,16 @@ class Report:
         write_page(
             self.html_path, self.figures, self.records, self.requests, history=self.history, objectives=self.objectives
         )
+
+
+def check_writable(out: Path) -> None:
+    """Make the report's folder and a file in it, before the load rather than after. Raises OutputUnwritable."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write to the folder {out} ({error}); give another with --out") from error
 
 
 def finite(value: Any) -> Any:

@@ -20,13 +20,13 @@ from rich.console import Console
 from replay.client import CompletionClient
 from replay.cluster_metrics import ClusterHistory
 from replay.config import ReplayConfig
-from replay.errors import PromptPlanError
+from replay.errors import PromptPlanError, SettingInvalid
 from replay.objectives import Objectives
 from replay.plan import PlannedRequest, PlanSettings, plan_requests
 from replay.poller import MetricsPoller
 from replay.progress import ProgressDisplay, detail_of
 from replay.record import RequestRecord
-from replay.report import Report
+from replay.report import Report, check_writable
 from replay.sender import Tally, send_open_loop
 from replay.server import ServerInfo, check_tokenizer, discover
 from replay.summary import summarise
@@ -106,9 +106,10 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
     stop = asyncio.Event()
     with _interrupts(stop):
         async with _session(config) as session:
-            url = config.url.rstrip("/")
+            url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
+            check_writable(config.out)
             settings = _plan_settings(config, server, tokens)
             requests = plan_requests(trace, _book(config, tokens), settings)
             run_salt = "" if config.reuse_earlier else f"replay-{secrets.token_hex(8)}"
@@ -191,6 +192,10 @@ def _book(config: ReplayConfig, tokens: ModelTokens) -> TextBook:
 
 
 def _plan_settings(config: ReplayConfig, server: ServerInfo, tokens: ModelTokens) -> PlanSettings:
+    if server.max_model_len and config.max_model_len > server.max_model_len:
+        raise SettingInvalid(
+            f"--max-model-len is {config.max_model_len}; the server takes {server.max_model_len} tokens at most"
+        )
     max_model_len = config.max_model_len or server.max_model_len or tokens.max_model_len
     if not max_model_len:
         raise PromptPlanError("neither the server nor the model's config.json tells the context; give --max-model-len")

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,9 @@ _LEAST_OUTPUT = 8
 class Unloaded:
     """Figures of lone requests. `ttft_coefficients`: a, b, c of TTFT(n) = a + b·n + c·n², seconds and tokens.
 
-    `ttft_s`, `tbt_s`, `tbt_worst10_s`: medians over the requests of TTFT, of all intervals, and of each request's mean
-    of its longest tenth of intervals. `samples`: (prompt tokens, TTFT in seconds) of each request.
+    `ttft_s`, `tbt_s`, `tbt_worst10_s`: medians over the requests of TTFT, of the mean interval (single ones are 0 where
+    a busy client reads several tokens at once), and of the mean of the longest tenth of intervals. `samples`: (prompt
+    tokens, TTFT in seconds) of each request.
     """
 
     ttft_s: float
@@ -112,11 +113,11 @@ def typical_requests(requests: Sequence[PlannedRequest], max_model_len: int) -> 
 def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:
     """The figures of completed lone requests."""
     samples = tuple((r.prompt_tokens, r.ttft_s) for r in records if math.isfinite(r.ttft_s))
-    intervals = [interval for r in records for interval in r.intervals_s]
+    means = [fmean(r.intervals_s) for r in records if r.intervals_s]
     worst = [r.tbt_worst10_s for r in records if r.intervals_s]
     return Unloaded(
         ttft_s=median(t for _, t in samples) if samples else math.nan,
-        tbt_s=median(intervals) if intervals else math.nan,
+        tbt_s=median(means) if means else math.nan,
         tbt_worst10_s=median(worst) if worst else math.nan,
         ttft_coefficients=fit_ttft(samples),
         samples=samples,

@@ -12,16 +12,19 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import EngineError, SamplingRow, load_model, noisy_scores
 from replay.errors import VerificationError
 from replay.record import Outcome, RequestRecord
 from replay.text import TokenIds
 
+if TYPE_CHECKING:
+    from engine import SamplingRow
+
+# The engine is imported where it is used: torch takes seconds, which a replay without verification need not wait for.
 TOLERANCE = 1e-3
 _SHOWN_WRONG = 20
 
@@ -84,6 +87,8 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
 
 def load_reference(model_path: Path, *, device: str, threads: int | None) -> Scorer:
     """The served model in this process. Raises VerificationError."""
+    from engine import EngineError, load_model
+
     try:
         return load_model(model_path, device=device, threads=threads)
     except EngineError as error:
@@ -134,11 +139,15 @@ def _verify_one(reference: Scorer, record: RequestRecord, prompt: TokenIds, resu
 
 def sampling_row(record: RequestRecord, position: int) -> SamplingRow:
     """What the cluster's sampler was given for that output position."""
+    from engine import SamplingRow
+
     return SamplingRow(temperature=record.temperature, top_p=1.0, top_k=0, seed=record.seed, choice=0, index=position)
 
 
 def judge(logits: NDArray[np.float32], token: int, row: SamplingRow) -> tuple[int, float]:
     """(the token with the largest noise-added score, how far `token`'s lies below it; infinite when out of range)."""
+    from engine import noisy_scores
+
     scores = np.asarray(noisy_scores(logits, row))
     expected = int(scores.argmax())
     if not 0 <= token < len(scores):

@@ -37,6 +37,7 @@ class ServeConfig:
     logs: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
+        _check_capacity(self.model, self.engine)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise ConfigError(
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
@@ -82,6 +83,9 @@ class WorkerRole:
     transport: TransportSettings
     logs: LogSettings
 
+    def __post_init__(self) -> None:
+        _check_capacity(self.model, self.engine)
+
 
 @dataclass(frozen=True)
 class FrontendRole:
@@ -95,6 +99,16 @@ class FrontendRole:
 
 
 COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, WorkerRole, FrontendRole)
+
+
+def _check_capacity(model: ModelSettings, engine: EngineSettings) -> None:
+    """Memory is given out in whole blocks."""
+    if engine.capacity_tokens % model.block_tokens:
+        fitting = -(-engine.capacity_tokens // model.block_tokens) * model.block_tokens
+        raise ConfigError(
+            f"capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: the capacity must be "
+            f"a multiple of the block, {fitting} for example"
+        )
 
 
 def all_settings() -> dict[str, Setting]:

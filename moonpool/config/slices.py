@@ -1,5 +1,6 @@
 """Every configuration key of the application, in slices; a key is declared here once and nowhere else."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -9,6 +10,7 @@ from moonpool.config.sources import parse_size
 from moonpool.errors import ConfigError
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "data" / "model"
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -57,6 +59,10 @@ class EngineSettings(Slice):
     ] = 3
     max_model_len: Annotated[int, Key("Longest prompt and output together", low=0, default_text="the model's own")] = 0
 
+    def check(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device is {self.device!r}: expected auto, cpu, cuda or cuda:N")
+
 
 @dataclass(frozen=True)
 class TopologySettings(Slice):
@@ -90,7 +96,7 @@ class TopologySettings(Slice):
         if bool(self.num_prefill) != bool(self.num_decode):
             raise ConfigError(
                 f"prefill_nodes is {self.num_prefill} and decode_nodes is {self.num_decode}: "
-                "one cannot serve without the other"
+                "one cannot serve without the other (--aggregated N starts workers that do both)"
             )
         if not self.num_engines:
             raise ConfigError(
@@ -159,6 +165,10 @@ class HttpSettings(Slice):
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
     ] = 3.0
+
+    def check(self) -> None:
+        if not all(self.api_key):
+            raise ConfigError("--api-key is empty: give a key, or leave it out and no key is asked")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,12 +68,21 @@ def test_a_missing_tokenizer_ends_with_two_and_names_the_folder(invoke, tmp_path
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--speed", 0), ("--speed", "nan"), ("--sampled-fraction", 1.5), ("--limit", -1), ("--verify-sample", 0)],
+    [
+        *(("--speed", 0), ("--speed", "nan"), ("--sampled-fraction", 1.5), ("--limit", -1), ("--verify-sample", 0)),
+        *(("--url", "here"), ("--url", "127.0.0.1:8000"), ("--url", "ftp://here"), ("--url", "http://here:port")),
+    ],
 )
 def test_values_out_of_range_end_with_two_and_name_the_flag(invoke, flag: str, value: object) -> None:
-    done = invoke("conversation", flag, value, "--url", "http://127.0.0.1:1")
+    done = invoke("conversation", "--url", "http://127.0.0.1:1", flag, value)
     assert done.exit_code == 2
     assert flag in done.stderr
+
+
+def test_what_only_verification_and_pictures_need_is_not_imported_before() -> None:
+    script = "import sys, replay.cli; print(sorted({'torch', 'numba', 'matplotlib'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
 
 
 def test_the_bundled_model_is_the_applications() -> None:

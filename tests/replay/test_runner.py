@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from replay import ReplayConfig, Report, ServerUnusable, run
+from replay import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
 from replay.table import print_report
 from traces import Trace
 
@@ -242,6 +242,24 @@ def test_a_missing_key_is_named(serve, replay) -> None:
 def test_no_server_is_a_clear_error(replay, unused_tcp_port) -> None:
     with pytest.raises(ServerUnusable, match="moonpool serve"):
         replay(f"http://127.0.0.1:{unused_tcp_port}")
+
+
+def test_the_url_may_be_the_one_that_openais_clients_are_given(serve, replay) -> None:
+    report = replay(serve().url + "/v1/", measure_unloaded=False, limit=2)
+    assert report.figures["completed"] == 2
+
+
+def test_a_longer_context_than_the_servers_is_refused(serve, replay) -> None:
+    with pytest.raises(SettingInvalid, match=r"--max-model-len is 4096; the server takes 2048"):
+        replay(serve().url, max_model_len=4096)
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_load(serve, replay, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server = serve()
+    with pytest.raises(OutputUnwritable, match=r"cannot write to the folder .*file/out.*--out"):
+        replay(server.url, out=tmp_path / "file" / "out")
+    assert server.bodies == []
 
 
 def test_prompts_over_the_servers_context_keep_their_head_and_are_counted(serve, replay) -> None:
