@@ -13,6 +13,7 @@ from telemetry.errors import UnknownLogLevel
 
 _REQUEST_ID: ContextVar[str] = ContextVar("moonpool_request_id", default="")
 _LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+_GRPC: Final = "grpc._cython.cygrpc"
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -36,6 +37,7 @@ def configure(
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
     root.addHandler(handler)
+    logging.getLogger(_GRPC).addFilter(_malformed_call)
     root.setLevel(level.upper())
 
 
@@ -52,6 +54,17 @@ def request(request_id: str) -> Iterator[None]:
 def current_request_id() -> str:
     """The request being served here; empty outside of `request`."""
     return _REQUEST_ID.get()
+
+
+def _malformed_call(record: logging.LogRecord) -> bool:
+    """Make one warning of what grpc logs, with a traceback through itself, of a message that is no protobuf."""
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__name__ == "DecodeError":  # protobuf's; not every process that logs has it
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        method = record.getMessage().rpartition("servicer method ")[2].strip("[]")
+        record.msg, record.args = "malformed call of %s refused: %s", (method, error)
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:

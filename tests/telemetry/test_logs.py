@@ -5,9 +5,14 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
+from moonpool_proto.v1 import common_pb2
 from telemetry import UnknownLogLevel, logs
 
 
@@ -78,6 +83,29 @@ def test_an_exception_is_shown_with_its_traceback(stream: io.StringIO, as_json: 
         logging.exception("it broke")
     assert "KeyError: 'lost'" in stream.getvalue()
     assert "test_logs.py" in stream.getvalue()
+
+
+async def test_a_call_that_is_no_protobuf_is_one_warning_without_a_traceback(
+    stream: io.StringIO, tmp_path: Path
+) -> None:
+    logs.configure("conductor", "conductor", "info", stream=stream)
+
+    async def never(request: Any, context: Any) -> None:
+        raise AssertionError("the message cannot be read")
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(never, request_deserializer=common_pb2.Endpoint.FromString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x.Y", {"Call": handler}),))
+    target = f"unix:{tmp_path}/s"
+    server.add_insecure_port(target)
+    await server.start()
+    async with grpc.aio.insecure_channel(target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/x.Y/Call")(b"\xff garbage", timeout=10)
+    await server.stop(None)
+    (line,) = stream.getvalue().splitlines()
+    assert " WARNING " in line
+    assert "malformed call of /x.Y/Call refused: Error parsing message" in line
 
 
 def test_unknown_level_is_refused_by_name() -> None:
