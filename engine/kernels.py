@@ -294,11 +294,11 @@ def _attend_head(
         # The slots lie apart, so the hardware sees no stream to run ahead of: fetch the values of this one and the keys
         # of the next while this one's keys are multiplied.
         following = base + table[min(block + 1, last // block_tokens)] * slot_size
-        for line in range(0, block_tokens * head_dim if lead else 0, _LINE):
-            prefetch(memory, keys + block_tokens * head_dim + line)
-            prefetch(memory, following + line)
         for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
             at = keys + t * head_dim
+            for line in range(t * head_dim, (t + 1) * head_dim if lead else 0, _LINE):
+                prefetch(memory, keys + block_tokens * head_dim + line)
+                prefetch(memory, following + line)
             score = scale * (dot(q, 0, memory, at, head_dim) if vectors else _dot(q, memory[at : at + head_dim]))
             scores[start + t - first] = score
             top = max(top, score)
