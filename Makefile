@@ -30,8 +30,9 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt .ci/install.py
+$(STAMP): pyproject.toml constraints.txt .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VENV) $(TORCH_INDEX)
+	$(QUIET_THREADS) $(BIN)/python .ci/compile_kernels.py
 	@touch $@
 
 demo: $(STAMP)

@@ -205,8 +205,10 @@ class Judge:
                 choice=0,
                 index=index,
             )
-            scores = noisy_scores(logits[len(answer.prompt_ids) - 1 + index], row)
-            if scores[token] < scores.max() - TOLERANCE:
+            at = logits[len(answer.prompt_ids) - 1 + index]
+            # At the border of top-k and top-p, too, the tolerance is in the token's favour.
+            mine = noisy_scores(at, row, slack=TOLERANCE)[token]
+            if not mine >= noisy_scores(at, row, slack=-TOLERANCE).max() - TOLERANCE:
                 wrong.append(index)
         return wrong
 

@@ -1,0 +1,15 @@
+"""Compiles the CPU kernels once, into the cache beside their sources: a cluster's processes need not each do it."""
+
+import time
+from pathlib import Path
+
+from engine import load_model
+from kvpool import digest
+
+BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    load_model(BUNDLED).warm_up()
+    digest.warm_up()
+    print(f"kernels compiled in {time.monotonic() - began:.1f} s")
