@@ -16,6 +16,7 @@ from moonpool.locate import Located, locate
 from moonpool.options import reported_errors
 
 _POLL_S = 0.2
+_WIDE = 200
 
 _Url = Annotated[
     str, typer.Option("--url", help="The cluster that `moonpool serve` runs on this port of this machine.")
@@ -39,12 +40,10 @@ def status(
         if as_json:
             print(json.dumps({"ready": ready, "nodes": rows}, indent=2))
             return
-        table = Table(box=None)
-        for heading in ("node", "role", "pid", "restarts", "waiting", "running", "free tokens", "address"):
-            table.add_column(heading, overflow="fold", no_wrap=heading in ("node", "role", "pid"))
+        table = Table("node", "role", "pid", "restarts", "waiting", "running", "free tokens", "address", box=None)
         for row in rows:
             table.add_row(*("" if row[key] is None else str(row[key]) for key in row))
-        console = Console()
+        console = _console()
         console.print(table)
         console.print("ready" if ready else "not ready: no place can serve a request")
 
@@ -78,7 +77,7 @@ def validate(
             for answer in answers:
                 said = answer.problems or [f"{name} {count}" for name, count in answer.counts.items() if count]
                 table.add_row(answer.node_id, answer.role, "ok" if answer.ok else "[red]not ok[/red]", "; ".join(said))
-            Console().print(table)
+            _console().print(table)
         raise typer.Exit(0 if ok else 1)
 
 
@@ -96,6 +95,11 @@ def config_keys() -> None:
         is_plain = declared.key.default_text is None and declared.default not in (None, "", ())
         value = declared.default_text if is_plain else f" # default: {declared.default_text}"
         print(f"# {declared.key.help}{choices}\n# {declared.name}: {value}")
+
+
+def _console() -> Console:
+    """Wide, however narrow the terminal: an address cut or folded can be neither read nor copied."""
+    return Console(width=max(Console().width, _WIDE))
 
 
 async def _status(located: Located) -> tuple[list[dict[str, object]], bool]:

@@ -1,0 +1,216 @@
+"""A real cluster as its clients meet it: the openai package, probes, metrics, rejection, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+TEXT = "The old miller carried a copper lantern beyond the northern gate, and the children followed him. " * 3
+USER = [{"role": "user", "content": TEXT}]
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+GREEDY: dict[str, Any] = {**SEEDED, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
+    with start_cluster(random_model, "--block-tokens", "8", "--served-model-name", "tiny") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0) as opened:
+        yield opened
+
+
+async def metrics(url: str, session: aiohttp.ClientSession) -> dict[str, float]:
+    """Every sample's value by name, summed over its labels."""
+    async with session.get(f"{url}/metrics") as response:
+        assert response.status == 200
+        text = await response.text()
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    give_up = time.monotonic() + 30
+    while not await condition():
+        assert time.monotonic() < give_up, f"not within 30 s: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def test_the_served_model_is_listed_with_its_context(client: openai.AsyncOpenAI) -> None:
+    (card,) = (await client.models.list()).data
+    assert (card.id, card.object) == ("tiny", "model")
+    assert card.model_extra is not None
+    assert card.model_extra["max_model_len"] == 2048
+
+
+async def test_a_streamed_completion_is_the_one_that_is_not_streamed(client: openai.AsyncOpenAI) -> None:
+    whole = await client.completions.create(model="tiny", prompt=TEXT, **GREEDY)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 24
+    stream = await client.completions.create(
+        model="tiny", prompt=TEXT, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = [choice.text for chunk in chunks for choice in chunk.choices]
+    assert len(texts) > 4
+    assert "".join(texts) == whole.choices[0].text
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+async def test_a_streamed_chat_is_the_one_that_is_not_streamed(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model="tiny", messages=USER, **GREEDY)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content
+    stream = await client.chat.completions.create(
+        model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+async def test_usage_tells_what_the_second_call_found_cached(cluster: Any, client: openai.AsyncOpenAI) -> None:
+    prompt = "Cached once: " + TEXT
+    first, second = [await client.completions.create(model="tiny", prompt=prompt, **GREEDY) for _ in range(2)]
+    assert first.usage is not None
+    assert second.usage is not None
+    assert first.usage.prompt_tokens_details is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    # All full blocks of 8, but for the token that must be computed.
+    assert second.usage.prompt_tokens_details.cached_tokens == (second.usage.prompt_tokens - 1) // 8 * 8
+    assert second.choices[0].text == first.choices[0].text
+
+
+async def test_a_stop_string_ends_the_answer_before_it(client: openai.AsyncOpenAI) -> None:
+    whole = (await client.completions.create(model="tiny", prompt=TEXT, **GREEDY)).choices[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    expected = whole[: whole.index(stop)]
+    cut = await client.completions.create(model="tiny", prompt=TEXT, stop=[stop], **GREEDY)
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (expected, "stop")
+    stream = await client.completions.create(model="tiny", prompt=TEXT, stop=[stop], stream=True, **GREEDY)
+    assert "".join([choice.text async for chunk in stream for choice in chunk.choices]) == expected
+
+
+async def test_equal_seeds_give_equal_answers_and_others_do_not(client: openai.AsyncOpenAI) -> None:
+    async def text(seed: int) -> str:
+        done = await client.completions.create(
+            model="tiny", prompt=TEXT, **{**SEEDED, "temperature": 2.0, "seed": seed}
+        )
+        return done.choices[0].text
+
+    assert await text(11) == await text(11) != await text(12)
+
+
+async def test_a_seed_that_was_drawn_is_told_and_repeats_the_answer(client: openai.AsyncOpenAI) -> None:
+    options = {name: value for name, value in SEEDED.items() if name != "seed"} | {"temperature": 2.0}
+    drawn = await client.completions.create(model="tiny", prompt=TEXT, **options)
+    assert drawn.model_extra is not None
+    again = await client.completions.create(
+        model="tiny", prompt=TEXT, seed=drawn.model_extra["moonpool"]["seed"], **options
+    )
+    assert again.choices[0].text == drawn.choices[0].text
+
+
+async def test_errors_are_the_openai_packages_own(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-4' is not served here: 'tiny' is") as missing:
+        await client.completions.create(model="gpt-4", prompt=TEXT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="max_tokens") as negative:
+        await client.completions.create(model="tiny", prompt=TEXT, max_tokens=-1)
+    assert negative.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as long:
+        await client.completions.create(model="tiny", prompt=[7] * 2048, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_everything(
+    cluster: Any, session: aiohttp.ClientSession, stream: bool
+) -> None:
+    async def in_flight() -> float:
+        return (await metrics(cluster.url, session))["moonpool:requests_in_flight"]
+
+    async def one_more() -> bool:
+        return await in_flight() == 1
+
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1700, "ignore_eos": True, "stream": stream}
+    asking = asyncio.create_task(session.post(f"{cluster.url}/v1/completions", json=body))
+    if stream:
+        response = await asking
+        await response.content.readuntil(b"\n\n")
+        assert await in_flight() == 1
+        response.close()
+    else:
+        await until(one_more, "the request has begun")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await cluster.validate()
+    assert await in_flight() == 0
+
+
+async def test_probes_answer_and_metrics_have_vllms_names(
+    cluster: Any, client: openai.AsyncOpenAI, session: aiohttp.ClientSession
+) -> None:
+    for path in ("/health", "/live", "/ready"):
+        async with session.get(f"{cluster.url}{path}") as response:
+            assert (response.status, path) == (200, path)
+    before = await metrics(cluster.url, session)
+    done = await client.completions.create(model="tiny", prompt="Counted: " + TEXT, **GREEDY)
+    assert done.usage is not None
+    after = await metrics(cluster.url, session)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["vllm:prompt_tokens_total"] == done.usage.prompt_tokens
+    assert grown["vllm:generation_tokens_total"] == 24
+    assert grown["vllm:request_success_total"] == 1
+    assert grown["vllm:prefix_cache_queries_total"] == done.usage.prompt_tokens
+    for histogram in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+        assert grown[f"vllm:{histogram}_seconds_count"] == 1
+    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert gauge in after
+
+    async def nodes_have_told() -> bool:
+        return (await metrics(cluster.url, session)).get("moonpool:kv_bytes_moved_total", 0.0) > 0
+
+    await until(nodes_have_told, "the nodes have reported the KV they moved")
+
+
+async def test_an_objective_that_cannot_be_met_is_a_429_with_retry_after(
+    random_model: Path, start_cluster: Callable[..., Any], session: aiohttp.ClientSession
+) -> None:
+    flags = ("--aggregated", "1", "--block-tokens", "8", "--served-model-name", "tiny", "--ttft-slo", "0.000001")
+    with start_cluster(random_model, *flags) as strict:
+        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 4}
+        for stream in (False, True):
+            async with session.post(f"{strict.url}/v1/completions", json={**body, "stream": stream}) as response:
+                error = (await response.json())["error"]
+                assert response.status == 429, error
+                assert int(response.headers["Retry-After"]) >= 1
+            assert (error["type"], error["code"]) == ("rate_limit_error", "ttft")
+            assert "objective" in error["message"]
+        async with openai.AsyncOpenAI(base_url=f"{strict.url}/v1", api_key="any", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model="tiny", prompt=TEXT)
+        rejected = await metrics(strict.url, session)
+        assert rejected["moonpool:requests_rejected_total"] == 3
+        await strict.validate()
