@@ -32,6 +32,8 @@ from worker.streams import FrontendStream, first_message
 
 log = logging.getLogger(__name__)
 
+LAST_WRITE_S = 0.5
+
 
 class WorkerFace(WorkerServicer):
     """Attach, State and Validate over a WorkerNode. A role says what a Submit means."""
@@ -59,8 +61,10 @@ class WorkerFace(WorkerServicer):
             log.info("frontend %s attached", stream.frontend_id)
             tasks.append(asyncio.create_task(self._read(stream, request_iterator)))
             tasks.append(asyncio.create_task(self._write(stream, context)))
-            # Not only the end of writing: to a frontend that does not read, a write never ends.
             await stream.closed.wait()
+            await asyncio.wait(tasks[1:], timeout=LAST_WRITE_S)
+            if not tasks[1].done():  # to a frontend that does not read, a write never ends, nor could a status be sent
+                raise asyncio.CancelledError
         finally:
             for task in tasks:
                 task.cancel()

@@ -15,9 +15,12 @@ import pytest
 from decode_node.server import DecodeFace
 from engine import Model, load_model
 from engine.random_model import write_random_model
-from kvpool import chain_keys, chain_seed
+from kvpool import PoolNodeConfig, chain_keys, chain_seed
+from kvpool.node import PoolNode
+from kvpool.service import PoolService
 from messenger import MessengerConfig
 from messenger.control import ControlServer, open_channel, start_server
+from moonpool_proto.v1 import pool_pb2_grpc
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Cancel, Failure, FrontendMessage, Hello, Submit, Token
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_server
@@ -63,7 +66,7 @@ class Frontend:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], Request] = {}
-        self._calls: dict[str, Any] = {}
+        self.calls: dict[str, Any] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
 
@@ -73,7 +76,7 @@ class Frontend:
         call = WorkerStub(channel).Attach()
         await call.write(FrontendMessage(hello=Hello(frontend_id="front", incarnation=1)))
         await call.read()
-        self._calls[node_id] = call
+        self.calls[node_id] = call
         self._readers.append(asyncio.create_task(self._read(call)))
 
     async def _read(self, call: Any) -> None:
@@ -102,14 +105,14 @@ class Frontend:
 
     async def submit(self, submit: Submit) -> Request:
         request = self.requests[submit.request_id, submit.attempt] = Request()
-        await self._calls["prefill"].write(FrontendMessage(submit=submit))
+        await self.calls["prefill"].write(FrontendMessage(submit=submit))
         return request
 
     async def cancel(self, node_id: str, request_id: str, attempt: int) -> None:
-        await self._calls[node_id].write(FrontendMessage(cancel=Cancel(request_id=request_id, attempt=attempt)))
+        await self.calls[node_id].write(FrontendMessage(cancel=Cancel(request_id=request_id, attempt=attempt)))
 
     async def close(self) -> None:
-        for call in self._calls.values():
+        for call in self.calls.values():
             call.cancel()
         await asyncio.gather(*self._readers)
         for channel in self._channels:
@@ -122,6 +125,7 @@ class Pair:
     decode: DecodeFace
     frontend: Frontend
     decode_target: str
+    pool: PoolNode | None = None
 
     def submit(self, prompt: list[int], name: str, *, max_tokens: int = 12, attempt: int = 1) -> Submit:
         ids = np.array(prompt, dtype=np.int32)
@@ -142,16 +146,38 @@ class Pair:
         return message
 
     async def at_rest(self) -> None:
-        """Returns once neither node holds anything; fails after 20 s with what is held."""
+        """Returns once no node holds anything; fails after 20 s with what is held."""
         try:
             async with asyncio.timeout(20):
-                while any(face.node.validate()[0] for face in (self.prefill, self.decode)):
+                while self.problems():
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            raise AssertionError([face.node.validate() for face in (self.prefill, self.decode)]) from None
+            raise AssertionError(self.problems()) from None
+
+    def problems(self) -> list[str]:
+        found = [problem for face in (self.prefill, self.decode) for problem in face.node.validate()[0]]
+        return found + (self.pool.validate()["problems"] if self.pool is not None else [])
 
 
 Start = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture
+def prompt() -> Callable[..., list[int]]:
+    return lambda length, seed=0: np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+@pytest.fixture
+def greedy() -> Callable[[Model, list[int], int], list[int]]:
+    """The dense reference's answer."""
+
+    def answer(model: Model, ids: list[int], count: int) -> list[int]:
+        out = list(ids)
+        for _ in range(count):
+            out.append(int(model.score(np.array(out, dtype=np.int32))[-1].argmax()))
+        return out[len(ids) :]
+
+    return answer
 
 
 @pytest.fixture
@@ -159,13 +185,33 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
     pairs: list[Pair] = []
     servers: list[ControlServer] = []
 
-    async def start(transport: str = "auto", **decode_options: Any) -> Pair:
+    pools: list[PoolNode] = []
+
+    async def start_pool() -> str:
+        config = PoolNodeConfig(
+            node_id="pool",
+            listen=f"unix:{tmp_path}/pool.sock",
+            arena_bytes=64 << 20,
+            messenger=MessengerConfig(run_dir=tmp_path),
+        )
+        pools.append(PoolNode(config, 1))
+        await pools[-1].start()
+        servers.append(
+            await start_server(
+                config.listen, lambda s: pool_pb2_grpc.add_PoolServicer_to_server(PoolService(pools[-1]), s)
+            )
+        )
+        return servers[-1].target
+
+    async def start(transport: str = "auto", *, pool: bool = False, **decode_options: Any) -> Pair:
+        pool_target = await start_pool() if pool else ""
+
         def config(name: str, **options: Any) -> WorkerConfig:
             return WorkerConfig(
                 node_id=name,
                 listen=f"unix:{tmp_path}/{name}.sock",
                 conductor_target=f"unix:{tmp_path}/nobody.sock",
-                pool_target="",
+                pool_target=pool_target,
                 model_path=model_path,
                 served_model_name="m",
                 block_tokens=BLOCK,
@@ -182,7 +228,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             servers.append(server)
             await face.node.start(server.target)
             await frontend.attach(name, server.target)
-        pairs.append(Pair(prefill, decode, frontend, servers[-1].target))
+        pairs.append(Pair(prefill, decode, frontend, servers[-1].target, pools[-1] if pool else None))
         return pairs[-1]
 
     yield start
@@ -195,3 +241,5 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         await pair.decode.node.close()
         await pair.prefill.close()
         pair.decode.close()
+    for one in pools:
+        await one.close()

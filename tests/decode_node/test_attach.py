@@ -1,0 +1,104 @@
+"""Frontends that come, go, half-go and do not read: their requests end with them, others' do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+import worker.streams
+from engine import Model
+from messenger.control import open_channel
+from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Hello
+from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+
+Start = Callable[..., Awaitable[Any]]
+Prompt = Callable[..., list[int]]
+Greedy = Callable[[Model, list[int], int], list[int]]
+
+
+async def test_a_frontend_that_stops_sending_is_gone(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair()
+    request = await pair.frontend.submit(pair.submit(prompt(40), "r", max_tokens=400))
+    await request.reaches(2)
+    for call in pair.frontend.calls.values():
+        await call.done_writing()
+    await pair.at_rest()
+    assert len(request.tokens) < 400
+    assert not pair.decode.node.streams.is_attached("front")
+
+
+async def test_a_new_stream_takes_over_and_ends_what_the_old_one_left(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair()
+    old = await pair.frontend.submit(pair.submit(prompt(40), "old", max_tokens=400))
+    await old.reaches(2)
+    for name, face in (("prefill", pair.prefill), ("decode", pair.decode)):
+        await pair.frontend.attach(name, face.node.config.listen)
+    await pair.at_rest()
+    new = await pair.frontend.submit(pair.submit(prompt(40), "new"))
+    await new.ended.wait()
+    assert new.token_ids == greedy(model, prompt(40), 12)
+    assert len(old.tokens) < 400
+    await pair.at_rest()
+
+
+async def test_a_frontend_that_leaves_while_it_is_being_attached_is_not_attached(
+    start_pair: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await start_pair()
+    jobs = pair.decode.node.jobs
+    real, waiting = jobs.cancel_frontend, asyncio.Event()
+
+    async def slow(frontend_id: str) -> None:
+        if not waiting.is_set():
+            waiting.set()
+            await asyncio.Event().wait()
+        await real(frontend_id)
+
+    monkeypatch.setattr(jobs, "cancel_frontend", slow)
+    async with open_channel(pair.decode_target) as channel:
+        call = WorkerStub(channel).Attach()
+        await call.write(FrontendMessage(hello=Hello(frontend_id="other", incarnation=1)))
+        await waiting.wait()
+        call.cancel()
+    async with asyncio.timeout(10):
+        while pair.decode.node.streams.is_attached("other"):
+            await asyncio.sleep(0.005)
+    assert pair.decode.node.streams.is_attached("front")
+
+
+async def test_a_frontend_that_does_not_read_is_cut_off_with_its_requests(
+    start_pair: Start, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.streams, "MAX_BUFFERED_MESSAGES", 128)
+    pair = await start_pair()
+    request = await pair.frontend.submit(pair.submit(prompt(40), "r", max_tokens=100))
+    # Another frontend, which reads no more than the greeting; large messages fill the connection.
+    async with open_channel(pair.decode_target) as channel:
+        call = WorkerStub(channel).Attach()
+        await call.write(FrontendMessage(hello=Hello(frontend_id="idle", incarnation=1)))
+        await call.read()
+        message = "x" * (1 << 18)
+        async with asyncio.timeout(20):
+            while pair.decode.node.streams.is_attached("idle"):
+                pair.decode.node.streams.send_failure("idle", Failure(request_id="none", message=message))
+                await asyncio.sleep(0.001)
+        call.cancel()
+    assert pair.decode.node.streams.is_attached("front")
+    await request.ended.wait()
+    assert len(request.tokens) == 100
+    await pair.at_rest()
+
+
+async def test_a_stream_without_a_greeting_is_refused(start_pair: Start) -> None:
+    pair = await start_pair()
+    async with open_channel(pair.decode_target) as channel:
+        call = WorkerStub(channel).Attach()
+        await call.write(FrontendMessage())
+        with pytest.raises(grpc.aio.AioRpcError, match="hello"):
+            await call.read()
