@@ -48,6 +48,7 @@ class Request:
     failures: list[Failure] = field(default_factory=list)
     cached_tokens: int = 0
     total: int = 0  # tokens in all, once known
+    first: int = 0  # index of its first token
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -67,6 +68,7 @@ class Frontend:
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], Request] = {}
         self.calls: dict[str, Any] = {}
+        self._writing = asyncio.Lock()
         self._readers: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
 
@@ -100,16 +102,20 @@ class Frontend:
         request.progressed.set()
         if token.finish != FINISH_NONE:
             request.total = token.index + 1
-        if len(request.tokens) == request.total:  # the two nodes' streams may overtake each other
+        if request.first + len(request.tokens) == request.total:  # the two nodes' streams may overtake each other
             request.ended.set()
 
     async def submit(self, submit: Submit) -> Request:
-        request = self.requests[submit.request_id, submit.attempt] = Request()
-        await self.calls["prefill"].write(FrontendMessage(submit=submit))
+        request = self.requests[submit.request_id, submit.attempt] = Request(first=submit.generated)
+        await self._send("prefill", FrontendMessage(submit=submit))
         return request
 
     async def cancel(self, node_id: str, request_id: str, attempt: int) -> None:
-        await self.calls[node_id].write(FrontendMessage(cancel=Cancel(request_id=request_id, attempt=attempt)))
+        await self._send(node_id, FrontendMessage(cancel=Cancel(request_id=request_id, attempt=attempt)))
+
+    async def _send(self, node_id: str, message: FrontendMessage) -> None:
+        async with self._writing:  # gRPC takes one write at a time
+            await self.calls[node_id].write(message)
 
     async def close(self) -> None:
         for call in self.calls.values():
@@ -127,12 +133,16 @@ class Pair:
     decode_target: str
     pool: PoolNode | None = None
 
-    def submit(self, prompt: list[int], name: str, *, max_tokens: int = 12, attempt: int = 1) -> Submit:
+    def submit(
+        self, prompt: list[int], name: str, *, max_tokens: int = 12, attempt: int = 1, generated: int = 0
+    ) -> Submit:
+        """`generated` of the prompt's tokens are an earlier attempt's; `max_tokens` counts over all attempts."""
         ids = np.array(prompt, dtype=np.int32)
         seed = chain_seed("", "test", BLOCK)
         message = Submit(
             request_id=name,
             attempt=attempt,
+            generated=generated,
             frontend_id="front",
             model="m",
             prompt_ids=ids.astype("<i4").tobytes(),
