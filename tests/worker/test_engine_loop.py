@@ -153,3 +153,36 @@ def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callab
     run.loop.submit(survivor)
     run.run(1)
     assert survivor.finish == FINISH_LENGTH
+
+
+def test_a_sequence_cancelled_as_soon_as_it_is_submitted_leaves_at_once(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    running, doomed = run.sequence(prompts()[0], 100), run.sequence(prompts()[1], 100)
+    real, done = run.loop._drop_cancelled, []
+
+    def just_before() -> None:
+        if not done:  # the thread has taken its commands for this step, and not these
+            done.append(True)
+            run.loop.submit(doomed)
+            run.loop.cancel(doomed)
+        real()
+
+    run.loop._drop_cancelled = just_before  # type: ignore[method-assign]
+    run.loop.submit(running)
+    assert run.run(1)[-1].left == [doomed]
+    assert doomed.num_tokens == doomed.prompt_len
+    run.run(1)
+
+
+def test_the_thread_outlives_a_sequence_that_has_no_room(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    broken = run.sequence(prompts()[0], 3)
+    broken.tokens = broken.tokens[: broken.prompt_len]
+    run.loop.submit(broken)
+    step = run.steps.get(timeout=60)
+    assert (step.left, isinstance(step.error, IndexError)) == ([broken], True)
+    assert step.decode_batch == 0  # a failed step is no measurement
+    survivor = run.sequence(prompts()[1], 3)
+    run.loop.submit(survivor)
+    run.run(1)
+    assert survivor.finish == FINISH_LENGTH

@@ -1,0 +1,83 @@
+"""Reports to the conductor: nothing piles up while it is away, and a new stream gets the news, not its forerunner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from messenger.control import ControlServer, start_server
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
+from worker.reporter import MAX_SAMPLES, Reporter
+
+
+class Conductor(ConductorServicer):
+    """Keeps what it is told; ends each Join stream when `hang_up` is set."""
+
+    def __init__(self) -> None:
+        self.joins = 0
+        self.told: list[str] = []
+        self.heard = asyncio.Event()
+        self.hang_up = asyncio.Event()
+
+    async def Join(self, request_iterator: AsyncIterator[NodeReport], context: Any) -> AsyncIterator[NodeCommand]:
+        await anext(request_iterator)
+        self.joins += 1
+        reading = asyncio.ensure_future(self._read(request_iterator))
+        yield NodeCommand(accepted=JoinAccepted(conductor_incarnation=self.joins))
+        await self.hang_up.wait()
+        self.hang_up.clear()
+        reading.cancel()
+
+    async def _read(self, reports: AsyncIterator[NodeReport]) -> None:
+        async for report in reports:
+            for progress in report.progress:
+                self.told.append(progress.request_id)
+                self.heard.set()
+
+
+async def _serve(folder: Path) -> tuple[Conductor, ControlServer]:
+    conductor = Conductor()
+    server = await start_server(
+        f"unix:{folder}/conductor.sock", lambda s: add_ConductorServicer_to_server(conductor, s)
+    )
+    return conductor, server
+
+
+def _reporter(target: str) -> Reporter:
+    return Reporter(Node(node_id="n"), target, lambda report: None, lambda: None)
+
+
+async def test_nothing_is_kept_for_a_conductor_that_is_away(tmp_path: Path) -> None:
+    reporter = _reporter(f"unix:{tmp_path}/nobody.sock")
+    for i in range(2 * MAX_SAMPLES):
+        reporter.progress(str(i), 0, PHASE_ENDED)
+        reporter.prefill(1, 0, 0.1)
+        reporter.decode(1, 1, 0.1)
+        reporter.transfer("push", 1, 0.1)
+    kept = reporter._pending
+    assert len(kept.progress) == 0
+    assert max(len(kept.prefills), len(kept.decodes), len(kept.transfers)) <= MAX_SAMPLES
+
+
+async def test_news_after_a_broken_stream_go_to_the_next_one(tmp_path: Path) -> None:
+    conductor, server = await _serve(tmp_path)
+    reporter = _reporter(server.target)
+    running = asyncio.create_task(reporter.run())
+    try:
+        async with asyncio.timeout(20):
+            for round_ in range(1, 6):
+                await reporter.joined.wait()
+                reporter.progress(f"request {round_}", 0, PHASE_ENDED)
+                await conductor.heard.wait()
+                conductor.heard.clear()
+                conductor.hang_up.set()
+                while conductor.joins == round_:
+                    await asyncio.sleep(0.005)
+        assert conductor.told == [f"request {i}" for i in range(1, 6)]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
