@@ -66,6 +66,8 @@ class Objectives:
 
     def describe(self) -> str:
         """One sentence for the report."""
+        if not self.known:
+            return "not judged: no lone requests were measured, and --slo-ttft and --slo-tbt are not both given"
         ttft = f"{self.ttft_s:g} s" if self.ttft_s > 0 else f"{TTFT_FACTOR:g}× a lone request of its length"
         tbt = f"{self.tbt_s:g} s" if self.tbt_s > 0 else f"{TBT_FACTOR:g}× a lone request's"
         bound = f" ({self.tbt_objective_s * 1000:.1f} ms)" if math.isfinite(self.tbt_objective_s) else ""

@@ -73,7 +73,6 @@ def damaged_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
     models = {
         "architecture": copy("architecture", architectures=["MambaForCausalLM"], model_type="mamba"),
-        "shapes": copy("shapes", intermediate_size=384),
         "tokenizer": copy("tokenizer"),
         "weights": copy("weights"),
     }
@@ -83,23 +82,19 @@ def damaged_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def doomed(damaged_models: dict[str, Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """`serve` of models whose fault only an engine can find; they come up while the module's cluster does."""
+def doomed(damaged_models: dict[str, Path]) -> Iterator[subprocess.Popen[str]]:
+    """`serve` of a model whose fault only the engine can find; it comes up while the module's cluster does."""
     flags = ("--aggregated", "1", "--port", "0")
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "moonpool", "serve", str(damaged_models[name]), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=moonpool_environment(),
-        )
-        for name in ("architecture", "shapes")
-    }
-    yield started
-    for process in started.values():
-        process.terminate()
-        process.communicate(timeout=60)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moonpool", "serve", str(damaged_models["architecture"]), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=moonpool_environment(),
+    )
+    yield process
+    process.terminate()
+    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +322,13 @@ def log_of(cluster: Any, node: str) -> str:
     return Path(cluster.ready["nodes"][node]["log"]).read_text()
 
 
+async def wait_logged(cluster: Any, node: str, what: str, count: int) -> None:
+    """Until the node's log, which the supervisor writes a moment later, has `what` so often."""
+    async with asyncio.timeout(20):
+        while log_of(cluster, node).count(what) < count:
+            await asyncio.sleep(0.02)
+
+
 @contextlib.contextmanager
 def dialled(address: int | str) -> Iterator[socket.socket]:
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
@@ -375,9 +377,8 @@ async def test_garbage_on_every_messenger_socket_ends_its_own_connection_with_a_
         greeting = GREETING._replace(peer_node_id=node, peer_incarnation=await incarnation(cluster, node))
         for address in messenger_addresses(cluster, node):
             await asyncio.to_thread(harass, address, greeting)
-        log = log_of(cluster, node)
-        assert log.count(" WARNING ") >= 2 * (len(NOISES) + 1), log
-        assert "Traceback" not in log
+        await wait_logged(cluster, node, "messenger.inbound: closed the", 2 * (len(NOISES) + 1))
+        assert "Traceback" not in log_of(cluster, node)
 
 
 async def test_a_stranger_without_the_key_reads_nothing(cluster: Any, undisturbed: None) -> None:
@@ -443,7 +444,7 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
         told = f"{node} {method}: {caught.value.code()} {caught.value.details()}"
         assert caught.value.code().name in codes, told
         assert said in str(caught.value.details()), told
-    assert "malformed call of /moonpool.v1.Pool/Allocate refused" in log_of(cluster, "pool-0")
+    await wait_logged(cluster, "pool-0", "malformed call of /moonpool.v1.Pool/Allocate refused", 1)
     assert not [node for node in ("conductor", *WORKERS, *POOLS) if "Traceback" in log_of(cluster, node)]
 
 
@@ -515,20 +516,11 @@ async def test_a_replay_of_a_model_that_is_not_served_names_those_that_are(clust
     assert_refused(done, repr(cluster.ready["model"]), "not 'gpt-4'")
 
 
-# The model folder once more: what takes an engine to find out
+# The model folder once more: what takes an engine to find out. (Wrong tensor shapes: tests/moonpool/test_serve.py.)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ("architecture", ["MambaForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ("shapes", ["wrong shape model.layers.0.mlp.gate_proj.weight: expected [384, 64], found [192, 64]"]),
-    ],
-)
-def test_what_only_the_engine_can_see_ends_the_whole_start(
-    doomed: dict[str, subprocess.Popen[str]], damage: str, said: list[str]
-) -> None:
-    process = doomed[damage]
-    out, err = process.communicate(timeout=150)
-    assert_refused(subprocess.CompletedProcess(process.args, process.returncode, out, err), *said, "aggregated-0.log")
+def test_an_unsupported_architecture_ends_the_whole_start(doomed: subprocess.Popen[str]) -> None:
+    out, err = doomed.communicate(timeout=150)
+    said = ["MambaForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM", "aggregated-0.log"]
+    assert_refused(subprocess.CompletedProcess(doomed.args, doomed.returncode, out, err), *said)
     assert "Moonpool is ready" not in out

@@ -181,9 +181,10 @@ def test_a_damaged_model_ends_the_start_with_exit_code_2_and_the_workers_words(t
     shutil.copytree(BUNDLED_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
-    with serving(str(folder)) as cluster:
+    with serving(str(folder), "--aggregated=1") as cluster:
         _, err = cluster.process.communicate(timeout=DEADLINE_S)
         assert cluster.process.returncode == 2, err
+        assert "wrong shape model.embed_tokens.weight: expected [2048, 256], found [2048, 128]" in err
         assert "refused its configuration" in err
         assert "its last lines" in err
         assert "Traceback" not in err

@@ -84,6 +84,8 @@ def test_without_objectives_attainment_is_null() -> None:
     found = attainment(Objectives(0.0, 0.0, None), [record_of()], 1.0)
     assert found["slo_attainment"] is None
     assert found["goodput_rps"] is None
+    assert "not judged" in found["slo_rule"]
+    assert "--slo-ttft" in found["slo_rule"]
 
 
 @given(st.floats(0.001, 1), st.floats(0, 1e-3), st.floats(0, 1e-6))
