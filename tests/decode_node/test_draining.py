@@ -1,0 +1,53 @@
+"""A node that is asked to stop: what runs is finished, what comes is refused for another node to take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Model
+from worker.aggregated import serve_aggregated
+from worker.config import WorkerConfig
+
+Start = Callable[..., Awaitable[Any]]
+Prompt = Callable[..., list[int]]
+Greedy = Callable[[Model, list[int], int], list[int]]
+
+
+@pytest.mark.parametrize("node", ["prefill", "decode"])
+async def test_a_draining_node_finishes_what_it_has_and_refuses_what_comes(
+    node: str, start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair()
+    running = await pair.frontend.submit(pair.submit(prompt(40), "running", max_tokens=100))
+    await running.reaches(2)
+    draining = getattr(pair, node).node
+    draining.draining.set()
+    late = await pair.frontend.submit(pair.submit(prompt(40), "late"))
+    await late.ended.wait()
+    assert [(f.retryable, "draining" in f.message) for f in late.failures] == [(True, True)]
+    await draining.jobs.wait_idle(20)
+    await running.ended.wait()
+    assert running.token_ids == greedy(model, prompt(40), 100)
+    await pair.at_rest()
+
+
+async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Path, model_path: Path) -> None:
+    config = WorkerConfig(
+        node_id="lonely",
+        listen=f"unix:{tmp_path}/lonely.sock",
+        conductor_target=f"unix:{tmp_path}/nobody.sock",
+        pool_target=f"unix:{tmp_path}/nobody.sock",
+        model_path=model_path,
+        served_model_name="m",
+        block_tokens=8,
+        capacity_tokens=256,
+    )
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(20):
+        await serve_aggregated(config, stop, lambda target: pytest.fail("it was never ready"))
