@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.errors import DemoFailed
+from moonpool.errors import ConfigError, DemoFailed
 from moonpool.options import reported_errors
 from moonpool.ready_file import ReadyFile
 from moonpool.run_dir import default_run_dir
@@ -33,8 +33,12 @@ _MOONPOOL = (sys.executable, "-m", "moonpool")
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/demo"),
-    speed: Annotated[float, typer.Option(help="Arrivals this many times closer together than in the trace.")] = 20.0,
-    sample_families: Annotated[float, typer.Option(help="Fraction of the trace's prefix families.")] = 0.1,
+    speed: Annotated[
+        float, typer.Option(min=0.01, help="Arrivals this many times closer together than in the trace.")
+    ] = 20.0,
+    sample_families: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="Fraction of the trace's prefix families.")
+    ] = 0.1,
 ) -> None:
     """See it work: start 1 prefill, 1 decode and 1 pool node on the bundled model, replay the Mooncake conversation
     trace against them, verify the tokens, draw the pictures, and stop everything again.
@@ -44,6 +48,7 @@ def demo(
     Example: moonpool demo --out out/demo
     """
     with reported_errors():
+        _check_writable(out)
         report = out / "report.json"
         report.unlink(missing_ok=True)
         with _cluster() as cluster:
@@ -77,6 +82,17 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
     if not figures["kv_bytes_moved"]:
         problems.append("kv_bytes_moved is 0: no KV went from prefill to decode")
     return problems
+
+
+def _check_writable(out: Path) -> None:
+    """Before the cluster starts, not after."""
+    from replay import OutputUnwritable
+    from replay.report import check_writable
+
+    try:
+        check_writable(out)
+    except OutputUnwritable as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextmanager

@@ -123,3 +123,19 @@ def test_an_orphan_does_not_start() -> None:
     )
     assert ended.returncode == 1
     assert "the supervisor is gone" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--speed", "0"), "'--speed'"),
+        (("--sample-families", "7"), "'--sample-families'"),
+        (("--out", "/dev/null/report"), "cannot write to the folder /dev/null/report"),
+    ],
+)
+def test_a_demo_that_cannot_end_well_is_not_begun(run: Run, arguments: tuple[str, str], message: str) -> None:
+    ended = run("demo", *arguments)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Starting" not in ended.stderr
+    assert "Traceback" not in ended.stderr
