@@ -129,7 +129,10 @@ def _from_text(declared: Setting, text: str) -> Any:
             raise ValueError(f"{text!r} is no finite number")
         return number
     if declared.kind is Path:
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError:  # pathlib's, for ~NAME
+            raise ValueError(f"{text!r} begins with the home of a user who has none here") from None
     if declared.kind is tuple:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     return text

@@ -84,6 +84,11 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         ("MOONPOOL_TTFT_SLO", "nan", r"MOONPOOL_TTFT_SLO: 'nan' is no finite number"),
         ("MOONPOOL_LOG_JSON", "maybe", r"MOONPOOL_LOG_JSON: 'maybe' is neither true nor false"),
         ("MOONPOOL_POOL_BYTES", "much", r"MOONPOOL_POOL_BYTES: 'much' is no size"),
+        (
+            "MOONPOOL_RUN_DIR",
+            "~nobody.at.all/x",
+            r"MOONPOOL_RUN_DIR: '~nobody.at.all/x' begins with the home of a user",
+        ),
     ],
 )
 def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, message: str) -> None:
