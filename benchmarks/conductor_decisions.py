@@ -68,7 +68,7 @@ class Bench:
     """A conductor whose directory holds half of each prompt at one of two pool nodes, and `live` placed requests."""
 
     def __init__(self, live: int) -> None:
-        self.core = Core(ConductorConfig("none", max_queue_s=1e9, max_copies=0))
+        self.core = Core(ConductorConfig("none", max_queue_s=1e9, max_copies=0, report_timeout_s=0))
         self.pools = Pools(self.core, 1, 1.0)
         self.registry = Registry()
         self.service = ConductorService(self.core, self.registry, self.pools, 1)

@@ -21,7 +21,8 @@ class ConductorConfig:
     max_copies: int = 8  # hot-spot copies under way at once
     copy_timeout_s: float = 30.0  # a copy is given up after this long
     orphan_timeout_s: float = 120.0  # a request that nobody holds or completes is forgotten
-    tick_s: float = 1.0  # how often orphans are looked for and the decision log is flushed
+    report_timeout_s: float = 5.0  # a node that was silent for longer gets no work until it reports again; 0 = off
+    tick_s: float = 1.0  # how often orphans and silent nodes are looked for and the decision log is flushed
     decision_log: Path | None = None  # JSONL of every event and its decisions
     decision_log_bytes: int = 64 << 20  # size at which the log is rotated
     decision_log_files: int = 4  # rotated files that are kept
@@ -30,6 +31,9 @@ class ConductorConfig:
         for name in ("copy_timeout_s", "tick_s", "decision_log_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
+        if 0 < self.report_timeout_s < 2 * self.tick_s:
+            text = f"must be 0 (off) or at least twice tick_s, which is {self.tick_s}"
+            raise ConfigError(f"report_timeout_s is {self.report_timeout_s}: {text}")
         if self.decision_log_files < 1:
             raise ConfigError(f"decision_log_files is {self.decision_log_files}: must be at least 1")
         _ = self.policy
@@ -44,5 +48,6 @@ class ConductorConfig:
             max_queue_s=self.max_queue_s,
             max_copies=self.max_copies,
             orphan_timeout_s=self.orphan_timeout_s,
+            report_timeout_s=self.report_timeout_s,
             explain=self.decision_log is not None,
         )

@@ -37,7 +37,10 @@ class Core:
     def handle(self, event: Event, keys: Sequence[int] = ()) -> list[Decision]:
         """Decide on an event. `keys` of the prompt's blocks go to the log only."""
         now_ns = self._clock()
+        before = self.policy.suspects
         decisions = self.policy.on_event(now_ns, event)
+        if self.policy.suspects is not before:
+            _tell(before, self.policy.suspects)
         if self._log is not None:
             try:
                 self._log.write(now_ns, event, decisions, keys)
@@ -59,3 +62,10 @@ class Core:
         """Close the log."""
         if self._log is not None:
             self._log.close()
+
+
+def _tell(before: frozenset[str], now: frozenset[str]) -> None:
+    for node_id in sorted(now - before):
+        log.warning("node %s is suspect: it has stopped reporting and gets no work until it does again", node_id)
+    for node_id in sorted(before - now):
+        log.warning("node %s is no longer suspect: it reported again or has left", node_id)

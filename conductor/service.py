@@ -76,9 +76,15 @@ class ConductorService(ConductorServicer):
         return conductor_pb2.CompleteReply()
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
+        suspects = self._core.policy.suspects
         return conductor_pb2.ClusterReply(
             conductor_incarnation=self._incarnation,
-            nodes=[conductor_pb2.NodeStatus(node=member.node, report=member.report) for member in self._registry],
+            nodes=[
+                conductor_pb2.NodeStatus(
+                    node=member.node, report=member.report, suspect=member.node.node_id in suspects
+                )
+                for member in self._registry
+            ],
             ready=self._core.policy.is_ready(),
         )
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 _LABELS: Final = ("node", "role")
 _MOVED_BYTES: Final = re.compile(r"kv_([a-z]+)_bytes")
+GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes")
 _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -28,6 +29,7 @@ class NodeSample:
     capacity_tokens: int = 0
     free_tokens: int = 0
     draining: bool = False
+    suspect: bool = False
     counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -39,8 +41,8 @@ class NodeSample:
 class NodesCollector(Collector):
     """Turns `samples()`, called at each scrape, into metric families.
 
-    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}; X_open, which counts what is open now,
-    becomes the gauge moonpool:X_open; any other NAME becomes moonpool:NAME_total.
+    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}. A NAME with one of GAUGE_SUFFIXES, which
+    tells what there is now, becomes the gauge moonpool:NAME; any other becomes moonpool:NAME_total.
     """
 
     def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
@@ -61,12 +63,14 @@ class NodesCollector(Collector):
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting on a node.", labels=_LABELS)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", labels=_LABELS)
         draining = GaugeMetricFamily("moonpool:node_draining", "1 while a node takes no new work.", labels=_LABELS)
-        up = GaugeMetricFamily("moonpool:node_up", "1 for each node that the conductor knows.", labels=_LABELS)
+        up = GaugeMetricFamily(
+            "moonpool:node_up", "1 for each joined node, 0 while it does not report.", labels=_LABELS
+        )
         for sample in samples:
             running.add_metric(sample.labels, sample.num_running)
             waiting.add_metric(sample.labels, sample.num_waiting)
             draining.add_metric(sample.labels, float(sample.draining))
-            up.add_metric(sample.labels, 1.0)
+            up.add_metric(sample.labels, float(not sample.suspect))
             if sample.capacity_tokens > 0:
                 usage.add_metric(sample.labels, 1.0 - sample.free_tokens / sample.capacity_tokens)
         yield from (running, waiting, usage, draining, up)
@@ -82,7 +86,7 @@ class NodesCollector(Collector):
                 clean = "moonpool:" + _NOT_IN_NAMES.sub("_", name).removesuffix("_total")
                 family = families.get(clean)
                 if family is None:
-                    kind = GaugeMetricFamily if name.endswith("_open") else CounterMetricFamily
+                    kind = GaugeMetricFamily if name.endswith(GAUGE_SUFFIXES) else CounterMetricFamily
                     family = families[clean] = kind(clean, f"Reported by nodes as {name}.", labels=_LABELS)
                 family.add_metric(sample.labels, value)
         yield moved

@@ -42,7 +42,9 @@ def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Pl
         return Reject(request.request_id, request.attempt, "too_long", message, 0.0)
     roles = f"{len(model.prefill)} prefill or aggregated and {len(model.decode)} decode nodes take new work"
     without = f", {', '.join(excluded)} excluded" if excluded else ""
-    return _no_nodes(request, f"no node can serve model {request.model!r} now: {roles}{without}")
+    silent = [node_id for node_id in (*everyone[0].ids, *everyone[1].ids) if state.nodes.is_suspect(node_id)]
+    hanging = f", {', '.join(silent)} silent" if silent else ""
+    return _no_nodes(request, f"no node can serve model {request.model!r} now: {roles}{without}{hanging}")
 
 
 def _unserved(now_ns: int, state: ClusterState, request: RequestArrived) -> Reject:

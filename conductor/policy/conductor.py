@@ -36,6 +36,7 @@ class Conductor:
         state = self._state
         if state.started_ns is None:
             state.started_ns = now_ns
+        state.pass_time(now_ns)
         decisions: list[Decision] = []
         match event:
             case RequestArrived():
@@ -49,6 +50,7 @@ class Conductor:
                 if known is not None and known.incarnation != node.incarnation:
                     lose_node(state, known)
                 state.nodes.add(node)
+                state.hear(node.node_id, now_ns)
                 if node.role != "pool":
                     state.costs_of(node.model)
             case NodeLost(node_id, incarnation):
@@ -66,6 +68,11 @@ class Conductor:
     def is_ready(self) -> bool:
         """Can any model's request be placed?"""
         return any(self._serves(model) for model in self.models())
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Joined nodes that had not reported for too long at the last event; they get no work until they do."""
+        return self._state.liveness.suspects
 
     def models(self) -> list[str]:
         """Models that some joined node serves."""
@@ -106,6 +113,7 @@ class Conductor:
                 "queue_s": float(queue_ns[slot]) / NS,
                 "committed_tokens": int(committed[slot]),
                 "capacity_tokens": node.capacity_tokens,
+                "suspect": state.nodes.is_suspect(node.node_id),
             }
         return {
             "nodes": nodes,

@@ -168,7 +168,7 @@ class CopyFinished:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: orphans are looked for."""
+    """Time passed: orphans and silent nodes are looked for."""
 
 
 Event = NodeJoined | NodeLost | NodeReported | RequestArrived | RequestCompleted | CopyFinished | Tick

@@ -61,7 +61,7 @@ class ModelNodes:
     block_nbytes: int
     prefill: Candidates  # prefill and aggregated nodes
     decode: Candidates
-    all_prefill: Candidates  # draining ones too: what the model's requests could have
+    all_prefill: Candidates  # draining and suspect ones too: what the model's requests could have
     all_decode: Candidates
 
 
@@ -72,6 +72,7 @@ class NodeTable:
         self._nodes: dict[str, NodeView] = {}
         self._slots: dict[str, int] = {}
         self._draining: set[str] = set()
+        self._suspect: frozenset[str] = frozenset()
         self._names: list[str | None] = []
         self._models: dict[str, ModelNodes] = {}
 
@@ -109,6 +110,16 @@ class NodeTable:
             (self._draining.add if draining else self._draining.discard)(node_id)
             self._models.clear()
 
+    def set_suspects(self, suspects: frozenset[str]) -> None:
+        """These nodes, and no others, are silent: they are no candidates."""
+        if suspects != self._suspect:
+            self._suspect = suspects
+            self._models.clear()
+
+    def is_suspect(self, node_id: str) -> bool:
+        """Has the node fallen silent?"""
+        return node_id in self._suspect
+
     def get(self, node_id: str) -> NodeView | None:
         return self._nodes.get(node_id)
 
@@ -126,7 +137,8 @@ class NodeTable:
             nodes = [node for node in self if node.role != "pool" and node.model == model]
             if not nodes:
                 return None
-            active = [node for node in nodes if node.node_id not in self._draining]
+            idle = self._draining | self._suspect
+            active = [node for node in nodes if node.node_id not in idle]
             kinds = ("prefill", "aggregated"), ("decode",)
             self._models[model] = ModelNodes(
                 model,

@@ -76,7 +76,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
 
 def _prefixes(state: ClusterState, request: RequestArrived, model: ModelNodes, prefill: Candidates) -> Prefixes:
     limit = (request.prompt_tokens - 1) // model.block_tokens
-    usable = {p: n for p, n in request.matches if p not in request.excluded and state.nodes.slot(p) != NONE}
+    usable = {p: n for p, n in request.matches if p not in request.excluded and _answers(state, p)}
     own = np.array([min(usable.get(pool, 0), limit) for pool in prefill.pools], np.int64)
     if not usable:
         return Prefixes(own, 0, "", 0)
@@ -209,8 +209,12 @@ def _copy(
     state: ClusterState, request: RequestArrived, own_pool: str, prefixes: Prefixes, fetches: bool
 ) -> list[Decision]:
     """Algorithm 1's last line: the chosen node's pool gets the prefix that it had to fetch."""
-    if not fetches or state.nodes.slot(own_pool) == NONE:
+    if not fetches or not _answers(state, own_pool):
         return []
     if not state.copies.try_begin(prefixes.best_pool, own_pool, request.match_key):
         return []
     return [Copy(prefixes.best_pool, own_pool, prefixes.best, request.match_key)]
+
+
+def _answers(state: ClusterState, pool: str) -> bool:
+    return state.nodes.slot(pool) != NONE and not state.nodes.is_suspect(pool)

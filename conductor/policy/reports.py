@@ -13,6 +13,7 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
     node = state.nodes.get(event.node_id)
     if node is None:
         return
+    state.hear(node.node_id, now_ns)
     state.nodes.set_draining(node.node_id, event.draining)
     for transfer in event.transfers:
         state.transfers.add(transfer)
@@ -61,7 +62,7 @@ def lose_node(state: ClusterState, node: NodeView) -> None:
             state.requests.remove(row)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
-    state.nodes.remove(node.node_id)
+    state.forget_node(node.node_id)
 
 
 def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progress) -> None:

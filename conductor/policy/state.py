@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from conductor.policy.config import PolicyConfig
+from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
 from conductor.policy.requests import Claim, RequestTable
 
@@ -36,15 +37,33 @@ class ClusterState:
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
     started_ns: int | None = None
     copies: Copies = field(init=False)
+    liveness: Liveness = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
+        self.liveness = Liveness(round(self.config.report_timeout_s * NS))
 
     def costs_of(self, model: str) -> ModelCosts:
         """The model's costs, those of the prior while nothing was measured."""
         if model not in self.costs:
             self.costs[model] = ModelCosts()
         return self.costs[model]
+
+    def pass_time(self, now_ns: int) -> None:
+        """It is `now_ns`: nodes that have been silent for too long become suspect."""
+        self.counts["suspected"] += len(self.liveness.pass_time(now_ns))
+        self.nodes.set_suspects(self.liveness.suspects)
+
+    def hear(self, node_id: str, now_ns: int) -> None:
+        """A joined node gave a sign of life."""
+        self.liveness.hear(node_id, now_ns)
+        self.nodes.set_suspects(self.liveness.suspects)
+
+    def forget_node(self, node_id: str) -> None:
+        """A node has left; nothing may refer to its slot any more."""
+        self.nodes.remove(node_id)
+        self.liveness.forget(node_id)
+        self.nodes.set_suspects(self.liveness.suspects)
 
     def retire(self, row: int, now_ns: int) -> Claim:
         """Drop a request that is over, and remember it for a while."""

@@ -126,7 +126,13 @@ def test_a_reason_that_is_none_is_refused():
 
 @pytest.mark.parametrize(
     "values",
-    [{"balancing_threshold": 0.5}, {"ttft_objective_s": -1.0}, {"max_queue_s": 0.0}, {"tbt_objective_s": 1e400}],
+    [
+        {"report_timeout_s": -1.0},
+        {"balancing_threshold": 0.5},
+        {"ttft_objective_s": -1.0},
+        {"max_queue_s": 0.0},
+        {"tbt_objective_s": 1e400},
+    ],
 )
 def test_a_configuration_that_cannot_work_is_refused_by_name(values):
     with pytest.raises(ConfigError, match=next(iter(values))):

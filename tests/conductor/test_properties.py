@@ -145,8 +145,9 @@ def test_with_admission_on_no_ledger_is_ever_over_committed(history):
 @settings(max_examples=60, deadline=None)
 @given(histories)
 def test_the_same_history_gives_the_same_decisions_even_through_json(history):
-    first = list(run(start(ttft_objective_s=20.0), history))
-    again = start(ttft_objective_s=20.0)
+    config = {"ttft_objective_s": 20.0, "report_timeout_s": 7.0}
+    first = list(run(start(**config), history))
+    again = start(**config)
     for now_ns, event, decisions in first:
         restored = event_from_json(json.loads(json.dumps(to_json(event))))
         assert restored == event

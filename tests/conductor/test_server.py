@@ -144,7 +144,9 @@ async def conductor(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
 
         async def factory(**config):
-            config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock", **{"tick_s": 0.05, **config})
+            config = ConductorConfig(
+                listen=f"unix:{tmp_path}/c.sock", **{"tick_s": 0.05, "report_timeout_s": 60.0, **config}
+            )
             service = Service(lambda stop, ready: serve_conductor(config, stop, ready))
             target = await service.start()
             client = Client(target)
@@ -185,6 +187,31 @@ async def test_an_ended_stream_is_a_lost_node(conductor):
     await client.until_joined("prefill-0")
     rejection = (await client.schedule()).rejection
     assert (rejection.reason, rejection.retry_after_s) == ("no_nodes", 1.0)
+
+
+async def test_a_node_that_stops_reporting_is_suspect_until_it_reports(conductor):
+    _, client = await conductor(report_timeout_s=1.0)
+    prefill, _ = await join_pair(client)
+    await client.join("decode-1", common_pb2.ROLE_DECODE)
+
+    async def suspects():
+        await prefill.report()
+        return {status.node.node_id for status in (await client.cluster()).nodes if status.suspect}
+
+    async def both():
+        return await suspects() == {"decode-0", "decode-1"}
+
+    await client.until(both)
+    assert not (await client.cluster()).ready
+    rejection = (await client.schedule()).rejection
+    assert (rejection.reason, "decode-0, decode-1 silent" in rejection.message) == ("no_nodes", True)
+    await client.workers[-1].report()
+
+    async def one():
+        return await suspects() == {"decode-0"}
+
+    await client.until(one)
+    assert (await client.schedule()).placement.decode.node_id == "decode-1"
 
 
 async def test_a_node_that_comes_back_replaces_its_former_incarnation(conductor):

@@ -67,7 +67,12 @@ def test_openmetrics_is_served_when_asked_for() -> None:
 def test_nodes_are_exported_with_node_and_role() -> None:
     samples = [
         NodeSample("p0", "prefill", num_running=1, num_waiting=3, capacity_tokens=100, free_tokens=25),
-        NodeSample("d0", "decode", counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0, "regions_open": 3.0}),
+        NodeSample(
+            "d0",
+            "decode",
+            suspect=True,
+            counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0, "regions_open": 3.0},
+        ),
         NodeSample("pool0", "pool", draining=True, counters={"kv_pull_bytes": 5.0, "blocks evicted": 1.0}),
     ]
     registry = new_registry()
@@ -82,8 +87,20 @@ def test_nodes_are_exported_with_node_and_role() -> None:
     assert seen[key("moonpool:regions_open", node="d0", role="decode")] == 3
     assert seen[key("moonpool:blocks_evicted_total", node="pool0", role="pool")] == 1
     assert seen[key("moonpool:node_draining", node="pool0", role="pool")] == 1
+    assert [seen[key("moonpool:node_up", node=s.node_id, role=s.role)] for s in samples] == [1, 0, 1]
     samples.clear()
     assert key("moonpool:node_up", node="p0", role="prefill") not in scrape(registry)
+
+
+def test_what_there_is_now_is_a_gauge() -> None:
+    values = {"pool_leases_open": 2.0, "pool_held_blocks": 7.0, "pool_used_bytes": 64.0, "pool_capacity_bytes": 256.0}
+    registry = new_registry()
+    registry.register(NodesCollector(lambda: [NodeSample("pool0", "pool", counters=values)]))
+    text = exposition(registry, "text/plain")[0].decode()
+    for name, value in values.items():
+        assert f"# TYPE moonpool:{name} gauge" in text
+        assert scrape(registry)[key(f"moonpool:{name}", node="pool0", role="pool")] == value
+    assert key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", path="used") not in scrape(registry)
 
 
 def test_counters_of_one_name_from_several_nodes_form_one_family() -> None:

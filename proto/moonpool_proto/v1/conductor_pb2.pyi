@@ -687,6 +687,9 @@ class NodeStatus(_message.Message):
 
     NODE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
+    suspect: _builtins.bool
+    """joined, but silent for longer than the conductor's report timeout: it gets no work"""
     @_builtins.property
     def node(self) -> Global___Node: ...
     @_builtins.property
@@ -696,10 +699,11 @@ class NodeStatus(_message.Message):
         *,
         node: Global___Node | None = ...,
         report: Global___NodeReport | None = ...,
+        suspect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "report", b"report", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

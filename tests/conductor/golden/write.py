@@ -53,7 +53,9 @@ class Simulation:
 
     def __init__(self) -> None:
         self.now_ns = 0
-        config = ConductorConfig("none", ttft_objective_s=2.0, tbt_objective_s=0.2, decision_log=PATH)
+        config = ConductorConfig(
+            "none", ttft_objective_s=2.0, tbt_objective_s=0.2, report_timeout_s=0, decision_log=PATH
+        )
         self.core = Core(config, clock=lambda: self.now_ns)
         self.rng = random.Random(7)
         self.heap: list[tuple[int, int, object]] = []
