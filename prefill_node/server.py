@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,7 +40,7 @@ class PrefillFace(WorkerFace):
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def accept(self, request: Request) -> None:
-        self.node.jobs.run(request, self._serve(request, time.monotonic()))
+        self.node.jobs.run(request, self._serve(request))
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -54,7 +53,7 @@ class PrefillFace(WorkerFace):
             if pusher is not None:
                 pusher.layer_written(layer, start, end)
 
-    async def _serve(self, request: Request, submitted: float) -> None:
+    async def _serve(self, request: Request) -> None:
         node = self.node
         node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
@@ -62,7 +61,7 @@ class PrefillFace(WorkerFace):
         try:
             async with (
                 self._turns.take() as turn,
-                prepared(node, request, submitted=submitted, peak_tokens=len(request.prompt)) as work,
+                prepared(node, request, peak_tokens=len(request.prompt)) as work,
             ):
                 if request.placement.HasField("decode"):
                     await self._prefill_and_hand_off(work, turn)

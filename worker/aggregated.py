@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from messenger.control import start_server
@@ -22,15 +21,15 @@ class AggregatedFace(WorkerFace):
     """Takes a request from prompt to last token."""
 
     def accept(self, request: Request) -> None:
-        self.node.jobs.run(request, self._serve(request, time.monotonic()))
+        self.node.jobs.run(request, self._serve(request))
 
-    async def _serve(self, request: Request, submitted: float) -> None:
+    async def _serve(self, request: Request) -> None:
         node = self.node
         report = node.reporter
         held = node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
         )
-        async with prepared(node, request, submitted=submitted, peak_tokens=request.peak_tokens) as work:
+        async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
             held.committed_tokens = len(work.slots) * node.config.block_tokens
             try:
                 await load(node, work)

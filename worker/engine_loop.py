@@ -148,7 +148,9 @@ class EngineLoop:
         self._on_step(result)
 
     def _run_batch(self, decoding: list[Sequence], chunks: list[tuple[Sequence, PrefillChunk]]) -> StepResult:
-        began = time.perf_counter()
+        began = time.monotonic()
+        for sequence, _ in chunks:
+            sequence.first_step_at = sequence.first_step_at or began
         result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
         batch = ForwardBatch(
@@ -164,7 +166,8 @@ class EngineLoop:
 
         logits = self._model.forward(batch, self._cache, hook)
         tokens: Iterable[int] = sample(logits, [s.sampling_row() for s in rows]) if rows else []
-        result.seconds = time.perf_counter() - began
+        ended = time.monotonic()
+        result.seconds = ended - began
         for sequence in decoding:
             sequence.num_computed += 1
         result.prefill_tokens = sum(c.end - c.start for _, c in chunks)
@@ -173,6 +176,7 @@ class EngineLoop:
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, token in zip(rows, tokens, strict=True):
             index = sequence.next_index
+            sequence.first_token_at = sequence.first_token_at or ended
             sequence.append(int(token))
             result.tokens.append(Generated(sequence, index, int(token), sequence.finish))
         for sequence, chunk in chunks:

@@ -250,7 +250,8 @@ class WorkerNode:
                 first = generated.index == sequence.request.generated
                 timing = self.timings.pop(id(sequence), None) if first else None
                 if timing is not None:
-                    timing.prefill_s = sequence.compute_s
+                    timing.queue_s = sequence.first_step_at - sequence.request.submitted - timing.load_s
+                    timing.prefill_s = sequence.first_token_at - sequence.first_step_at
                     timings[sequence.request.request_id] = timing
                     self._report_prefill(sequence, timing)
             self.streams.send_tokens(result.tokens, timings)
@@ -269,7 +270,7 @@ class WorkerNode:
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
         request = sequence.request
         cached = timing.cached_tokens
-        self.reporter.prefill(len(request.prompt) - cached, cached, timing.prefill_s)
+        self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 
     # The pool.

@@ -23,8 +23,6 @@ class Prepared:
     slots: list[int]
     local_blocks: int
     pinned: list[Pinned]
-    began: float
-    queue_s: float
     reused_blocks: int = 0
     load_s: float = 0.0
 
@@ -35,20 +33,17 @@ class Prepared:
 
 
 @contextlib.asynccontextmanager
-async def prepared(
-    node: WorkerNode, request: Request, *, submitted: float, peak_tokens: int
-) -> AsyncIterator[Prepared]:
+async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> AsyncIterator[Prepared]:
     """Slots and leases for `request`, given back at the end. Load the KV with `load`."""
     block_tokens = node.config.block_tokens
     # The last prompt token is always computed: its logits are wanted.
     reusable = request.keys[: (len(request.prompt) - 1) // block_tokens]
     slots, num_shared = await node.take_slots(reusable, -(-peak_tokens // block_tokens))
-    queue_s = time.monotonic() - submitted
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
     pinning = asyncio.ensure_future(node.pool.pin(reusable, request.placement))
     try:
         pinned = await asyncio.shield(pinning)
-        yield Prepared(request, slots, num_shared, pinned, time.monotonic(), queue_s)
+        yield Prepared(request, slots, num_shared, pinned)
     finally:
         node.give_slots(slots)
         await settled(asyncio.ensure_future(_unpin(node, pinning)))
@@ -78,7 +73,7 @@ def sequence_of(node: WorkerNode, work: Prepared, *, prefill_only: bool) -> Sequ
     """The engine's sequence for prepared work, with its timing noted for the first token."""
     cached = work.reused_blocks * node.config.block_tokens
     sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only)
-    node.timings[id(sequence)] = Timing(cached_tokens=cached, queue_s=work.queue_s, load_s=work.load_s)
+    node.timings[id(sequence)] = Timing(cached_tokens=cached, load_s=work.load_s)
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)
     return sequence

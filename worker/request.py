@@ -34,7 +34,8 @@ class Request:
     max_tokens: int  # over all attempts
     stop_ids: frozenset[int]
     placement: Placement
-    deadline: float  # time.monotonic() instant
+    submitted: float  # time.monotonic() instants
+    deadline: float
     proto: Submit
 
     @classmethod
@@ -60,6 +61,7 @@ class Request:
         if submit.sampling.max_tokens <= submit.generated:
             raise RequestRefused("bad_sampling", "no token is left to generate")
         sampling = submit.sampling
+        now = time.monotonic()
         # Checked here, since a bad row would fail the whole step that it is part of.
         if not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
             raise RequestRefused(
@@ -83,7 +85,8 @@ class Request:
             max_tokens=min(sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
             stop_ids=frozenset(sampling.stop_token_ids),
             placement=submit.placement,
-            deadline=time.monotonic() + (submit.timeout_s or 600.0),
+            submitted=now,
+            deadline=now + (submit.timeout_s or 600.0),
             proto=submit,
         )
 
@@ -110,7 +113,9 @@ class Sequence:
     table: NDArray[np.int32] = field(init=False)
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # its share of the steps that computed its prompt
+    first_step_at: float = 0.0  # time.monotonic() instants
+    first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.table = np.array(self.slots, dtype=np.int32)

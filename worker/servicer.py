@@ -70,6 +70,9 @@ class WorkerFace(WorkerServicer):
                 task.cancel()
             if self.node.streams.detach(stream):
                 self._spawn(self.node.jobs.cancel_frontend(stream.frontend_id))
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(end, Exception):
+                    log.warning("the stream of frontend %s broke: %r", stream.frontend_id, end)
 
     async def _write(
         self, stream: FrontendStream, context: grpc.aio.ServicerContext[FrontendMessage, WorkerMessage]

@@ -244,8 +244,13 @@ class Timing(_message.Message):
     cached_tokens: _builtins.int
     """counted where the KV was used"""
     queue_s: _builtins.float
+    """From the Submit's arrival to the first token, without a gap:
+    until its first step, but for load_s: turn, slots, reservation, other requests' steps
+    """
     load_s: _builtins.float
+    """reused KV"""
     prefill_s: _builtins.float
+    """first step to first token"""
     def __init__(
         self,
         *,
