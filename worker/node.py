@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from engine import EngineError, ForwardBatch, Model, SamplingRow, SequenceChunk, load_model, sample
+from engine import EngineError, Model, load_model
 from kvpool import Provenance, chain_keys, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
@@ -92,20 +92,9 @@ class WorkerNode:
         self.reporter: Reporter
 
     def warm_up(self) -> None:
-        """Run every step once, so that the first request does not pay for compilation. Before `start`."""
-        tokens = np.zeros(self.config.block_tokens + 2, dtype=np.int32)
-        slots = self.slots.allocate(2)
-        tables = (np.array(slots, dtype=np.int32),) * len(self.model.kv_groups)
-        row = SamplingRow(1.0, 0.9, 5, 0, 0, 0)
-        with torch.inference_mode():
-            for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
-                chunk = SequenceChunk(tokens[start:end], start, tables, True)
-                logits = self.model.forward(ForwardBatch([chunk, chunk]), self.memory.cache)
-                sample(logits, [row, row])
-        for group in range(self.memory.num_groups):
-            self.memory.slot_digests(group, slots, np.full(2, self.config.block_tokens, dtype=np.int32))
-        self.memory.one_layer_digests(0, slots, np.ones(2, dtype=np.int32))
-        self.slots.release(slots)
+        """Compile, or load from the cache, all kernels, so that the first request does not pay for it."""
+        self.model.warm_up()
+        digest.warm_up()
 
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductor as the node that serves on `target`."""

@@ -10,6 +10,7 @@ import pytest
 
 import prefill_node.handoff
 from engine import Model
+from messenger import RemoteAccessError
 from messenger.control import ControlDeadlineExceeded
 from prefill_node.push import Pusher
 
@@ -140,3 +141,29 @@ async def test_blocks_that_could_not_be_verified_are_asked_for_again(
         await request.ended.wait()
     assert request.token_ids == greedy(model, prompt(50), 12)
     await pair.at_rest()
+
+
+async def test_a_write_that_comes_after_its_reservation_touches_nothing(
+    start_pair: Start, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await start_pair()
+    opened: list[Any] = []
+    real = pair.decode._open_reservation
+
+    def noted(*args: Any) -> Any:
+        opened.append(real(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(pair.decode, "_open_reservation", noted)
+    request = await pair.frontend.submit(pair.submit(prompt(40), "r", max_tokens=400))
+    await request.reaches(1)
+    for node in ("prefill", "decode"):
+        await pair.frontend.cancel(node, "r", 1)
+    await pair.at_rest()
+    ours, theirs = pair.prefill.node.memory, pair.decode.node.memory
+    before = theirs.region.array.copy()
+    rows = [(0, int(theirs.offsets(0, [slot])[0]), 64) for slot in opened[0].slots]
+    late = pair.prefill.node.messenger.connect(pair.decode.node.endpoint).write(opened[0].key, ours.region, rows)
+    with pytest.raises(RemoteAccessError, match="revoked"):
+        await asyncio.wrap_future(late)
+    assert (theirs.region.array == before).all()

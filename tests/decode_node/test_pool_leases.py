@@ -33,6 +33,27 @@ async def test_reused_blocks_come_from_the_pool_to_both_nodes(
     await pair.at_rest()
 
 
+async def test_blocks_that_change_under_a_lease_are_computed_instead(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    first = await pair.frontend.submit(pair.submit(prompt(64), "first"))
+    await first.ended.wait()
+    await pair.at_rest()
+    for face in (pair.prefill, pair.decode):
+        _forget_everything(face)
+    # As if the lease had run out and the slots had gone to others: the third block of all in the arena.
+    slot = pair.prefill.node.memory.spec.slot_nbytes(0)
+    pair.pool.memory.array[2 * slot : 3 * slot] ^= 1
+    second = await pair.frontend.submit(pair.submit(prompt(64), "second"))
+    await second.ended.wait()
+    assert second.failures == []
+    assert second.token_ids == greedy(model, prompt(64), 12)
+    for face in (pair.prefill, pair.decode):
+        assert face.node.counters.snapshot()["digest_mismatches"] > 0
+    await pair.at_rest()
+
+
 @pytest.mark.parametrize("call", ["pin", "allocate", "seal"])
 async def test_a_request_cancelled_while_the_pool_answers_leaves_nothing_there(
     call: str, start_pair: Start, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
