@@ -144,6 +144,8 @@ class EngineLoop:
         except Exception as error:  # the thread must outlive any of its sequences
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
+        # More sequences than rows take turns: none waits for another one's end.
+        self._decoding = self._decoding[len(decoding) :] + self._decoding[: len(decoding)]
         self._remove(result.left)
         self._on_step(result)
 

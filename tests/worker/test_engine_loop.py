@@ -186,3 +186,19 @@ def test_the_thread_outlives_a_sequence_that_has_no_room(harness: Callable[..., 
     run.loop.submit(survivor)
     run.run(1)
     assert survivor.finish == FINISH_LENGTH
+
+
+def test_more_sequences_than_rows_take_turns(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    sequences = [run.sequence([i, i + 1, i + 2], 9) for i in range(12)]
+    for sequence in sequences:  # handed over by a prefill node
+        sequence.num_computed = sequence.prompt_len
+        sequence.append(0)
+        run.loop.submit(sequence)
+    steps = run.run(len(sequences))
+    done = dict.fromkeys(map(id, sequences), 0)
+    for step in steps:
+        for one in step.tokens:
+            done[id(one.sequence)] += 1
+        assert max(done.values()) - min(done.values()) <= 2
+    assert set(done.values()) == {8}

@@ -51,7 +51,7 @@ def plan_step(
     """Plan one step.
 
     Args:
-        decode_remaining: per decoding sequence, oldest first, the tokens it may still generate.
+        decode_remaining: per decoding sequence, next in turn first, the tokens it may still generate.
         prefill_progress: per prefilling sequence, oldest first, (tokens computed, prompt length).
         limits: the step's bounds.
     """
