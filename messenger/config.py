@@ -21,11 +21,11 @@ class MessengerConfig:
     tcp_port: int = 0
     """Port the tcp listener binds; 0 takes a free one."""
     transport: TransportChoice = "auto"
-    """auto: shm towards peers of the same host, tcp towards others; tcp or shm: only that one."""
+    """auto: shm towards peers of the same host whose socket is in sight, else tcp; tcp or shm: only that one."""
     run_dir: Path | None = None
     """Directory of the unix socket that shm uses; None makes a private one."""
     host_id: str | None = None
-    """Peers of equal host_id share memory; None takes the machine's boot id."""
+    """Peers of equal host_id may share memory; None takes the machine's boot id."""
     default_deadline_s: float = 30.0
     """Deadline of operations that name none."""
     streams_per_peer: int = 2

@@ -1,5 +1,10 @@
-"""Making one connection to a peer: connect, greet, and learn whether it is the incarnation that was meant."""
+"""Making one connection to a peer: connect, greet, and learn whether it is the incarnation that was meant.
 
+A peer may be reachable by several transports. They are tried in order at every connection, and the next one only where
+nobody of the protocol answers by the one before: a unix socket may be out of sight while its owner lives.
+"""
+
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +13,8 @@ from messenger.errors import ProtocolError
 from messenger.frames import Hello, Reject, Welcome
 from messenger.link import Link
 from messenger.transport import Requester, Transport
+
+_log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
@@ -26,28 +33,35 @@ class Busy(OSError):
 class Dialer:
     """How one stream reaches its peer. `node_id` and `incarnation` are the caller's own."""
 
-    transport: Transport
+    transports: tuple[Transport, ...]
+    """At least one; the best first."""
     endpoint: Endpoint
     node_id: str
     incarnation: int
     session: bytes
     timeout_s: float
 
-    @property
-    def address(self) -> str:
-        return self.transport.address_of(self.endpoint)
-
-    def dial(self, opened: Callable[[Link], None]) -> tuple[Link, Requester]:
-        """A greeted link. `opened` gets it before anything blocks, so that another thread can cut it.
+    def dial(self, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
+        """A greeted link, and what it goes by. `opened` gets it before anything blocks, so that it can be cut.
 
         Raises Unreachable or Restarted when trying again is of no use, OSError when it is.
         """
-        link = Link(self.transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {self.address}")
+        *better, last = self.transports
+        for transport in better:
+            try:
+                return self._dial(transport, opened)
+            except (Unreachable, PermissionError) as error:
+                _log.info("%s is not reached by %s: %s", self.endpoint.node_id, transport.name, error)
+        return self._dial(last, opened)
+
+    def _dial(self, transport: Transport, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
+        address = transport.address_of(self.endpoint)
+        link = Link(transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {address}")
         try:
             opened(link)
             link.set_timeout(self.timeout_s)
             try:
-                link.connect(lambda sock: self.transport.connect(sock, self.endpoint))
+                link.connect(lambda sock: transport.connect(sock, self.endpoint))
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
             link.send(
@@ -58,7 +72,7 @@ class Dialer:
         except BaseException:
             link.close()
             raise
-        return link, self.transport.requester(link)
+        return transport, link, transport.requester(link)
 
     def _check_answer(self, link: Link) -> None:
         try:

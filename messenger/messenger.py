@@ -135,6 +135,8 @@ class Messenger:
     def connect(self, endpoint: Endpoint) -> Peer:
         """The peer, by the best transport both sides have; cached, and connected at its first operation.
 
+        Shared memory is chosen where the peer's socket is in sight; should it vanish, connections are made by tcp.
+
         Raises InvalidArgument when there is no transport in common.
         """
         with self._lock:
@@ -172,27 +174,30 @@ class Messenger:
             peers = list(self._peers.values())
         return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]
 
-    def _choose(self, endpoint: Endpoint) -> Transport:
+    def _choose(self, endpoint: Endpoint) -> tuple[Transport, ...]:
+        chosen = []
         shm = self._transports.get("shm")
         same_host = self._endpoint is not None and endpoint.host_id == self._endpoint.host_id
         # The path may be out of sight, in another container of the same machine.
         if shm is not None and endpoint.shm_socket and same_host and os.path.exists(endpoint.shm_socket):
-            return shm
+            chosen.append(shm)
         tcp = self._transports.get("tcp")
         if tcp is not None and endpoint.tcp_port:
-            return tcp
-        raise InvalidArgument(
-            f"no transport in common with {endpoint}: this side has {', '.join(self._transports)} "
-            f"on host {self.endpoint.host_id}"
-        )
+            chosen.append(tcp)
+        if not chosen:
+            raise InvalidArgument(
+                f"no transport in common with {endpoint}: this side has {', '.join(self._transports)} "
+                f"on host {self.endpoint.host_id}"
+            )
+        return tuple(chosen)
 
     def _new_peer(self, endpoint: Endpoint) -> Peer:
-        transport = self._choose(endpoint)
+        transports = self._choose(endpoint)
         identity = (endpoint.node_id, endpoint.incarnation)
         streams = [
             Stream(
                 Dialer(
-                    transport=transport,
+                    transports=transports,
                     endpoint=endpoint,
                     node_id=self._node_id,
                     incarnation=self._incarnation,
@@ -209,7 +214,6 @@ class Messenger:
         ]
         return Peer(
             endpoint,
-            transport.name,
             streams,
             default_deadline_s=self._config.default_deadline_s,
             require_region=self._grants.require,

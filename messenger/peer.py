@@ -29,14 +29,12 @@ class Peer:
     def __init__(
         self,
         endpoint: Endpoint,
-        transport: str,
         streams: Sequence[Stream],
         *,
         default_deadline_s: float,
         require_region: Callable[[Region], None],
     ) -> None:
         self.endpoint = endpoint
-        self.transport = transport
         self._streams = streams
         self._default_deadline_s = default_deadline_s
         self._require_region = require_region
@@ -75,6 +73,11 @@ class Peer:
     ) -> Future[TransferResult]:
         """A write and its notify in one: the notify is delivered only if the whole write landed."""
         return self._transfer(Kind.WRITE, key, region, slices, _notification(tag, payload), deadline_s)
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport that writes last went by; before the first one, of the one to be tried first."""
+        return self._streams[0].transport
 
     def problems(self) -> list[str]:
         """What is pending."""

@@ -10,6 +10,7 @@ a revoke need not wait for readers (they learn that what they copied is void), a
 nothing into its memory later. What a mapping can outlive is the peer: bytes read after that are not confirmed.
 """
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -169,7 +170,8 @@ class ShmTransport(Transport):
         if unix_path.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         if self._own_dir is not None:
-            self._own_dir.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # whatever tidies temporary folders was there first
+                self._own_dir.rmdir()
 
     def address_of(self, endpoint: Endpoint) -> str:
         return endpoint.shm_socket

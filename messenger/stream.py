@@ -32,7 +32,7 @@ from messenger.frames import Ack, Goodbye, Offer, Refused
 from messenger.link import Link
 from messenger.operation import Kind, Operation, Part, TransferResult
 from messenger.outbox import Outbox
-from messenger.transport import Requester
+from messenger.transport import Requester, Transport
 
 MAX_BARREN_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -55,6 +55,7 @@ class Stream:
         on_connected: Callable[[], None],
     ) -> None:
         self._dialer = dialer
+        self._transport = dialer.transports[0]
         self._clock = clock
         self._counters = counters
         self._name = name
@@ -104,6 +105,15 @@ class Stream:
             if self._outbox.has_queued or self._link_ended or self._closing:
                 self._wake_sender()
 
+    @property
+    def transport(self) -> str:
+        """Name of the transport last connected by; before that, of the first to be tried."""
+        return self._transport.name
+
+    @property
+    def _address(self) -> str:
+        return self._transport.address_of(self._dialer.endpoint)
+
     def pending(self) -> int:
         """Requests queued or in flight."""
         with self._changed:
@@ -122,7 +132,7 @@ class Stream:
         """Fail what is pending with MessengerClosed, say goodbye, end the threads."""
         with self._changed:
             self._closing = True
-            failure = MessengerClosed(f"the messenger was closed during an operation towards {self._dialer.address}")
+            failure = MessengerClosed(f"the messenger was closed during an operation towards {self._address}")
             settled = self._outbox.doom_all(lambda _: failure)
             if self._link is not None and (self._outbox.has_in_flight or self._receiver is None):
                 self._link.cut()
@@ -183,7 +193,7 @@ class Stream:
         except OSError as error:
             self._end_link(error)
         except Exception as error:
-            _log.exception("sending to %s failed", self._dialer.address)
+            _log.exception("sending to %s failed", self._address)
             self._end_link(error)
 
     def _connect(self) -> Requester | None:
@@ -191,7 +201,7 @@ class Stream:
         failures = 0
         while not self._given_up(failures):
             try:
-                link, requester = self._dialer.dial(self._opened)
+                transport, link, requester = self._dialer.dial(self._opened)
             except Unreachable as error:
                 self._lose(PeerUnreachable, str(error))
                 return None
@@ -206,7 +216,7 @@ class Stream:
                     self._changed.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
                 continue
-            self._begin_receiving(link, requester)
+            self._begin_receiving(transport, link, requester)
             return requester
         return None
 
@@ -220,11 +230,12 @@ class Stream:
         self._lose(PeerUnreachable, self._cause)
         return True
 
-    def _begin_receiving(self, link: Link, requester: Requester) -> None:
+    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
         receiver = threading.Thread(
             target=self._receive, args=(link, requester), name=f"{self._name}-receive", daemon=True
         )
         with self._changed:
+            self._transport = transport
             self._receiver = receiver
             self._requester = requester
             self._link_ended = self._answered = False
@@ -369,10 +380,10 @@ class Stream:
                 operation.future.set_result(None)
                 continue
             seconds = time.monotonic() - operation.started_s
-            operation.future.set_result(TransferResult(operation.nbytes, seconds, self._dialer.transport.name))
+            operation.future.set_result(TransferResult(operation.nbytes, seconds, self._transport.name))
 
     def _count(self, part: Part) -> None:
-        transport = self._dialer.transport.name
+        transport = self._transport.name
         if part.transfer is not None:
             verb = "read" if part.operation.kind is Kind.READ else "written"
             self._counters.add(f"bytes_{verb}_{transport}", part.nbytes)
@@ -384,7 +395,7 @@ class Stream:
         return kind(
             f"{operation.kind.value} of {operation.nbytes} bytes failed: {reason}",
             peer=self._dialer.endpoint.node_id,
-            transport=self._dialer.transport.name,
-            address=self._dialer.address,
+            transport=self._transport.name,
+            address=self._address,
             acknowledged_nbytes=operation.acknowledged_nbytes,
         )
