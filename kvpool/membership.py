@@ -61,5 +61,6 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
 
 
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
-    counters = {name: float(count) for name, count in node.counters().items()}
-    return conductor_pb2.NodeReport(num_running=len(node.core.leases) + len(node.core.puts), counters=counters)
+    """Totals and gauges alone: a pool node runs no requests."""
+    values = node.counters() | node.gauges()
+    return conductor_pb2.NodeReport(counters={name: float(value) for name, value in values.items()})

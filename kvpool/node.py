@@ -219,6 +219,16 @@ class PoolNode:
         moved = {f"messenger_{name}": n for name, n in self.messenger.counters().items() if not name.endswith("_open")}
         return own | moved
 
+    def gauges(self) -> dict[str, int]:
+        """What is here now, under the names by which it is reported."""
+        return {
+            "pool_leases_open": len(self.core.leases),
+            "pool_puts_open": len(self.core.puts),
+            "pool_held_blocks": self.core.store.index.num_sealed,
+            "pool_used_bytes": self.core.store.slabs.nbytes_used,
+            "pool_capacity_bytes": self.config.arena_bytes,
+        }
+
     def validate(self) -> dict[str, Any]:
         """The self-check: everything is consistent, and nothing but sealed blocks is held."""
         counts = self.counts()

@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 KV_PATHS: Final = ("push", "pull", "load", "store")
 INTEGRITY_EVENTS: Final = ("digest_mismatches", "recomputed_blocks")
+_EVENTS: Final = {event: event for event in INTEGRITY_EVENTS} | {"pool_digest_mismatches": "digest_mismatches"}
+_NOT_WORKERS: Final = ("pool",)
 _GAUGES: Final = {"vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
 _BYTES_OF_PATH: Final = re.compile(r"moonpool:kv_([a-z]+)_bytes")
 _BYTES: Final = "moonpool:kv_bytes_moved"
@@ -21,7 +23,7 @@ CounterKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class ClusterSample:
-    """One look at /metrics, `at_s` on the replay's clock. `load`: requests per (role, "running" | "waiting")."""
+    """One look at /metrics, at a second of the replay. `load`: workers' requests by (role, "running" | "waiting")."""
 
     at_s: float
     load: Mapping[tuple[str, str], float]
@@ -32,7 +34,7 @@ def parse_metrics(text: str, at_s: float) -> ClusterSample:
     """A sample from Prometheus' text format. Raises ValueError.
 
     KV bytes are read from `moonpool:kv_bytes_moved{path=}` or from `moonpool:kv_PATH_bytes`; counters may or may not
-    carry the suffix `_total`.
+    carry the suffix `_total`. Damage found by workers and by pool nodes is one event.
     """
     load: dict[tuple[str, str], float] = {}
     counters: dict[CounterKey, float] = {}
@@ -41,7 +43,8 @@ def parse_metrics(text: str, at_s: float) -> ClusterSample:
             name = metric.name.removesuffix("_total")
             if name in _GAUGES:
                 key = metric.labels.get("role", ""), _GAUGES[name]
-                load[key] = load.get(key, 0.0) + metric.value
+                if key[0] not in _NOT_WORKERS:
+                    load[key] = load.get(key, 0.0) + metric.value
                 continue
             counter = _counter_of(name, metric.labels)
             if counter:
@@ -56,8 +59,7 @@ def _counter_of(name: str, labels: Mapping[str, str]) -> str:
     by_path = _BYTES_OF_PATH.fullmatch(name)
     if by_path:
         return by_path[1]
-    event = name.removeprefix("moonpool:")
-    return event if name.startswith("moonpool:") and event in INTEGRITY_EVENTS else ""
+    return _EVENTS.get(name.removeprefix("moonpool:"), "") if name.startswith("moonpool:") else ""
 
 
 @dataclass

@@ -41,8 +41,8 @@ class NodeSample:
 class NodesCollector(Collector):
     """Turns `samples()`, called at each scrape, into metric families.
 
-    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}. A NAME with one of GAUGE_SUFFIXES, which
-    tells what there is now, becomes the gauge moonpool:NAME; any other becomes moonpool:NAME_total.
+    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}. A NAME that ends in one of
+    GAUGE_SUFFIXES, which tells what there is now, becomes the gauge moonpool:NAME; any other, moonpool:NAME_total.
     """
 
     def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:

@@ -16,6 +16,8 @@ from frontend.api.formats import CompletionFormat
 from frontend.api.unsupported import unsupported_field
 from frontend.output import Step
 from frontend.request import Facts
+from kvpool import PoolNodeConfig
+from kvpool.node import PoolNode
 from replay.cluster_metrics import ClusterHistory
 from replay.objectives import Objectives
 from replay.summary import summarise
@@ -55,13 +57,14 @@ def front_door_metrics() -> set[str]:
 
 @pytest.fixture(scope="module")
 def metrics(front_door_metrics: set[str]) -> set[str]:
-    """All that /metrics can hold: of requests, of nodes, and of every counter that the nodes' code counts."""
+    """All that /metrics can hold: of requests, of nodes, of what pools hold, and of every counter that nodes count."""
     counted = {
         prefix + name
         for package, prefix in _COUNTED.items()
         for path in (ROOT / package).rglob("*.py")
         for name in counter_names(path.read_text(encoding="utf-8"))
     }
+    counted |= PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1).gauges().keys()
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))

@@ -266,4 +266,38 @@ async def test_a_node_joins_reports_and_joins_again_after_the_conductor_restarts
         assert node.endpoint == description.endpoint.to_proto()
         assert not conductor.reports[0][1].HasField("node")
         assert conductor.reports[0][-1].counters["pool_stored_blocks"] == 3
+        assert conductor.reports[0][-1].counters["pool_held_blocks"] == 3
         await server.stop(0)
+
+
+async def test_leases_puts_and_fill_are_reported_but_no_running_requests(
+    start_pool, worker, chain_of, tmp_path, until
+) -> None:
+    listen = f"unix:{tmp_path}/c.sock"
+    conductor = RecordingConductor()
+    server = await start_server(listen, lambda s: conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, s))
+    pool = await start_pool(conductor_target=listen)
+    client = worker.client(pool.target)
+    await worker.put(client, chain_of(3))
+    lease = await client.pin(worker.ns, chain_of(2), lease_s=30)
+    ticket = await worker.allocate(client, chain_of(5))
+    slot_nbytes = sum(-(-worker.spec.slot_nbytes(g) // 64) * 64 for g in range(worker.spec.num_groups))
+
+    def last(*names: str) -> list[float]:
+        counters = conductor.reports[0][-1].counters if conductor.reports and conductor.reports[0] else {}
+        return [counters.get(name, -1.0) for name in names]
+
+    async def busy() -> bool:
+        return last("pool_leases_open", "pool_puts_open", "pool_held_blocks") == [1, 1, 3]
+
+    await until(busy)
+    assert last("pool_used_bytes", "pool_capacity_bytes") == [5 * slot_nbytes, 1 << 20]
+    await client.abort_put(ticket)
+    await client.unpin(lease)
+
+    async def at_rest() -> bool:
+        return last("pool_leases_open", "pool_puts_open", "pool_used_bytes") == [0, 0, 3 * slot_nbytes]
+
+    await until(at_rest)
+    assert {report.num_running for report in conductor.reports[0]} == {0}
+    await server.stop(0)

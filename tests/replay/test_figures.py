@@ -126,6 +126,7 @@ METRICS = """\
 vllm:num_requests_running{{node="p0",role="prefill"}} 2
 vllm:num_requests_running{{node="p1",role="prefill"}} 1
 vllm:num_requests_waiting{{node="d0",role="decode"}} 4
+vllm:num_requests_running{{node="pool0",role="pool"}} 5
 # TYPE moonpool:kv_bytes_moved_total counter
 moonpool:kv_bytes_moved_total{{node="p0",role="prefill",path="push"}} {push}
 moonpool:kv_load_bytes{{node="p0",role="prefill"}} {load}
@@ -158,6 +159,22 @@ def test_metrics_are_read_as_the_frontend_exports_them() -> None:
     assert history.kv_bytes_by_path == {"push": 3_000_000_000, "pull": 0, "load": 0, "store": 7}
     assert history.increase("digest_mismatches") == 2
     assert history.load_of("prefill", "running")[1] == [2.0, 2.0]
+
+
+def test_damage_found_by_pools_counts_as_that_found_by_workers() -> None:
+    registry = CollectorRegistry()
+    found = {"worker": {"digest_mismatches": 1.0}, "pool": {"pool_digest_mismatches": 1.0}}
+    samples = [NodeSample("d0", "decode", counters=found["worker"]), NodeSample("p", "pool", counters=found["pool"])]
+    registry.register(NodesCollector(lambda: samples))
+    history = ClusterHistory()
+    history.add(parse_metrics(generate_latest(registry).decode(), 0.0))
+    samples[1] = replace(samples[1], counters={"pool_digest_mismatches": 4.0})
+    history.add(parse_metrics(generate_latest(registry).decode(), 1.0))
+    assert history.increase("digest_mismatches") == 3
+    samples[0] = replace(samples[0], counters={"digest_mismatches": 3.0})
+    history.add(parse_metrics(generate_latest(registry).decode(), 2.0))
+    assert history.increase("digest_mismatches") == 5
+    assert set(history.kv_bytes_by_path) == {"push", "pull", "load", "store"}
 
 
 def test_a_node_that_joins_later_counts_from_zero() -> None:
