@@ -89,8 +89,16 @@ class Arrivals:
     async def pull(self, reservation: Reservation, pulls: list[PullRange]) -> None:
         """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease.
 
-        What cannot be read, or is not right, stays missing: the prefill node is then asked to push it.
+        What cannot be read, or is not right, stays missing: the prefill node is then asked to push it, but not before
+        the last range is done with, since a push and a pull of one block must never overlap.
         """
+        reservation.announce()
+        try:
+            await self._pull_ranges(reservation, pulls)
+        finally:
+            reservation.over()
+
+    async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange]) -> None:
         for proto in pulls:
             try:
                 lease = Lease.from_pull_range(proto, self._node.memory.spec)

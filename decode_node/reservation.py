@@ -62,6 +62,10 @@ class Reservation:
     def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Verification of announced bytes is over; `right` [blocks] or [layers, blocks]."""
         self._arrived[np.asarray(layers)[:, None], blocks] = right
+        self.over()
+
+    def over(self) -> None:
+        """What was announced is over, whatever became of it."""
         with self._pending_lock:
             self._pending -= 1
             if self._pending == 0:

@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from engine import EngineError, Model, load_model
-from kvpool import Provenance, chain_keys, kv_namespace
+from kvpool import Provenance, chain_keys, digest, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
