@@ -23,6 +23,8 @@ class PoolNodeConfig:
     """Name of the node in the cluster."""
     listen: str
     """gRPC target to serve at: "unix:/dir/name.sock" or "host:port"."""
+    advertise: str = ""
+    """gRPC target that others dial, port 0 being the port listened at; empty: `listen`."""
     conductor_target: str = ""
     """The conductor to join; empty: none."""
     arena_bytes: int = 256 << 20

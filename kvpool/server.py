@@ -11,7 +11,7 @@ from kvpool.config import PoolNodeConfig
 from kvpool.membership import stay_joined
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
-from messenger.control import start_server
+from messenger.control import dialled, start_server
 from moonpool_proto.v1 import pool_pb2_grpc
 
 __all__ = ["serve_pool_node"]
@@ -20,7 +20,8 @@ _STOP_GRACE_S = 1.0
 
 
 async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is set; `on_ready(target)` is called once calls are answered, joined to a conductor or not.
+    """Serve until `stop` is set; `on_ready(target)`, with the target that others dial, is called once calls are
+    answered, joined to a conductor or not.
 
     Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed when it cannot listen.
     """
@@ -32,11 +33,12 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
 
         server = await start_server(config.listen, add)
+        target = dialled(server.target, config.advertise)
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
         try:
             if config.conductor_target:
-                tasks.append(asyncio.create_task(stay_joined(node, server.target)))
-            on_ready(server.target)
+                tasks.append(asyncio.create_task(stay_joined(node, target)))
+            on_ready(target)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()

@@ -116,6 +116,23 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     return ControlServer(server, listen_target if host_port is None else f"{host_port[0]}:{port}")
 
 
+def dialled(listened: str, advertise: str) -> str:
+    """The target to tell others of a server that listens at `listened`: `advertise`, unless it is empty.
+
+    Port 0 of `advertise` stands for the port listened at. Raises InvalidArgument for a target of another form.
+    """
+    if not advertise:
+        return listened
+    if _unix_path(advertise) is not None:
+        return advertise
+    host, port = _split_host_port(advertise)
+    if port:
+        return advertise
+    if _unix_path(listened) is not None:
+        raise InvalidArgument(f"target {advertise!r} needs a port: the server listens at {listened}, which has none")
+    return f"{host}:{_split_host_port(listened)[1]}"
+
+
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
     if _unix_path(target) is None:

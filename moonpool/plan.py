@@ -41,7 +41,8 @@ def plan_cluster(config: ServeConfig, *, run_dir: Path, port: int, cores: int) -
     ) -> RolePlan:
         target = _target(run_dir, node_id)
         own = {"node_id": node_id, "socket_dir": str(run_dir), "conductor": conductor, "listen": target, **own}
-        settings = {key: own.get(key, base.get(key)) for key in composite_settings(composite)}
+        declared = composite_settings(composite)
+        settings = {key: own.get(key, base.get(key, declared[key].default)) for key in declared}
         return RolePlan(node_id, command, settings, env, tier, target, grace)
 
     plans = [role("conductor", "conductor", ConductorRole, CONDUCTOR_TIER, light, grace_s)]

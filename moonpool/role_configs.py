@@ -46,6 +46,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
     return PoolNodeConfig(
         node_id=node_id,
         listen=config.listen.listen,
+        advertise=config.host.advertise,
         conductor_target=config.conductor.conductor,
         arena_bytes=config.pool.pool_bytes,
         host_id=config.host.host_id,
@@ -59,6 +60,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
     return WorkerConfig(
         node_id=node_id,
         listen=config.listen.listen,
+        advertise=config.host.advertise,
         conductor_target=config.conductor.conductor,
         pool_target=config.worker.pool,
         model_path=config.model.model,
@@ -115,6 +117,8 @@ def _messenger_config(transport: TransportSettings, host: HostSettings, socket_d
         transport=cast("TransportChoice", transport.transport),
         run_dir=socket_dir,
         host_id=host.host_id or None,
+        tcp_port=host.data_port,
+        advertise_host=host.data_advertise or None,
     )
 
 

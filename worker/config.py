@@ -30,6 +30,7 @@ class WorkerConfig:
     threads: int = 1  # CPU threads of the engine
     lease_s: float = 30.0  # lease on pool blocks while they are read
     put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
+    advertise: str = ""  # gRPC target that others dial, port 0 = the port listened at; empty = where it listens
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from messenger.control import ControlServer
+from messenger.control import ControlServer, dialled
 from worker.node import WorkerNode
 from worker.settle import in_thread
 
@@ -17,11 +17,14 @@ STOP_GRACE_S = 0.5
 async def serve_until(
     node: WorkerNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> None:
-    """Join the cluster, call `on_ready(target)`, and on `stop` take no new work, finish what runs, and close."""
+    """Join the cluster and call `on_ready` with the target that others dial; on `stop` take no new work, finish what
+    runs, and close.
+    """
     try:
+        target = dialled(server.target, node.config.advertise)
         await in_thread(node.warm_up)
-        if await _unless(stop, _join(node, server.target)):
-            on_ready(server.target)
+        if await _unless(stop, _join(node, target)):
+            on_ready(target)
             await stop.wait()
             node.draining.set()
             node.reporter.hurry()

@@ -18,6 +18,8 @@ from moonpool.config.slices import (
     TopologySettings,
     TransportSettings,
     WorkerSettings,
+    is_wildcard,
+    target_host,
 )
 from moonpool.errors import ConfigError
 
@@ -67,6 +69,9 @@ class PoolNodeRole:
     transport: TransportSettings
     logs: LogSettings
 
+    def __post_init__(self) -> None:
+        _check_addresses(self.listen, self.host, self.transport)
+
 
 @dataclass(frozen=True)
 class WorkerRole:
@@ -85,6 +90,7 @@ class WorkerRole:
 
     def __post_init__(self) -> None:
         _check_capacity(self.model, self.engine)
+        _check_addresses(self.listen, self.host, self.transport)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,20 @@ def _check_capacity(model: ModelSettings, engine: EngineSettings) -> None:
         raise ConfigError(
             f"capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: the capacity must be "
             f"a multiple of the block, {fitting} for example"
+        )
+
+
+def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:
+    """A node may listen at a wildcard, but others must be told what to dial."""
+    if is_wildcard(target_host(listen.listen)) and not host.advertise:
+        raise ConfigError(
+            f"--listen is {listen.listen!r}, a wildcard, which others cannot dial: "
+            "tell them this node's own address with --advertise host:port"
+        )
+    if is_wildcard(transport.data_host) and transport.transport != "shm" and not host.data_advertise:
+        raise ConfigError(
+            f"--data-host is {transport.data_host!r}, a wildcard, which peers cannot dial: "
+            "tell them this host's own address with --data-advertise"
         )
 
 

@@ -1,5 +1,6 @@
 """Every configuration key of the application, in slices; a key is declared here once and nowhere else."""
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,21 @@ from moonpool.errors import ConfigError
 
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "data" / "model"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_TARGET = re.compile(r"unix:.+|[^:]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def target_host(target: str) -> str:
+    """The host of a gRPC address; "" for a unix socket's."""
+    return "" if target.startswith("unix:") else target.rpartition(":")[0].strip("[]")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether the address stands for all of a machine's: one can listen there, but not dial it."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -231,10 +246,31 @@ class ListenSettings(Slice):
 
 @dataclass(frozen=True)
 class HostSettings(Slice):
-    """Which host this node counts itself to."""
+    """Which host this node counts itself to, and by which addresses others reach it there."""
 
     panel: ClassVar[str] = "This node"
     host_id: Annotated[str, Key("Nodes of equal host share memory", default_text="this machine's boot id")] = ""
+    advertise: Annotated[
+        str,
+        Key(
+            "gRPC address that others dial, where it is not --listen: host:port (0 = the port listened at)",
+            default_text="the one listened at",
+        ),
+    ] = ""
+    data_port: Annotated[int, Key("Port for KV transfers over TCP; 0 takes a free one", low=0, high=65535)] = 0
+    data_advertise: Annotated[
+        str, Key("Address that peers dial for KV transfers over TCP", default_text="--data-host")
+    ] = ""
+
+    def check(self) -> None:
+        if self.advertise and not _TARGET.fullmatch(self.advertise):
+            raise ConfigError(f"--advertise is {self.advertise!r}: expected host:port or unix:/path")
+        if is_wildcard(target_host(self.advertise)):
+            raise ConfigError(f"--advertise is {self.advertise!r}, a wildcard, which nobody can dial: give an address")
+        if self.data_advertise and is_wildcard(self.data_advertise):
+            raise ConfigError(
+                f"--data-advertise is {self.data_advertise!r}, a wildcard, which nobody can dial: give an address"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from kvpool import Directory, DirectoryState, PoolEvents, follow_pool_events, keys_u64
+from messenger import MessengerConfig
 from messenger.control import start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
 
@@ -300,4 +301,24 @@ async def test_leases_puts_and_fill_are_reported_but_no_running_requests(
 
     await until(at_rest)
     assert {report.num_running for report in conductor.reports[0]} == {0}
+    await server.stop(0)
+
+
+async def test_a_node_that_listens_at_a_wildcard_joins_as_what_it_advertises(
+    start_pool, worker, chain_of, tmp_path, until
+) -> None:
+    listen = f"unix:{tmp_path}/c.sock"
+    conductor = RecordingConductor()
+    server = await start_server(listen, lambda s: conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, s))
+    messenger = MessengerConfig(listen_host="0.0.0.0", advertise_host="127.0.0.1", transport="tcp")
+    pool = await start_pool(listen="0.0.0.0:0", advertise="127.0.0.1:0", conductor_target=listen, messenger=messenger)
+    assert pool.target.startswith("127.0.0.1:")
+
+    async def reported() -> bool:
+        return bool(conductor.reports) and bool(conductor.reports[0])
+
+    await until(reported)
+    node = conductor.reports[0][0].node
+    assert (node.target, node.endpoint.tcp_host) == (pool.target, "127.0.0.1")
+    await worker.put(worker.client(node.target), chain_of(2))
     await server.stop(0)

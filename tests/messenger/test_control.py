@@ -41,6 +41,26 @@ async def echo(target: str, request: bytes, deadline_s: float | None = 10.0) -> 
         )
 
 
+@pytest.mark.parametrize(
+    ("listened", "advertise", "expected"),
+    [
+        ("0.0.0.0:7002", "", "0.0.0.0:7002"),
+        ("0.0.0.0:7002", "10.0.0.2:17002", "10.0.0.2:17002"),
+        ("0.0.0.0:34567", "worker.example:0", "worker.example:34567"),
+        ("[::]:34567", "[fd00::2]:0", "[fd00::2]:34567"),
+        ("unix:/run/a.sock", "unix:/shared/a.sock", "unix:/shared/a.sock"),
+    ],
+)
+def test_others_dial_what_is_advertised_at_the_port_listened_at(listened: str, advertise: str, expected: str) -> None:
+    assert control.dialled(listened, advertise) == expected
+
+
+@pytest.mark.parametrize(("listened", "advertise"), [("unix:/run/a.sock", "worker:0"), ("0.0.0.0:1", "worker")])
+def test_an_advertised_target_without_a_port_is_refused(listened: str, advertise: str) -> None:
+    with pytest.raises(InvalidArgument, match="'worker"):
+        control.dialled(listened, advertise)
+
+
 async def test_a_server_at_port_zero_names_the_port_it_got() -> None:
     server = await control.start_server("127.0.0.1:0", add)
     assert not server.target.endswith(":0")

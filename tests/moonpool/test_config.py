@@ -1,4 +1,5 @@
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.config import COMPOSITES, ServeConfig, WorkerRole, all_settings, composite_settings, flatten, load
+from moonpool.config import (
+    COMPOSITES,
+    ConductorRole,
+    PoolNodeRole,
+    ServeConfig,
+    WorkerRole,
+    all_settings,
+    composite_settings,
+    flatten,
+    load,
+)
 from moonpool.config.fields import composite_slices, slice_settings
 from moonpool.config.sources import parse_size
 from moonpool.errors import ConfigError, UnknownKey
+from moonpool.role_configs import pool_node_config, worker_config
 
 
 def loaded(
@@ -127,6 +139,50 @@ def test_a_worker_without_a_conductor_is_told_what_it_lacks() -> None:
 def test_keys_that_do_not_go_together_are_refused(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(flags=flags)
+
+
+def _required(composite: type) -> dict[str, str]:
+    """What a pool node or a worker cannot do without."""
+    return {"conductor": "head:7000"} | ({"pool": "here:7001"} if composite is WorkerRole else {})
+
+
+@pytest.mark.parametrize("composite", [PoolNodeRole, WorkerRole])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"listen": "0.0.0.0:7002"}, r"--listen is '0.0.0.0:7002', a wildcard, .* with --advertise host:port"),
+        ({"listen": "[::]:0"}, "--listen is .* a wildcard"),
+        ({"listen": "0.0.0.0:0", "advertise": "0.0.0.0:7002"}, "--advertise is '0.0.0.0:7002', a wildcard"),
+        ({"advertise": "10.0.0.2"}, r"--advertise is '10.0.0.2': expected host:port or unix:/path"),
+        ({"data_host": "0.0.0.0"}, "--data-host is '0.0.0.0', a wildcard, .* with --data-advertise"),
+        ({"data_host": "::", "data_advertise": "::"}, "--data-advertise is '::', a wildcard"),
+        ({"data_port": "65536"}, "--data-port is 65536: expected 0 to 65535"),
+    ],
+)
+def test_an_address_that_others_cannot_dial_is_refused(composite: type, flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(composite, flags=flags | _required(composite))
+
+
+def test_a_conductor_may_listen_at_a_wildcard() -> None:
+    assert loaded(ConductorRole, flags={"listen": "0.0.0.0:7000"}).listen.listen == "0.0.0.0:7000"
+
+
+def test_a_wildcard_data_host_that_shared_memory_does_not_use_is_no_fault() -> None:
+    flags = {"conductor": "head:7000", "data_host": "0.0.0.0", "transport": "shm"}
+    assert loaded(PoolNodeRole, flags=flags).transport.data_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(("composite", "make"), [(PoolNodeRole, pool_node_config), (WorkerRole, worker_config)])
+def test_advertised_addresses_and_the_data_port_reach_the_node(
+    composite: type, make: Callable[[Any, str], Any], tmp_path: Path
+) -> None:
+    flags = {"listen": "0.0.0.0:7002", "advertise": "10.0.0.2:17002", "data_host": "0.0.0.0"}
+    flags |= {"data_port": "7003", "data_advertise": "10.1.0.2", "socket_dir": str(tmp_path)}
+    config = make(loaded(composite, flags=flags | _required(composite)), "n")
+    assert (config.listen, config.advertise) == ("0.0.0.0:7002", "10.0.0.2:17002")
+    messenger = config.messenger
+    assert (messenger.listen_host, messenger.tcp_port, messenger.advertise_host) == ("0.0.0.0", 7003, "10.1.0.2")
 
 
 def test_aggregated_workers_replace_the_default_split() -> None:
