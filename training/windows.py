@@ -1,6 +1,6 @@
 """Training windows: text from the token files, recall windows of facts, filler and questions, and copy windows.
 
-Every window begins with BOS at position 0, so that an attention sink forms there. Each token carries a loss weight:
+Every window begins with BOS at position 0, as every prompt does. Each token carries a loss weight:
 answers that only the context can give count more.
 """
 
