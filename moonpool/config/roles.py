@@ -45,6 +45,11 @@ class ServeConfig:
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
                 "several hosts, which share no memory; take transport auto or tcp"
             )
+        if is_wildcard(self.transport.data_host) and self.transport.transport != "shm":
+            raise ConfigError(
+                f"--data-host is {self.transport.data_host!r}, a wildcard, which peers cannot dial: "
+                "one machine's processes need an address of it, such as 127.0.0.1"
+            )
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def test_a_worker_without_a_conductor_is_told_what_it_lacks() -> None:
         ({"prefill_nodes": "0", "decode_nodes": "2"}, "one cannot serve without the other"),
         ({"prefill_nodes": "0", "decode_nodes": "0"}, "no worker is asked for"),
         ({"transport": "shm", "pool_nodes": "2"}, "share no memory"),
+        ({"data_host": "0.0.0.0"}, "--data-host is '0.0.0.0', a wildcard"),
         ({"capacity_tokens": "1000", "block_tokens": "16"}, "multiple of the block, 1008 for example"),
         ({"device": "tpu"}, "--device is 'tpu': expected auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "--device is 'cuda:'"),
