@@ -60,6 +60,12 @@ class Attempt:
         placement = self.placement
         return placement.decode.node_id if placement.HasField("decode") else placement.prefill.node_id
 
+    def incarnation_of(self, node_id: str) -> int:
+        """Of a node that the placement names; 0 for others."""
+        placement = self.placement
+        refs = (placement.prefill, placement.decode, *(holder.pool for holder in placement.holders))
+        return next((ref.incarnation for ref in refs if ref.node_id == node_id), 0)
+
     @property
     def streams(self) -> list[WorkerStream]:
         """The streams the attempt is on."""

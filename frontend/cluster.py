@@ -1,11 +1,13 @@
-"""The cluster as last seen: readiness, limits, node samples. Looked at once per interval, whoever asks."""
+"""The cluster as last seen: readiness, fit, limits, hanging nodes, samples. Looked at once per interval."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from frontend.conductor import ConductorClient
+from frontend.errors import ServiceUnavailable
+from frontend.fit import is_served, misfit
 from messenger.control import ControlError
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from telemetry import NodeSample
@@ -21,11 +23,28 @@ _LOOK_S: Final = 2.0
 
 
 class ClusterWatch:
-    """Keeps the conductor's last Cluster reply; what it says is at most one interval and one call old."""
+    """Keeps the conductor's last Cluster reply; what it says is at most one interval and one call old.
 
-    def __init__(self, conductor: ConductorClient, interval_s: float) -> None:
+    `on_suspect(node_id, incarnation)` is called, at every look, for each node that the conductor knows and that has
+    stopped reporting to it. A node that the conductor does not know may be well: the conductor may have restarted.
+    """
+
+    def __init__(
+        self,
+        conductor: ConductorClient,
+        interval_s: float,
+        *,
+        model: str,
+        block_tokens: int,
+        on_suspect: Callable[[str, int], None],
+    ) -> None:
         self._conductor = conductor
         self._interval_s = interval_s
+        self._model = model
+        self._block_tokens = block_tokens
+        self._on_suspect = on_suspect
+        self._was_served = False  # a worker of the model was seen
+        self._misfit: str | None = None
         self._reply = conductor_pb2.ClusterReply()
         self._problem: str | None = "the conductor was not asked yet"
         self._task: asyncio.Task[None] | None = None
@@ -45,7 +64,20 @@ class ClusterWatch:
         """Why the cluster cannot serve; None when it can."""
         if self._problem is not None:
             return self._problem
+        if self._misfit is not None:
+            return self._misfit
         return None if self._reply.ready else "the cluster has no place that can serve a request yet"
+
+    async def check_fit(self) -> None:
+        """Raises ServiceUnavailable while the workers' model or blocks are not this front door's."""
+        if not self._was_served and self._problem is None:
+            await self._look()  # the first worker may have joined since the last look
+        if self._misfit is not None:
+            raise ServiceUnavailable(self._misfit, code="misconfigured")
+
+    def incarnation(self, node_id: str) -> int:
+        """The node's incarnation; 0 when it is not in the cluster."""
+        return next((s.node.incarnation for s in self._reply.nodes if s.node.node_id == node_id), 0)
 
     def max_model_len(self, own_limit: int) -> int:
         """Longest sequence every worker takes; `own_limit` (0 = none) bounds it and stands in while none is known."""
@@ -70,6 +102,18 @@ class ClusterWatch:
             self._problem = f"the conductor does not answer: {error}"
             return
         self._problem = None
+        self._judge_fit()
+        for status in self._reply.nodes:
+            if status.suspect:
+                self._on_suspect(status.node.node_id, status.node.incarnation)
+
+    def _judge_fit(self) -> None:
+        nodes = [status.node for status in self._reply.nodes]
+        self._was_served |= is_served(nodes, self._model)
+        found = misfit(nodes, self._model, self._block_tokens, was_served=self._was_served)
+        if found is not None and found != self._misfit:
+            _log.error("%s", found)
+        self._misfit = found
 
 
 def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
@@ -82,5 +126,6 @@ def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
         capacity_tokens=node.capacity_tokens,
         free_tokens=report.free_tokens,
         draining=report.draining,
+        suspect=status.suspect,
         counters=dict(report.counters),
     )

@@ -8,6 +8,8 @@ from time import monotonic
 from typing import Any, Final, Literal
 
 from frontend.attempt import Attempt, Setback
+from frontend.avoiding import Avoided
+from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
 from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, RequestDeadline, WorkerLost
@@ -30,6 +32,7 @@ class DriverContext:
 
     config: FrontendConfig
     conductor: ConductorClient
+    cluster: ClusterWatch
     streams: WorkerStreams
     metrics: RequestMetrics
     spawn: Callable[[Coroutine[Any, Any, None]], None]
@@ -44,13 +47,16 @@ class Generation:
         self.overflowed = asyncio.Event()  # set as soon as the client is too slow, whether or not it asks for more
         self._context = context
         self._output = output
+        config = context.config
+        self._avoided = Avoided(config.hold_off_s, config.replace_grace_s / 2, context.cluster.incarnation)
         self._placer = Placer(
             context.conductor,
             context.metrics,
             request,
             self.facts,
-            frontend_id=context.config.node_id,
-            grace_s=context.config.replace_grace_s,
+            self._avoided,
+            frontend_id=config.node_id,
+            grace_s=config.replace_grace_s,
         )
         self._attempt: Attempt | None = None
         self._setback: Setback | None = None  # why there is no attempt now
@@ -224,7 +230,7 @@ class Generation:
         _log.warning("attempt %d ended: %s", attempt.number, setback.message, extra={"suspect": setback.suspect})
         self._leave(attempt, cancel=True)
         self._attempt, self._setback = None, setback
-        self._placer.excluded.add(setback.suspect)
+        self._avoided.add(setback.suspect, attempt.incarnation_of(setback.suspect), monotonic())
 
     def _raise_if_final(self, setback: Setback) -> None:
         text = f"{setback.suspect}: {setback.message}"

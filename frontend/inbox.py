@@ -27,7 +27,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """The worker's stream ended: whatever it had of the attempt is lost."""
+    """The worker's stream ended, or the worker hangs: whatever it had of the attempt is lost."""
 
     node_id: str
     reason: str

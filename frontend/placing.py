@@ -4,6 +4,7 @@ import asyncio
 from time import monotonic
 from typing import Final
 
+from frontend.avoiding import Avoided
 from frontend.conductor import ConductorClient
 from frontend.errors import (
     ApiError,
@@ -32,16 +33,17 @@ class Placer:
         metrics: RequestMetrics,
         request: GenerationRequest,
         facts: Facts,
+        avoided: Avoided,
         *,
         frontend_id: str,
         grace_s: float,
     ) -> None:
-        self.excluded: set[str] = set()
         self.is_known = False  # whether the conductor may hold something for the request
         self._conductor = conductor
         self._metrics = metrics
         self._request = request
         self._facts = facts
+        self._avoided = avoided
         self._frontend_id = frontend_id
         self._grace_s = grace_s
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
@@ -50,17 +52,18 @@ class Placer:
         """The next attempt's placement; counts the attempt. Raises ApiError when there is none."""
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
+        excluded = self._avoided.nodes()
         while True:
             self.is_known = True
-            reply = await self._conductor.schedule(self._schedule(), deadline_s=self._request.deadline_s)
+            reply = await self._conductor.schedule(self._schedule(excluded), deadline_s=self._request.deadline_s)
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
             if not self._may_wait(reply.reason) or monotonic() + pause_s > started_s + self._grace_s:
                 raise self._refused(reply)
-            # A lost node has left the cluster by itself or is back as another incarnation: it may be asked again.
-            self.excluded.clear()
             await asyncio.sleep(pause_s)
+            # There is nobody else: those that failed may be asked again, but not in a row.
+            excluded = self._avoided.held_off(monotonic())
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if not reply.HasField("prefill"):
             raise GenerationFailed("the conductor's placement names no prefill node", code="bad_placement")
@@ -89,7 +92,7 @@ class Placer:
         )
         self.is_known = False
 
-    def _schedule(self) -> conductor_pb2.ScheduleRequest:
+    def _schedule(self, excluded: list[str]) -> conductor_pb2.ScheduleRequest:
         request, generated = self._request, self._facts.token_ids
         ids, chain = request.extended(generated)
         return conductor_pb2.ScheduleRequest(
@@ -101,7 +104,7 @@ class Placer:
             max_new_tokens=request.sampling.max_tokens - len(generated),
             chain=chain,
             generated=len(generated),
-            exclude_nodes=sorted(self.excluded),
+            exclude_nodes=excluded,
             ttft_objective_s=request.ttft_objective_s,
             tpot_objective_s=request.tpot_objective_s,
             tenant=request.tenant,

@@ -36,27 +36,38 @@ class Service:
         self.registry = new_registry()
         self.metrics = RequestMetrics(self.registry, config.model_name)
         self.conductor = ConductorClient(config.conductor_target)
-        self.cluster = ClusterWatch(self.conductor, config.cluster_interval_s)
+        self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
+        self.cluster = ClusterWatch(
+            self.conductor,
+            config.cluster_interval_s,
+            model=config.model_name,
+            block_tokens=config.block_tokens,
+            on_suspect=self.streams.suspect,
+        )
         self.registry.register(NodesCollector(self.cluster.samples))
         self.preparer = Preparer(config, tokenizer, self.cluster)
-        self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.started_at = int(time.time())
         self.draining = False
         self._sessions: set[Session] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._background: set[asyncio.Task[None]] = set()
-        self._context = DriverContext(config, self.conductor, self.streams, self.metrics, self._spawn)
+        self._context = DriverContext(config, self.conductor, self.cluster, self.streams, self.metrics, self._spawn)
 
     async def start(self) -> None:
         """Look at the cluster for the first time; a conductor that is away is no error."""
         await self.cluster.start()
 
-    def admit(self) -> None:
-        """Raises ServiceUnavailable once no new request is taken."""
+    async def admit(self) -> None:
+        """Raises ServiceUnavailable once no new request is taken, or while none can be right."""
         if self.draining:
             self.metrics.rejected("draining")
             raise ServiceUnavailable("this front door is shutting down", code="draining", retry_after_s=1.0)
+        try:
+            await self.cluster.check_fit()
+        except ServiceUnavailable:
+            self.metrics.rejected("misconfigured")
+            raise
 
     def open_session(self, requests: Sequence[GenerationRequest]) -> Session:
         """Start what `close_session` must end."""

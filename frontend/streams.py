@@ -29,6 +29,7 @@ class WorkerStream:
 
     def __init__(self, node: conductor_pb2.NodeRef, hello: worker_pb2.Hello) -> None:
         self.node_id = node.node_id
+        self.incarnation = node.incarnation
         self.target = node.target
         self.ended = False
         self._hello = hello
@@ -65,6 +66,18 @@ class WorkerStream:
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tell the worker that nobody wants this attempt, or an earlier one, any more."""
         self.send(worker_pb2.FrontendMessage(cancel=worker_pb2.Cancel(request_id=request_id, attempt=attempt)))
+
+    def suspect(self) -> None:
+        """The worker hangs: attempts on the stream are told, as at its end. One that was attached to stays open.
+
+        The cancels that follow are read when the worker goes on, which is also when it may be given work again.
+        """
+        reason = f"{self.node_id} at {self.target} has stopped reporting to the conductor: it hangs"
+        if self._attached.done():
+            self._tell(reason)
+        else:
+            self._end(reason)
+            self._task.cancel()
 
     @property
     def num_subscriptions(self) -> int:
@@ -146,6 +159,10 @@ class WorkerStream:
         if not self._attached.done():
             self._attached.set_exception(WorkerLost(text))
             self._attached.exception()  # nobody may be waiting: that is no mistake
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        """Whatever the worker had of the attempts on the stream is lost."""
         if self._inboxes:
             _log.warning("%s; %d requests were on it", text, len(self._inboxes))
         inboxes, self._inboxes = self._inboxes, {}
@@ -177,6 +194,12 @@ class WorkerStreams:
                 f"no stream to {node.node_id} at {node.target} within {self._attach_timeout_s:g} s"
             ) from error
         return stream
+
+    def suspect(self, node_id: str, incarnation: int) -> None:
+        """This incarnation of the node hangs: its attempts are told."""
+        for stream in self._streams.values():
+            if (stream.node_id, stream.incarnation) == (node_id, incarnation):
+                stream.suspect()
 
     @property
     def num_subscriptions(self) -> int:

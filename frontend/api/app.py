@@ -111,7 +111,7 @@ class _Routes:
     async def _generation(self, http: Request, model: type[B]) -> tuple[Arrival, B]:
         at_s = monotonic()
         arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http))
-        self._service.admit()
+        await self._service.admit()
         return arrival, await self._body(http, model)
 
     async def _body(self, http: Request, model: type[B]) -> B:

@@ -37,6 +37,7 @@ TEXT = [
     "🎉😀",
 ]
 MAX_MODEL_LEN = 512
+BLOCK_TOKENS = 4
 WAIT_S = 10.0
 
 
@@ -250,15 +251,22 @@ class ScriptedCluster:
         prefill.on_submit = on_submit
 
 
+def describe(node: conductor_pb2.Node) -> None:
+    """What every worker says of itself."""
+    node.incarnation, node.model, node.spec.block_tokens = 1, "tiny", BLOCK_TOKENS
+
+
 @pytest.fixture
 async def cluster(run_dir: Path) -> AsyncIterator[ScriptedCluster]:
     scripted = ScriptedCluster(run_dir)
     for node_id in ("p0", "d0"):
         await scripted.add(node_id)
     node = conductor_pb2.Node(node_id="p0", role=common_pb2.ROLE_PREFILL, max_model_len=1024, capacity_tokens=1000)
+    describe(node)
     report = conductor_pb2.NodeReport(num_running=1, free_tokens=250, counters={"kv_push_bytes": 7.0})
     scripted.conductor.cluster.nodes.add(node=node, report=report)
     node = conductor_pb2.Node(node_id="d0", role=common_pb2.ROLE_DECODE, max_model_len=MAX_MODEL_LEN)
+    describe(node)
     scripted.conductor.cluster.nodes.add(node=node)
     await scripted.start_conductor()
     yield scripted
@@ -321,9 +329,10 @@ def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
         port=0,
         served_model_name="tiny",
         node_id="fe-0",
-        block_tokens=4,
+        block_tokens=BLOCK_TOKENS,
         request_timeout_s=20.0,
         cluster_interval_s=0.05,
+        hold_off_s=0.2,
         drain_grace_s=5.0,
     )
 
@@ -366,6 +375,11 @@ async def until(look: Callable[[], Awaitable[Any]], holds: Callable[[Any], bool]
             if holds(seen):
                 return seen
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., Awaitable[Any]]:
+    return until
 
 
 async def within(work: Awaitable[Any]) -> Any:

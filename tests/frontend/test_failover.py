@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -205,26 +207,62 @@ async def test_attempts_are_limited_and_the_error_tells_the_last_cause(cluster: 
         await front.quiet()
 
 
-async def test_request_that_lost_its_only_worker_waits_for_its_return(cluster: Any, front: Any) -> None:
-    placed = cluster.placement("p0", "d0")
+@pytest.fixture
+def only_pair(cluster: Any) -> None:
+    """There are p0 and d0: where one is excluded, there is no place."""
     missing = conductor_pb2.ScheduleReply(rejection=conductor_pb2.Rejection(reason="no_nodes", message="none"))
+    cluster.conductor.place = lambda request: missing if request.exclude_nodes else cluster.placement("p0", "d0")
 
-    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
-        asked = len(cluster.conductor.scheduled)
-        return missing if asked in (2, 3) else placed
 
-    cluster.conductor.place = place
-    task = post(front)
-    first = await cluster.workers["p0"].submitted()
-    cluster.workers["p0"].send(first, 0, IDS[:1])
-    cluster.workers["d0"].end_stream()
-    second = await cluster.workers["p0"].submitted()
-    # Exclusions are dropped once nothing else is left: the suspect may be a new incarnation by now.
-    assert [list(schedule.exclude_nodes) for schedule in cluster.conductor.scheduled] == [[], ["d0"], [], []]
-    told = second.generated  # the end of one stream may overtake a token on the other
-    cluster.workers["p0"].send(second, told, IDS[told : told + 1])
-    cluster.workers["d0"].send(second, told + 1, IDS[told + 1 :], finish=LENGTH)
-    assert ids_in(await task) == IDS
+@pytest.mark.usefixtures("only_pair")
+async def test_request_that_lost_its_only_worker_goes_on_as_soon_as_another_incarnation_is_there(
+    cluster: Any, start_front: Any
+) -> None:
+    async with start_front(hold_off_s=15.0) as front:
+        task = post(front)
+        prefill = cluster.workers["p0"]
+        first = await prefill.submitted()
+        prefill.send(first, 0, IDS[:1])
+        await cluster.workers["d0"].stop()
+        assert (await cluster.conductor.completion()).outcome == "retry"
+        await cluster.add("d0", incarnation=2)
+        cluster.conductor.cluster.nodes[1].node.incarnation = 2
+        second = await prefill.submitted()
+        assert second.attempt == 1
+        asked = [list(schedule.exclude_nodes) for schedule in cluster.conductor.scheduled]
+        assert (asked[0], asked[-1]) == ([], [])
+        assert all(excluded == ["d0"] for excluded in asked[1:-1])
+        told = second.generated  # the end of one stream may overtake a token on the other
+        prefill.send(second, told, IDS[told : told + 1])
+        cluster.workers["d0"].send(second, told + 1, IDS[told + 1 :], finish=LENGTH)
+        assert ids_in(await task) == IDS
+
+
+@pytest.mark.usefixtures("only_pair")
+async def test_the_only_worker_is_asked_again_after_pauses_that_double(cluster: Any, start_front: Any) -> None:
+    prefill, at_s = cluster.workers["p0"], []
+
+    async def on_submit(submit: worker_pb2.Submit) -> None:
+        at_s.append(monotonic())
+        prefill.fail(submit, "internal", retryable=True)
+
+    prefill.on_submit = on_submit
+    async with start_front(max_attempts=4, hold_off_s=0.2) as front:
+        status, body = await post(front)
+    assert (status, body["error"]["code"]) == (500, "generation_failed")
+    pauses = [later - sooner for sooner, later in pairwise(at_s)]
+    assert len(pauses) == 3
+    assert all(pause > limit for pause, limit in zip(pauses, (0.2, 0.4, 0.8), strict=True))
+
+
+@pytest.mark.usefixtures("only_pair")
+async def test_waiting_for_the_only_worker_ends_at_the_requests_deadline(cluster: Any, start_front: Any) -> None:
+    async with start_front(hold_off_s=15.0, request_timeout_s=1.0) as front:
+        task = post(front)
+        cluster.workers["p0"].fail(await cluster.workers["p0"].submitted(), "internal", retryable=True)
+        status, body = await task
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+        assert cluster.workers["p0"].submits.empty()
 
 
 async def test_no_place_left_is_a_named_error_after_the_grace(cluster: Any, start_front: Any) -> None:
@@ -327,8 +365,9 @@ async def test_what_is_logged_of_a_stream_names_its_request(
     cluster.workers["p0"].send(first, 0, IDS[:1])
     cluster.workers["d0"].end_stream()
     second = await cluster.workers["p0"].submitted()
-    cluster.workers["p0"].send(second, 1, IDS[1:2])
-    second_pair[1].send(second, 2, IDS[2:], finish=LENGTH)
+    told = second.generated  # the end of one stream may overtake a token on the other
+    cluster.workers["p0"].send(second, told, IDS[told : told + 1])
+    second_pair[1].send(second, told + 1, IDS[told + 1 :], finish=LENGTH)
     await streaming
     lines = {line["message"]: line for line in log_lines() if "request_id" in line}
     ended = next(line for message, line in lines.items() if message.startswith("attempt 0 ended"))
