@@ -59,9 +59,10 @@ class Core:
                 self._log = None
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log; what still happens is not written: a write would begin a new file."""
         if self._log is not None:
             self._log.close()
+            self._log = None
 
 
 def _tell(before: frozenset[str], now: frozenset[str]) -> None:

@@ -83,6 +83,17 @@ def test_a_restart_keeps_the_former_log(tmp_path):
     assert len(list(replay(path))) == len(list(replay(tmp_path / "d.jsonl.1"))) == 1
 
 
+def test_what_happens_after_the_close_begins_no_new_file(tmp_path):
+    path = tmp_path / "d.jsonl"
+    core = Core(ConductorConfig("none", decision_log=path))
+    core.handle(Tick())
+    core.close()
+    core.handle(Tick())
+    core.close()
+    assert len(list(replay(path))) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_log_that_cannot_be_written_does_not_stop_decisions(tmp_path, make, caplog):
     (tmp_path / "log").mkdir()
     core = Core(ConductorConfig("none", decision_log=tmp_path / "log"))

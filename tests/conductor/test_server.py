@@ -347,7 +347,7 @@ async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_h
             config = PoolNodeConfig(
                 name,
                 f"unix:{tmp_path}/{name}.sock",
-                f"unix:{tmp_path}/c.sock",
+                conductor_target=f"unix:{tmp_path}/c.sock",
                 arena_bytes=4 << 20,
                 messenger=MessengerConfig(transport="tcp"),
             )
