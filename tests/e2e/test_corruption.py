@@ -57,13 +57,12 @@ async def test_a_flipped_bit_in_the_pool_is_caught_and_recomputed(
             await cluster.wait_restarted(node, old)
         with map_memory(cluster.pid("pool-0"), "moonpool-arena") as arena:
             data = np.frombuffer(arena, dtype=np.uint8)
-            used = np.flatnonzero(data)
-            data[used] ^= 1
+            data[np.flatnonzero(data)[0]] ^= 1
             del data
         again = await cluster.complete(session, prompt(100), max_tokens=4, temperature=0.0)
         assert again.token_ids == first.token_ids
         assert judge.wrong_tokens(again) == []
-        assert again.cached_tokens == 0
+        assert again.cached_tokens < 96  # the damaged block, and what follows it, was computed
         async with asyncio.timeout(20):  # nodes report about once a second
             while not await metric(session, cluster.url, "moonpool:digest_mismatches_total"):
                 await asyncio.sleep(0.1)

@@ -311,6 +311,15 @@ class Front:
                 seen += await stream.content.readany()
         return seen
 
+    async def has_generated(self, count: int) -> None:
+        """Once the front door has taken this many tokens from the workers, on whichever streams they came."""
+
+        def taken(answer: tuple[int, str]) -> float:
+            lines = [line for line in answer[1].splitlines() if line.startswith("vllm:generation_tokens_total")]
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+        await until(lambda: self.get("/metrics"), lambda answer: taken(answer) >= count)
+
     async def readiness(self, status: int) -> tuple[int, str]:
         """What /ready says once it has this status."""
         return await until(lambda: self.get("/ready"), lambda answer: answer[0] == status)

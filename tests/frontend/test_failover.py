@@ -47,6 +47,7 @@ async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
     first = await prefill.submitted()
     prefill.send(first, 0, IDS[:1], cached=8)
     decode.send(first, 1, IDS[1:2])
+    await front.has_generated(2)
     decode.end_stream()
     # p0 is not suspect: it gets the next attempt, whose decode node is another.
     second = await prefill.submitted()
@@ -95,6 +96,7 @@ async def test_prefill_worker_lost_during_the_hand_off_costs_an_attempt(
     task = post(front)
     first = await cluster.workers["p0"].submitted()
     cluster.workers["p0"].send(first, 0, IDS[:1])
+    await front.has_generated(1)
     cluster.workers["p0"].end_stream()
     second = await second_pair[0].submitted()
     assert second.generated == 1
@@ -350,6 +352,7 @@ async def test_text_goes_on_seamlessly_over_attempts(cluster: Any, front: Any, i
     first = await cluster.workers["p0"].submitted()
     cluster.workers["p0"].send(first, 0, ids[:1])
     cluster.workers["d0"].send(first, 1, ids[1:2])  # ends inside the emoji
+    await front.has_generated(2)
     cluster.workers["d0"].end_stream()
     second = await cluster.workers["p0"].submitted()
     cluster.workers["p0"].send(second, 2, ids[2:3])
