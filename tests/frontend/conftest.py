@@ -311,14 +311,18 @@ class Front:
                 seen += await stream.content.readany()
         return seen
 
-    async def has_generated(self, count: int) -> None:
-        """Once the front door has taken this many tokens from the workers, on whichever streams they came."""
+    async def has_counted(self, metric: str, count: int) -> None:
+        """Once a metric has reached `count`, whichever streams brought what it counts."""
 
-        def taken(answer: tuple[int, str]) -> float:
-            lines = [line for line in answer[1].splitlines() if line.startswith("vllm:generation_tokens_total")]
+        def value(answer: tuple[int, str]) -> float:
+            lines = [line for line in answer[1].splitlines() if line.startswith(metric)]
             return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-        await until(lambda: self.get("/metrics"), lambda answer: taken(answer) >= count)
+        await until(lambda: self.get("/metrics"), lambda answer: value(answer) >= count)
+
+    async def has_generated(self, count: int) -> None:
+        """Once the front door has taken this many tokens."""
+        await self.has_counted("vllm:generation_tokens_total", count)
 
     async def readiness(self, status: int) -> tuple[int, str]:
         """What /ready says once it has this status."""

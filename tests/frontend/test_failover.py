@@ -152,9 +152,11 @@ async def test_duplicate_tokens_are_ignored_and_counted(cluster: Any, front: Any
     prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
     submit = await prefill.submitted()
     prefill.send(submit, 0, IDS[:1])
-    prefill.send(submit, 0, [77])
     decode.send(submit, 1, IDS[1:3])
+    await front.has_generated(3)
+    prefill.send(submit, 0, [77])
     decode.send(submit, 0, [78, 79])
+    await front.has_counted("moonpool:duplicate_tokens_total", 3)
     decode.send(submit, 3, IDS[3:], finish=LENGTH)
     assert ids_in(await task) == IDS
     assert 'moonpool:duplicate_tokens_total{model_name="tiny"} 3.0' in (await front.get("/metrics"))[1]
