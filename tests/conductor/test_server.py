@@ -67,7 +67,6 @@ class Worker:
 
     async def ended(self):
         """Why the conductor ended the stream."""
-        await asyncio.wait_for(self._call.wait_for_connection(), 10)
         return await asyncio.wait_for(self._call.code(), 10)
 
     def leave(self):
