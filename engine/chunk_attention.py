@@ -56,7 +56,8 @@ class ChunkAttention:
             self._contexts[group].append(_context(plan, cache, int(chunk), group))
         contexts = [context for contexts in self._contexts for context in contexts]
         tokens = max((context.tokens for context in contexts), default=0)
-        self._gathered = torch.empty(2, config.num_kv_heads, tokens, config.head_dim)
+        self._token_shape = (config.num_kv_heads, config.head_dim)
+        self._gathered = torch.empty(2 * config.num_kv_heads * tokens * config.head_dim)
         tiles = [tile for context in contexts for tile in context.tiles]
         rows = config.num_heads * max((tile.queries for tile in tiles), default=0)
         self._scores = torch.empty(rows * max((tile.keys.stop - tile.keys.start for tile in tiles), default=0))
@@ -67,7 +68,10 @@ class ChunkAttention:
         """Attention of the long chunks' rows of qkv [N, Q + 2K], whose KV is in the cache already, into out [N, Q]."""
         tile_by = self._by_products if torch.get_num_threads() <= _FEW_THREADS else self._by_fused_kernel
         for context in self._contexts[self._layer_group[layer]]:
-            keys, values = self._gathered[:, :, : context.tokens]
+            heads, head_dim = self._token_shape
+            # Contiguous whatever the chunk's length: another memory layout would have the kernel compiled again.
+            gathered = self._gathered[: 2 * heads * context.tokens * head_dim]
+            keys, values = gathered.view(2, heads, context.tokens, head_dim)
             kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
             for tile in context.tiles:
                 tile_by(tile, context.window, keys[:, tile.keys], values[:, tile.keys], qkv, out)
