@@ -60,14 +60,7 @@ class DecodeFace(WorkerFace):
     ) -> ReserveReply:
         node = self.node
         try:
-            if node.draining.is_set():
-                raise RequestRefused("draining", f"{node.config.node_id} is draining")
-            parsed = Request.from_proto(
-                request.request,
-                vocab_size=node.model.config.vocab_size,
-                max_model_len=node.max_model_len,
-                block_tokens=node.config.block_tokens,
-            )
+            parsed = self.checked(request.request)
             if parsed.generated + 1 == parsed.max_tokens < request.request.sampling.max_tokens:
                 raise RequestRefused("too_long", f"{len(parsed.prompt)} prompt tokens leave no room for an answer here")
             if not node.streams.is_attached(parsed.frontend_id):

@@ -99,10 +99,6 @@ class EngineLoop:
     def num_sequences(self) -> int:
         return len(self._inbox) + len(self._prefilling) + len(self._decoding)
 
-    @property
-    def num_decoding(self) -> int:
-        return len(self._decoding)
-
     def _run(self) -> None:
         with torch.inference_mode():
             while self._take_commands():

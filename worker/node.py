@@ -8,6 +8,7 @@ takes them with `take_slots`, gives them to a sequence for the time of `run_in_e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import sys
@@ -215,13 +216,8 @@ class WorkerNode:
             await asyncio.shield(leaving)
         except asyncio.CancelledError:
             self.engine.cancel(sequence)
-            while not leaving.done():
-                try:
-                    await asyncio.shield(leaving)
-                except asyncio.CancelledError:
-                    continue
-                except RequestFailed:
-                    break
+            with contextlib.suppress(asyncio.CancelledError, RequestFailed):
+                await settled(leaving)
             raise
         finally:
             del self._leaving[id(sequence)]

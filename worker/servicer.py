@@ -95,25 +95,10 @@ class WorkerFace(WorkerServicer):
             stream.close()
 
     def _submit(self, submit: Submit) -> None:
-        node = self.node
         try:
-            if node.draining.is_set():
-                raise RequestRefused("draining", f"{node.config.node_id} is draining")
-            if submit.model != node.config.served_model_name:
-                raise RequestRefused(
-                    "unknown_model",
-                    f"{node.config.node_id} serves {node.config.served_model_name!r}, not {submit.model!r}",
-                )
-            self.accept(
-                Request.from_proto(
-                    submit,
-                    vocab_size=node.model.config.vocab_size,
-                    max_model_len=node.max_model_len,
-                    block_tokens=node.config.block_tokens,
-                )
-            )
+            self.accept(self.checked(submit))
         except RequestRefused as error:
-            node.streams.send_failure(
+            self.node.streams.send_failure(
                 submit.frontend_id,
                 Failure(
                     request_id=submit.request_id,
@@ -123,6 +108,23 @@ class WorkerFace(WorkerServicer):
                     retryable=error.code == "draining",
                 ),
             )
+
+    def checked(self, submit: Submit) -> Request:
+        """The request, if this node takes it now. Raises RequestRefused."""
+        node = self.node
+        if node.draining.is_set():
+            raise RequestRefused("draining", f"{node.config.node_id} is draining")
+        if submit.model != node.config.served_model_name:
+            raise RequestRefused(
+                "unknown_model",
+                f"{node.config.node_id} serves {node.config.served_model_name!r}, not {submit.model!r}",
+            )
+        return Request.from_proto(
+            submit,
+            vocab_size=node.model.config.vocab_size,
+            max_model_len=node.max_model_len,
+            block_tokens=node.config.block_tokens,
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -35,11 +35,6 @@ class BlockIndex:
         """The block of this address, sealed or not."""
         return self._blocks.get(key)
 
-    def get_sealed(self, key: BlockKey) -> Block | None:
-        """The block of this address if readers may have it."""
-        block = self._blocks.get(key)
-        return block if block is not None and block.sealed else None
-
     def hold_parent(self, parent: BlockKey) -> None:
         """A child of `parent` is coming: do not evict it. Ends with `drop_parent` or with the child's removal."""
         self._num_children[parent] += 1

@@ -420,3 +420,15 @@ def ids_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 @pytest.fixture
 def prompt_of() -> Callable[[worker_pb2.Submit], list[int]]:
     return lambda submit: np.frombuffer(submit.prompt_ids, "<i4").tolist()
+
+
+@pytest.fixture
+async def second_pair(cluster: Any) -> tuple[Any, Any]:
+    """Workers p1 and d1; a request is placed on the first pair, and on the second where the first is excluded."""
+
+    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        names = [next(n for n in pair if n not in request.exclude_nodes) for pair in (("p0", "p1"), ("d0", "d1"))]
+        return cluster.placement(*names)
+
+    cluster.conductor.place = place
+    return await cluster.add("p1"), await cluster.add("d1")

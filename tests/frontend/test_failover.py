@@ -17,18 +17,6 @@ BODY = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True, "seed": 5}
 IDS = [20, 21, 22, 23]
 
 
-@pytest.fixture
-async def second_pair(cluster: Any) -> tuple[Any, Any]:
-    """Workers p1 and d1; a request is placed on the first pair, and on the second where the first is excluded."""
-
-    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
-        names = [next(n for n in pair if n not in request.exclude_nodes) for pair in (("p0", "p1"), ("d0", "d1"))]
-        return cluster.placement(*names)
-
-    cluster.conductor.place = place
-    return await cluster.add("p1"), await cluster.add("d1")
-
-
 def post(front: Any, body: dict[str, Any] = BODY) -> asyncio.Task[Any]:
     return asyncio.create_task(front.post(COMPLETIONS, body))
 

@@ -16,18 +16,6 @@ BODY = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True}
 IDS = [20, 21, 22, 23]
 
 
-@pytest.fixture
-async def second_pair(cluster: Any) -> tuple[Any, Any]:
-    """Workers p1 and d1, for requests that exclude the first pair."""
-
-    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
-        names = [next(n for n in pair if n not in request.exclude_nodes) for pair in (("p0", "p1"), ("d0", "d1"))]
-        return cluster.placement(*names)
-
-    cluster.conductor.place = place
-    return await cluster.add("p1"), await cluster.add("d1")
-
-
 def suspect(cluster: Any, node_id: str, *, incarnation: int = 1) -> None:
     status = next(s for s in cluster.conductor.cluster.nodes if s.node.node_id == node_id)
     status.suspect, status.node.incarnation = True, incarnation
