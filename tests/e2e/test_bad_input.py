@@ -415,7 +415,7 @@ CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
         "must be `hello`",
     ),
     ("prefill-0", service("Worker/Reserve"), b"", False, {"UNIMPLEMENTED"}, "prefill-0 takes no hand-offs"),
-    ("decode-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "the prompt is empty"),
+    ("decode-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "unknown_model: decode-0 serves"),
     ("decode-0", service("Worker/Reserve"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ReserveRequest"),
     ("pool-0", service("Pool/Allocate"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "AllocateRequest"),
     ("pool-0", service("Pool/Allocate"), b"", False, {"INVALID_ARGUMENT"}, "KvSpec has no groups"),
