@@ -2,19 +2,17 @@
 
 import asyncio
 import math
-import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from frontend.api.models import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     GenerationBody,
     RequestModel,
@@ -24,7 +22,9 @@ from frontend.api.models import (
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from frontend.request import GenerationRequest, SamplingParams
+from frontend.prompts import PromptReader
+from frontend.request import GenerationRequest
+from frontend.sampling_params import sampling_of
 from frontend.tokenizer import Tokenizer
 from kvpool import chain_keys, chain_seed
 
@@ -56,6 +56,7 @@ class Preparer:
         self._config = config
         self._tokenizer = tokenizer
         self._cluster = cluster
+        self._reader = PromptReader(tokenizer, config.model_name)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 
     @property
@@ -86,7 +87,7 @@ class Preparer:
             special = body.add_special_tokens is not False
             requests = []
             for prompt in prompts:
-                ids = self.prompt_ids(prompt, add_special_tokens=special)
+                ids = self._reader.prompt_ids(prompt, add_special_tokens=special)
                 max_tokens = self._max_tokens(
                     len(ids), body.max_tokens, self._config.completion_default_tokens, param="prompt"
                 )
@@ -100,7 +101,7 @@ class Preparer:
         self.check_model(body.model)
 
         def prepare() -> list[GenerationRequest]:
-            ids = self.chat_ids(
+            ids = self._reader.chat_ids(
                 body.messages, body.chat_template_kwargs, add_special_tokens=body.add_special_tokens is True
             )
             asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -118,7 +119,7 @@ class Preparer:
         special = body.add_special_tokens
         if messages is not None:
             return await self._in_thread(
-                lambda: self.chat_ids(messages, body.chat_template_kwargs, add_special_tokens=special is True)
+                lambda: self._reader.chat_ids(messages, body.chat_template_kwargs, add_special_tokens=special is True)
             )
         return await self._in_thread(
             lambda: self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)
@@ -126,37 +127,8 @@ class Preparer:
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids."""
-        self._check_ids(token_ids, "tokens")
+        self._reader.check_ids(token_ids, "tokens")
         return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    def prompt_ids(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """The ids of a completion's prompt. Raises InvalidRequest for an empty one and for ids of no token."""
-        if isinstance(prompt, str):
-            prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        self._check_ids(prompt, "prompt")
-        return prompt
-
-    def chat_ids(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None, *, add_special_tokens: bool
-    ) -> list[int]:
-        """The ids of a chat rendered with the model's template."""
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise InvalidRequest(
-                f"the model {self._config.model_name!r} has no chat template: use /v1/completions",
-                code="no_chat_template",
-            )
-        # Templates know no "developer", which is OpenAI's newer word for "system".
-        roles = ("system" if message.role == "developer" else message.role for message in messages)
-        chat = [{"role": role, "content": message.text} for role, message in zip(roles, messages, strict=True)]
-        text = template.render(chat, variables or {}, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if not ids:
-            raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
-        return ids
 
     def close(self) -> None:
         """Stop the threads."""
@@ -168,7 +140,6 @@ class Preparer:
         config = self._config
         prompt = np.array(ids, np.int32)
         seed = chain_seed(body.cache_salt or "", self._tokenizer.identity, config.block_tokens)
-        top_k = body.top_k if body.top_k is not None else 0
         return GenerationRequest(
             request_id=request_id,
             model=config.model_name,
@@ -176,17 +147,7 @@ class Preparer:
             chain=chain_keys(seed, prompt, config.block_tokens),
             chain_seed=seed,
             block_tokens=config.block_tokens,
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=1.0 if body.temperature is None else body.temperature,
-                top_p=1.0 if body.top_p is None else body.top_p,
-                top_k=max(0, top_k),  # vLLM's -1 is off, too
-                seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
-                stop=self._stops(body.stop),
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                eos_token_ids=self._tokenizer.eos_token_ids,
-                ignore_eos=bool(body.ignore_eos),
-            ),
+            sampling=sampling_of(body, config, max_tokens=max_tokens, eos_token_ids=self._tokenizer.eos_token_ids),
             arrival_s=arrival.at_s,
             deadline_s=arrival.at_s + config.request_timeout_s,
             tokenize_s=monotonic() - arrival.at_s,
@@ -207,23 +168,6 @@ class Preparer:
                 param=param,
             )
         return asked or min(default, limit - num_prompt)
-
-    def _stops(self, stop: list[str] | None) -> tuple[str, ...]:
-        config = self._config
-        stops = tuple(dict.fromkeys(stop or ()))
-        if len(stops) > config.max_stop_strings:
-            raise InvalidRequest(
-                f"{len(stops)} stop strings: at most {config.max_stop_strings} are taken", param="stop"
-            )
-        for text in stops:
-            if not 0 < len(text) <= config.max_stop_chars:
-                raise InvalidRequest(f"a stop string has 1 to {config.max_stop_chars} characters", param="stop")
-        return stops
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        if ids and max(ids) >= self._tokenizer.vocab_size:
-            size = self._tokenizer.vocab_size
-            raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -55,6 +55,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ClusterRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ClusterReply.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/moonpool.v1.Conductor/DrainNode',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
+                _registered_method=True)
         self.State = channel.unary_unary(
                 '/moonpool.v1.Conductor/State',
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
@@ -97,6 +102,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Ask a node to take no new work, finish what it has and leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def State(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,6 +143,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Cluster,
                     request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ClusterRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ClusterReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.SerializeToString,
             ),
             'State': grpc.unary_unary_rpc_method_handler(
                     servicer.State,
@@ -251,6 +268,33 @@ class Conductor:
             '/moonpool.v1.Conductor/Cluster',
             moonpool__proto_dot_v1_dot_conductor__pb2.ClusterRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_conductor__pb2.ClusterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/DrainNode',
+            moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class ConductorStub:
     Complete: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CompleteRequest, _conductor_pb2.CompleteReply]
     """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt."""
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
+    """Ask a node to take no new work, finish what it has and leave."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
 
@@ -52,6 +54,8 @@ class ConductorAsyncStub(ConductorStub):
     Complete: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CompleteRequest, _conductor_pb2.CompleteReply]  # type: ignore[assignment]
     """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt."""
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
+    DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
+    """Ask a node to take no new work, finish what it has and leave."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
 
@@ -86,6 +90,14 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ClusterReply, _abc.Awaitable[_conductor_pb2.ClusterReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _conductor_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.DrainNodeReply, _abc.Awaitable[_conductor_pb2.DrainNodeReply]]:
+        """Ask a node to take no new work, finish what it has and leave."""
 
     @_abc_1.abstractmethod
     def State(
