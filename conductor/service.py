@@ -85,12 +85,14 @@ class ConductorService(ConductorServicer):
                 )
                 for member in self._registry
             ],
-            ready=self._core.policy.is_ready(),
+            ready_models=self._core.policy.ready_models(),
         )
 
     async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
         state = self._core.policy.snapshot(self._core.now_ns())
-        state.update(incarnation=self._incarnation, ready=self._core.policy.is_ready(), pools=self._pools.state())
+        state.update(
+            incarnation=self._incarnation, ready_models=self._core.policy.ready_models(), pools=self._pools.state()
+        )
         return common_pb2.JsonReply(json=json.dumps(state))
 
     async def Validate(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:

@@ -34,17 +34,17 @@ class ClusterWatch:
         conductor: ConductorClient,
         interval_s: float,
         *,
-        model: str,
+        models: Sequence[str],
         block_tokens: int,
         on_suspect: Callable[[str, int], None],
     ) -> None:
         self._conductor = conductor
         self._interval_s = interval_s
-        self._model = model
+        self._models = tuple(models)
         self._block_tokens = block_tokens
         self._on_suspect = on_suspect
-        self._was_served = False  # a worker of the model was seen
-        self._misfit: str | None = None
+        self._was_served: set[str] = set()  # models of which a worker was seen
+        self._misfits: dict[str, str] = {}  # by model
         self._reply = conductor_pb2.ClusterReply()
         self._problem: str | None = "the conductor was not asked yet"
         self._task: asyncio.Task[None] | None = None
@@ -64,25 +64,33 @@ class ClusterWatch:
         """Why the cluster cannot serve; None when it can."""
         if self._problem is not None:
             return self._problem
-        if self._misfit is not None:
-            return self._misfit
-        return None if self._reply.ready else "the cluster has no place that can serve a request yet"
+        if self._misfits:
+            return "; ".join(self._misfits.values())
+        waiting = [repr(model) for model in self._models if model not in self._reply.ready_models]
+        if not waiting:
+            return None
+        return f"the cluster has no place that can serve a request of {' or '.join(waiting)} yet"
 
-    async def check_fit(self) -> None:
-        """Raises ServiceUnavailable while the workers' model or blocks are not this front door's."""
-        if not self._was_served and self._problem is None:
-            await self._look()  # the first worker may have joined since the last look
-        if self._misfit is not None:
-            raise ServiceUnavailable(self._misfit, code="misconfigured")
+    async def check_fit(self, model: str) -> None:
+        """Raises ServiceUnavailable while the blocks of the model's workers, or its name, are not this front door's."""
+        if model not in self._was_served and self._problem is None:
+            await self._look()  # its first worker may have joined since the last look
+        if model in self._misfits:
+            raise ServiceUnavailable(self._misfits[model], code="misconfigured")
 
     def incarnation(self, node_id: str) -> int:
         """The node's incarnation; 0 when it is not in the cluster."""
         return next((s.node.incarnation for s in self._reply.nodes if s.node.node_id == node_id), 0)
 
-    def max_model_len(self, own_limit: int) -> int:
-        """Longest sequence every worker takes; `own_limit` (0 = none) bounds it and stands in while none is known."""
-        limits = [status.node.max_model_len for status in self._reply.nodes if status.node.max_model_len]
+    def max_model_len(self, model: str, own_limit: int) -> int:
+        """Longest sequence every worker of the model takes; `own_limit` (0 = none) bounds it, and stands in for it
+        while no worker is known."""
+        limits = [node.max_model_len for node in self._workers(model) if node.max_model_len]
         return min([*limits, own_limit] if own_limit else limits, default=0)
+
+    def fingerprint(self, model: str) -> str:
+        """Hex, over the weights that the model's workers compute with; "" while no worker is known."""
+        return next((node.model_fingerprint for node in self._workers(model) if node.model_fingerprint), "")
 
     def samples(self) -> Sequence[NodeSample]:
         """The nodes' last reports, for export."""
@@ -109,11 +117,25 @@ class ClusterWatch:
 
     def _judge_fit(self) -> None:
         nodes = [status.node for status in self._reply.nodes]
-        self._was_served |= is_served(nodes, self._model)
-        found = misfit(nodes, self._model, self._block_tokens, was_served=self._was_served)
-        if found is not None and found != self._misfit:
-            _log.error("%s", found)
-        self._misfit = found
+        for model in self._models:
+            if is_served(nodes, model):
+                self._was_served.add(model)
+            found = misfit(
+                nodes,
+                model,
+                self._block_tokens,
+                was_served=model in self._was_served,
+                front_door=self._models,
+            )
+            if found is not None and found != self._misfits.get(model):
+                _log.error("%s", found)
+            if found is not None:
+                self._misfits[model] = found
+            else:
+                self._misfits.pop(model, None)
+
+    def _workers(self, model: str) -> list[conductor_pb2.Node]:
+        return [status.node for status in self._reply.nodes if status.node.model == model]
 
 
 def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:

@@ -10,17 +10,34 @@ _MAY_BE_ZERO: Final = frozenset({"port", "replace_grace_s", "drain_grace_s"})
 
 
 @dataclass(frozen=True)
+class ModelConfig:
+    """One model that is served. Raises ConfigError for an empty name."""
+
+    path: Path  # folder with tokenizer.json, config.json and, for chat, a template
+    name: str  # which metrics and the cluster's nodes use
+    aliases: tuple[str, ...] = ()  # further names that requests may use
+
+    def __post_init__(self) -> None:
+        if not all(self.names):
+            raise ConfigError(f"the model in {self.path} has an empty name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may use, the name first."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
 class FrontendConfig:
     """Everything `serve_frontend` needs. Raises ConfigError naming the field that cannot be right."""
 
-    model_path: Path  # folder with tokenizer.json, config.json and, for chat, a template
+    models: tuple[ModelConfig, ...]  # a request that names none goes to the first
     conductor_target: str  # gRPC target of the conductor
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
-    served_model_name: str = ""  # empty: the folder's name
     node_id: str = "frontend-0"
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
-    block_tokens: int = 16  # must equal the nodes'
+    block_tokens: int = 16  # of every model; must equal the nodes'
     request_timeout_s: float = 600.0  # from arrival to the last token
     idle_timeout_s: float = 60.0  # between two tokens of one attempt, before its decode worker is suspected
     max_attempts: int = 5  # placements of one request
@@ -41,6 +58,11 @@ class FrontendConfig:
     access_log: bool = False
 
     def __post_init__(self) -> None:
+        names = [name for model in self.models for name in model.names]
+        if not names:
+            raise ConfigError("models is empty: the front door needs one at least")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"models: the name {twice[0]!r} is given twice; names and aliases must be unique")
         if not self.conductor_target:
             raise ConfigError("conductor_target is empty: the front door needs a conductor")
         if not 0 <= self.port <= 65535:
@@ -53,8 +75,3 @@ class FrontendConfig:
                 continue
             if not (value > 0 or (value == 0 and field.name in _MAY_BE_ZERO)):
                 raise ConfigError(f"{field.name} is {value}: expected a positive number")
-
-    @property
-    def model_name(self) -> str:
-        """The name clients ask for."""
-        return self.served_model_name or self.model_path.resolve().name

@@ -1,13 +1,10 @@
 """From what a client sent to requests for the cluster, off the event loop: limits, templates, tokens, chain keys."""
 
-import asyncio
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final, TypeVar
 
 import numpy as np
 
@@ -15,22 +12,17 @@ from frontend.api.models import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    RequestModel,
     TokenizeBody,
-    parse,
 )
 from frontend.cluster import ClusterWatch
-from frontend.config import FrontendConfig
-from frontend.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from frontend.config import FrontendConfig, ModelConfig
+from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.prompts import PromptReader
 from frontend.request import GenerationRequest
 from frontend.sampling_params import sampling_of
 from frontend.tokenizer import Tokenizer
+from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
-
-T = TypeVar("T")
-B = TypeVar("B", bound=RequestModel)
-_LARGE_BODY_NBYTES: Final = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -52,32 +44,28 @@ class Arrival:
 class Preparer:
     """Understands bodies for one model."""
 
-    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer, cluster: ClusterWatch) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        cluster: ClusterWatch,
+        threads: WorkThreads,
+    ) -> None:
         self._config = config
+        self._model = model.name
         self._tokenizer = tokenizer
         self._cluster = cluster
-        self._reader = PromptReader(tokenizer, config.model_name)
-        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+        self._reader = PromptReader(tokenizer, model.name)
+        self._threads = threads
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together; 0 while nobody knows."""
-        return self._cluster.max_model_len(self._tokenizer.max_positions)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound."""
-        if name is not None and name != self._config.model_name:
-            raise ModelNotFound(f"the model {name!r} is not served here: {self._config.model_name!r} is", param="model")
-
-    async def parse(self, model: type[B], body: bytes) -> B:
-        """The body as a model; large ones off the event loop. Raises InvalidRequest."""
-        if len(body) < _LARGE_BODY_NBYTES:
-            return parse(model, body)
-        return await self._in_thread(lambda: parse(model, body))
+        return self._cluster.max_model_len(self._model, self._tokenizer.max_positions)
 
     async def completion(self, body: CompletionBody, arrival: Arrival) -> list[GenerationRequest]:
         """One request per prompt."""
-        self.check_model(body.model)
         prompts = body.prompt
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
@@ -94,11 +82,10 @@ class Preparer:
                 requests.append(self._request(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens))
             return requests
 
-        return await self._in_thread(prepare)
+        return await self._threads.run(prepare)
 
     async def chat(self, body: ChatBody, arrival: Arrival) -> list[GenerationRequest]:
         """The one request that a chat is."""
-        self.check_model(body.model)
 
         def prepare() -> list[GenerationRequest]:
             ids = self._reader.chat_ids(
@@ -108,31 +95,26 @@ class Preparer:
             max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
             return [self._request(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens)]
 
-        return await self._in_thread(prepare)
+        return await self._threads.run(prepare)
 
     async def tokens(self, body: TokenizeBody) -> list[int]:
         """The ids of a text or a chat."""
-        self.check_model(body.model)
         prompt, messages = body.prompt, body.messages
         if (prompt is None) == (messages is None):
             raise InvalidRequest("exactly one of prompt and messages is needed", param="prompt")
         special = body.add_special_tokens
         if messages is not None:
-            return await self._in_thread(
+            return await self._threads.run(
                 lambda: self._reader.chat_ids(messages, body.chat_template_kwargs, add_special_tokens=special is True)
             )
-        return await self._in_thread(
+        return await self._threads.run(
             lambda: self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)
         )
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids."""
         self._reader.check_ids(token_ids, "tokens")
-        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _request(
         self, body: GenerationBody, arrival: Arrival, request_id: str, ids: list[int], max_tokens: int
@@ -142,7 +124,7 @@ class Preparer:
         seed = chain_seed(body.cache_salt or "", self._tokenizer.identity, config.block_tokens)
         return GenerationRequest(
             request_id=request_id,
-            model=config.model_name,
+            model=self._model,
             prompt_ids=prompt,
             chain=chain_keys(seed, prompt, config.block_tokens),
             chain_seed=seed,
@@ -168,9 +150,6 @@ class Preparer:
                 param=param,
             )
         return asked or min(default, limit - num_prompt)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float:

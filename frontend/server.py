@@ -13,8 +13,8 @@ import uvicorn
 from frontend.api.app import build_app
 from frontend.config import FrontendConfig
 from frontend.errors import ConfigError, PortInUse
+from frontend.served import load_tokenizers
 from frontend.service import Service
-from frontend.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _BACKLOG: Final = 2048
@@ -29,8 +29,7 @@ async def serve_frontend(config: FrontendConfig, stop: asyncio.Event, on_ready: 
     """
     listener = bind(config.host, config.port)
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
-        service = Service(config, tokenizer)
+        service = Service(config, await load_tokenizers(config.models))
         try:
             await service.start()
             await _serve(service, listener, stop, on_ready)
@@ -87,7 +86,7 @@ async def _serve(
         await asyncio.wait((serving, up), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             url = url_of(listener)
-            _log.info("serving %s at %s", service.config.model_name, url)
+            _log.info("serving %s at %s", ", ".join(model.name for model in service.models), url)
             on_ready(url)
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             await service.drain()

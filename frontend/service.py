@@ -11,16 +11,15 @@ from frontend.auth import ApiKeys
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
-from frontend.detokenizer import CONTEXT_TOKENS
 from frontend.driver import DriverContext, Generation
 from frontend.errors import ServiceUnavailable
-from frontend.output import Output
-from frontend.prepare import Preparer
 from frontend.request import GenerationRequest
+from frontend.served import ServedModel, ServedModels
 from frontend.session import Session
 from frontend.streams import WorkerStreams
 from frontend.tokenizer import Tokenizer
-from telemetry import NodesCollector, RequestMetrics, new_registry
+from frontend.work_threads import WorkThreads
+from telemetry import NodesCollector, RequestFamilies, new_registry
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
@@ -29,59 +28,73 @@ _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once
 class Service:
     """The front door without HTTP. `start` before use, `drain` then `close` after it."""
 
-    def __init__(self, config: FrontendConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: FrontendConfig, tokenizers: Sequence[Tokenizer]) -> None:
+        """`tokenizers`: one per configured model."""
         self.config = config
-        self.tokenizer = tokenizer
         self.keys = ApiKeys(config.api_keys)
         self.registry = new_registry()
-        self.metrics = RequestMetrics(self.registry, config.model_name)
         self.conductor = ConductorClient(config.conductor_target)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
             self.conductor,
             config.cluster_interval_s,
-            model=config.model_name,
+            models=[model.name for model in config.models],
             block_tokens=config.block_tokens,
             on_suspect=self.streams.suspect,
         )
         self.registry.register(NodesCollector(self.cluster.samples))
-        self.preparer = Preparer(config, tokenizer, self.cluster)
+        self.threads = WorkThreads(config.tokenizer_threads)
+        families = RequestFamilies(self.registry)
+        self.models = ServedModels(
+            [
+                ServedModel(
+                    model, tokenizer, config=config, cluster=self.cluster, threads=self.threads, families=families
+                )
+                for model, tokenizer in zip(config.models, tokenizers, strict=True)
+            ]
+        )
         self.started_at = int(time.time())
         self.draining = False
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, ServedModel] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._background: set[asyncio.Task[None]] = set()
-        self._context = DriverContext(config, self.conductor, self.cluster, self.streams, self.metrics, self._spawn)
 
     async def start(self) -> None:
         """Look at the cluster for the first time; a conductor that is away is no error."""
         await self.cluster.start()
 
-    async def admit(self) -> None:
-        """Raises ServiceUnavailable once no new request is taken, or while none can be right."""
+    async def admit(self, name: str | None) -> ServedModel:
+        """The model that a request asks for by name or alias; None asks for the first.
+
+        Raises ModelNotFound, and ServiceUnavailable once no new request is taken or while none can be right.
+        """
+        model = self.models.find(name)
         if self.draining:
-            self.metrics.rejected("draining")
+            model.metrics.rejected("draining")
             raise ServiceUnavailable("this front door is shutting down", code="draining", retry_after_s=1.0)
         try:
-            await self.cluster.check_fit()
+            await self.cluster.check_fit(model.name)
         except ServiceUnavailable:
-            self.metrics.rejected("misconfigured")
+            model.metrics.rejected("misconfigured")
             raise
+        return model
 
-    def open_session(self, requests: Sequence[GenerationRequest]) -> Session:
+    def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest]) -> Session:
         """Start what `close_session` must end."""
-        session = Session([Generation(self._context, request, self._output(request)) for request in requests])
-        self._sessions.add(session)
+        context = DriverContext(self.config, self.conductor, self.cluster, self.streams, model.metrics, self._spawn)
+        session = Session([Generation(context, request, model.output(request)) for request in requests])
+        self._sessions[session] = model
         self._is_idle.clear()
-        self.metrics.in_flight.set(len(self._sessions))
+        model.count_session(1)
         return session
 
     async def close_session(self, session: Session) -> None:
         """Whatever became of it: workers and conductor are told."""
         await session.close()
-        self._sessions.discard(session)
-        self.metrics.in_flight.set(len(self._sessions))
+        model = self._sessions.pop(session, None)
+        if model is not None:
+            model.count_session(-1)
         if not self._sessions:
             self._is_idle.set()
 
@@ -107,7 +120,7 @@ class Service:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.cluster.close()
         await self.conductor.close()
-        self.preparer.close()
+        self.threads.close()
 
     def validate(self) -> dict[str, Any]:
         """What is held now; `ok` when that is nothing."""
@@ -128,11 +141,6 @@ class Service:
         except TimeoutError:
             return False
         return True
-
-    def _output(self, request: GenerationRequest) -> Output:
-        sampling = request.sampling
-        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
-        return Output(detokenizer, sampling.stop, sampling.stop_token_ids)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

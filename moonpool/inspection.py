@@ -124,4 +124,4 @@ async def _status(located: Located) -> tuple[list[dict[str, object]], bool]:
                 "address": item.node.target if item is not None else process.target if process else "",
             }
         )
-    return rows, cluster.ready
+    return rows, bool(cluster.ready_models)

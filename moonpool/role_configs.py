@@ -81,14 +81,13 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
 
 
 def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
-    from frontend import FrontendConfig
+    from frontend import FrontendConfig, ModelConfig
 
     return FrontendConfig(
-        model_path=config.model.model,
+        models=(ModelConfig(config.model.model, config.model.name),),
         conductor_target=config.conductor.conductor,
         host=config.http.host,
         port=config.http.port,
-        served_model_name=config.model.name,
         node_id=node_id,
         api_keys=config.http.api_key,
         block_tokens=config.model.block_tokens,

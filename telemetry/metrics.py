@@ -3,11 +3,13 @@
 A registry belongs to one application: nothing here registers itself anywhere by being imported.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+
+T = TypeVar("T")
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), so that quantiles over both systems are comparable.
 # fmt: off
@@ -44,12 +46,12 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 class RequestMetrics:
     """Instruments for one model's requests as the front door sees them; times in seconds, sizes in tokens."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, families: "RequestFamilies", model_name: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+            return families.histogram(name, text, buckets).labels(model_name)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+            return families.counter(name, text).labels(model_name)
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", _ITL_S)
@@ -70,15 +72,10 @@ class RequestMetrics:
         self.retries = counter("moonpool:request_retries", "Further attempts after a worker was lost or failed.")
         self.duplicate_tokens = counter("moonpool:duplicate_tokens", "Tokens received again and ignored.")
         self.slow_clients = counter("moonpool:slow_clients", "Requests cancelled as their client read too slowly.")
-        self.in_flight = Gauge(
-            "moonpool:requests_in_flight", "Requests now held by this frontend.", ["model_name"], registry=registry
-        ).labels(model_name)
-        self._success = Counter(
-            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
-        )
-        self._rejected = Counter(
-            "moonpool:requests_rejected", "Requests refused, by reason.", ["model_name", "reason"], registry=registry
-        )
+        in_flight = families.gauge("moonpool:requests_in_flight", "Requests now held by this frontend.")
+        self.in_flight = in_flight.labels(model_name)
+        self._success = families.counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
+        self._rejected = families.counter("moonpool:requests_rejected", "Requests refused, by reason.", "reason")
         self._model_name = model_name
         for reason in FINISH_REASONS:  # present from the start: a rate over a series that appears late misses its first
             self._success.labels(model_name, reason)
@@ -92,3 +89,30 @@ class RequestMetrics:
     def rejected(self, reason: str) -> None:
         """Count one refused request; `reason` must come from a fixed set, never from a client."""
         self._rejected.labels(self._model_name, reason).inc()
+
+
+class RequestFamilies:
+    """The families behind the request metrics of all models of one registry: each is made once, every model has its
+    series in it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._made: dict[str, Any] = {}
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        """The histogram `name`, labelled by model."""
+        return self._family(Histogram, name, text, (), buckets=buckets)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """The counter `name`, labelled by model and `labels`."""
+        return self._family(Counter, name, text, labels)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """The gauge `name`, labelled by model."""
+        return self._family(Gauge, name, text, ())
+
+    def _family(self, kind: Callable[..., T], name: str, text: str, labels: Sequence[str], **options: Any) -> T:
+        if name not in self._made:
+            self._made[name] = kind(name, text, ["model_name", *labels], registry=self._registry, **options)
+        family: T = self._made[name]
+        return family

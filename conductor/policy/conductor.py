@@ -65,9 +65,9 @@ class Conductor:
         self._count(event, decisions)
         return decisions
 
-    def is_ready(self) -> bool:
-        """Can any model's request be placed?"""
-        return any(self._serves(model) for model in self.models())
+    def ready_models(self) -> list[str]:
+        """Models of which a request can be placed."""
+        return [model for model in self.models() if self._serves(model)]
 
     @property
     def suspects(self) -> frozenset[str]:

@@ -10,16 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.api import models
-from frontend.api.body import read_body
+from frontend.api.body import parse_body, read_body
 from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer
 from frontend.api.stream import encode
 from frontend.errors import ApiError, ClientGone
 from frontend.prepare import Arrival
+from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import exposition
 
 B = TypeVar("B", bound=models.RequestModel)
+G = TypeVar("G", bound=models.GenerationBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -60,37 +62,39 @@ class _Routes:
         self._service = service
 
     async def completions(self, http: Request) -> Response:
-        arrival, body = await self._generation(http, models.CompletionBody)
-        requests = await self._service.preparer.completion(body, arrival)
-        return await answer(self._service, http, body, requests, CompletionFormat)
+        arrival, body, model = await self._generation(http, models.CompletionBody)
+        requests = await model.preparer.completion(body, arrival)
+        return await answer(self._service, http, body, model, requests, CompletionFormat)
 
     async def chat(self, http: Request) -> Response:
-        arrival, body = await self._generation(http, models.ChatBody)
-        requests = await self._service.preparer.chat(body, arrival)
-        return await answer(self._service, http, body, requests, ChatFormat)
+        arrival, body, model = await self._generation(http, models.ChatBody)
+        requests = await model.preparer.chat(body, arrival)
+        return await answer(self._service, http, body, model, requests, ChatFormat)
 
     async def tokenize(self, http: Request) -> Response:
         self._tenant(http)
         body = await self._body(http, models.TokenizeBody)
-        ids = await self._service.preparer.tokens(body)
-        strings = self._service.tokenizer.tokens(ids) if body.return_token_strs else None
-        limit = self._service.preparer.max_model_len
+        model = self._service.models.find(body.model)
+        ids = await model.preparer.tokens(body)
+        strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
+        limit = model.preparer.max_model_len
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, http: Request) -> Response:
         self._tenant(http)
         body = await self._body(http, models.DetokenizeBody)
-        self._service.preparer.check_model(body.model)
-        return _json({"prompt": await self._service.preparer.text(body.tokens)})
+        model = self._service.models.find(body.model)
+        return _json({"prompt": await model.preparer.text(body.tokens)})
 
     async def models(self, http: Request) -> Response:
         self._tenant(http)
-        return _json({"object": "list", "data": [self._card()]})
+        cards = [self._card(name, model) for model in self._service.models for name in model.config.names]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, http: Request) -> Response:
         self._tenant(http)
-        self._service.preparer.check_model(http.path_params["name"])
-        return _json(self._card())
+        name = http.path_params["name"]
+        return _json(self._card(name, self._service.models.find(name)))
 
     async def alive(self, http: Request) -> Response:
         return _json({"status": "ok"})
@@ -108,30 +112,35 @@ class _Routes:
     async def validate(self, http: Request) -> Response:
         return _json(self._service.validate())
 
-    async def _generation(self, http: Request, model: type[B]) -> tuple[Arrival, B]:
+    async def _generation(self, http: Request, kind: type[G]) -> tuple[Arrival, G, ServedModel]:
         at_s = monotonic()
         arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http))
-        await self._service.admit()
-        return arrival, await self._body(http, model)
+        body = await self._body(http, kind)
+        return arrival, body, await self._service.admit(body.model)
 
-    async def _body(self, http: Request, model: type[B]) -> B:
+    async def _body(self, http: Request, kind: type[B]) -> B:
         config = self._service.config
         body = await read_body(http, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
-        return await self._service.preparer.parse(model, body)
+        return await parse_body(kind, body, self._service.threads)
 
     def _tenant(self, http: Request) -> str:
         return self._service.keys.check(http.headers.get("authorization"))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str, model: ServedModel) -> dict[str, object]:
+        """A model under one of its names; `root` is the one that its aliases share."""
         service = self._service
         return {
-            "id": service.config.model_name,
+            "id": name,
             "object": "model",
             "created": service.started_at,
             "owned_by": "moonpool",
-            "root": service.config.model_name,
+            "root": model.name,
             "parent": None,
-            "max_model_len": service.preparer.max_model_len or None,
+            "max_model_len": model.preparer.max_model_len or None,
+            "moonpool": {
+                "fingerprint": service.cluster.fingerprint(model.name) or None,
+                "block_tokens": service.config.block_tokens,
+            },
         }
 
 

@@ -1,10 +1,16 @@
-"""Receiving a request's body: bounded in size and time."""
+"""Receiving a request's body, bounded in size and time, and understanding it."""
 
 import asyncio
+from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from frontend.api.models import RequestModel, parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone
+from frontend.work_threads import WorkThreads
+
+B = TypeVar("B", bound=RequestModel)
+_LARGE_BODY_NBYTES: Final = 32 << 10
 
 
 async def read_body(request: Request, *, max_nbytes: int, timeout_s: float) -> bytes:
@@ -24,3 +30,10 @@ async def read_body(request: Request, *, max_nbytes: int, timeout_s: float) -> b
     except ClientDisconnect as error:
         raise ClientGone("the client left while sending its request") from error
     return bytes(body)
+
+
+async def parse_body(model: type[B], body: bytes, threads: WorkThreads) -> B:
+    """The body as a model; large ones off the event loop. Raises InvalidRequest."""
+    if len(body) < _LARGE_BODY_NBYTES:
+        return parse(model, body)
+    return await threads.run(lambda: parse(model, body))

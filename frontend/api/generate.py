@@ -11,6 +11,7 @@ from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
 from frontend.api.stream import EventStream, encode, until_gone
 from frontend.request import GenerationRequest
+from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import logs
 
@@ -19,17 +20,22 @@ _STALLED_CLIENT_S: Final = 5.0  # past its deadline the request is over; then th
 
 
 async def answer(
-    service: Service, http: Request, body: GenerationBody, requests: list[GenerationRequest], form: type[Format]
+    service: Service,
+    http: Request,
+    body: GenerationBody,
+    model: ServedModel,
+    requests: list[GenerationRequest],
+    form: type[Format],
 ) -> Response:
-    """Run the requests and answer in `form`. Raises ApiError while no byte of the answer is out."""
+    """Run the requests on their model and answer in `form`. Raises ApiError while no byte of the answer is out."""
     headers = {"x-request-id": _request_id(http, requests[0].request_id)}
     with logs.request(requests[0].request_id):
-        session = service.open_session(requests)
+        session = service.open_session(model, requests)
         handed_over = False
         try:
             shape = form(
                 session.generations,
-                service.config.model_name,
+                body.model or model.name,  # the name that was asked for: an alias is answered under the alias
                 include_usage=body.includes_usage,
                 return_token_ids=bool(body.return_token_ids),
             )

@@ -164,9 +164,9 @@ async def join_pair(client):
 
 async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
     _, client = await conductor()
-    assert not (await client.cluster()).ready
+    assert not (await client.cluster()).ready_models
     await join_pair(client)
-    assert (await client.cluster()).ready
+    assert (await client.cluster()).ready_models == ["m"]
     placement = (await client.schedule()).placement
     assert placement.prefill.node_id == "prefill-0"
     assert placement.decode.target == "unix:/nowhere/decode-0.sock"
@@ -201,7 +201,7 @@ async def test_a_node_that_stops_reporting_is_suspect_until_it_reports(conductor
         return await suspects() == {"decode-0", "decode-1"}
 
     await client.until(both)
-    assert not (await client.cluster()).ready
+    assert not (await client.cluster()).ready_models
     rejection = (await client.schedule()).rejection
     assert (rejection.reason, "decode-0, decode-1 silent" in rejection.message) == ("no_nodes", True)
     await client.workers[-1].report()

@@ -21,7 +21,7 @@ from kvpool.node import PoolNode
 from replay.cluster_metrics import ClusterHistory
 from replay.objectives import Objectives
 from replay.summary import summarise
-from telemetry import NodeSample, NodesCollector, RequestMetrics, new_registry
+from telemetry import NodeSample, NodesCollector, RequestFamilies, RequestMetrics, new_registry
 
 ROOT = Path(__file__).parents[2]
 Page = Callable[[str], Any]
@@ -51,7 +51,7 @@ def counter_names(source: str) -> set[str]:
 def front_door_metrics() -> set[str]:
     """What a front door exports of its own requests."""
     registry = new_registry()
-    RequestMetrics(registry, "m").rejected("queue")
+    RequestMetrics(RequestFamilies(registry), "m").rejected("queue")
     return exported(registry)
 
 

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from frontend import FrontendConfig, serve_frontend
+from frontend import FrontendConfig, ModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -87,7 +87,7 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         self.place = place
         self.scheduled: list[conductor_pb2.ScheduleRequest] = []
         self.completed: asyncio.Queue[conductor_pb2.CompleteRequest] = asyncio.Queue()
-        self.cluster = conductor_pb2.ClusterReply(ready=True)
+        self.cluster = conductor_pb2.ClusterReply(ready_models=["tiny"])
 
     async def Schedule(self, request: Any, context: Any) -> conductor_pb2.ScheduleReply:
         self.scheduled.append(request)
@@ -337,10 +337,9 @@ class Front:
 @pytest.fixture
 def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
     return FrontendConfig(
-        model_path=model_path,
+        models=(ModelConfig(model_path, "tiny"),),
         conductor_target=cluster.conductor_target,
         port=0,
-        served_model_name="tiny",
         node_id="fe-0",
         block_tokens=BLOCK_TOKENS,
         request_timeout_s=20.0,

@@ -1,10 +1,12 @@
 """A front door whose model or block size is not the workers': said clearly, everywhere, and only then."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from frontend import ModelConfig
 from frontend.fit import misfit
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 
@@ -38,6 +40,14 @@ def test_workers_of_other_models_pool_nodes_and_nobody_are_no_misfit(nodes: list
     assert misfit(nodes, "tiny", 4, was_served=False) is None
 
 
+def test_workers_of_another_model_of_the_front_door_are_no_misfit_but_strangers_are() -> None:
+    assert misfit([worker("other")], "tiny", 4, was_served=False, front_door=("tiny", "other")) is None
+    said = misfit([worker("other"), worker("more")], "tiny", 4, was_served=False, front_door=("tiny", "other"))
+    assert said is not None
+    assert "'more'" in said
+    assert "'other'" not in said
+
+
 def test_a_model_that_lost_its_workers_is_no_misfit() -> None:
     assert misfit([worker("other")], "tiny", 4, was_served=True) is None
 
@@ -58,8 +68,10 @@ async def test_another_block_size_is_told_by_readiness_log_and_requests(
     assert [line["level"].lower() for line in said] == ["error"]
 
 
-async def test_another_model_is_told_by_readiness_and_requests(cluster: Any, start_front: Any) -> None:
-    async with start_front(served_model_name="mine") as front:
+async def test_another_model_is_told_by_readiness_and_requests(
+    cluster: Any, start_front: Any, model_path: Path
+) -> None:
+    async with start_front(models=(ModelConfig(model_path, "mine"),)) as front:
         assert "'mine'" in (await front.readiness(503))[1]
         status, body = await front.post(COMPLETIONS, BODY)
         assert (status, body["error"]["code"]) == (503, "misconfigured")
@@ -72,7 +84,7 @@ async def test_workers_that_joined_since_the_last_look_are_looked_at_before_a_re
     nodes = list(cluster.conductor.cluster.nodes)
     cluster.conductor.cluster = conductor_pb2.ClusterReply()
     async with start_front(block_tokens=8, cluster_interval_s=60.0) as front:
-        cluster.conductor.cluster = conductor_pb2.ClusterReply(ready=True, nodes=nodes)
+        cluster.conductor.cluster = conductor_pb2.ClusterReply(ready_models=["tiny"], nodes=nodes)
         status, body = await front.post(COMPLETIONS, BODY)
         assert (status, body["error"]["code"]) == (503, "misconfigured")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from frontend import ConfigError, FrontendConfig, ModelFolderError, PortInUse
+from frontend import ConfigError, FrontendConfig, ModelConfig, ModelFolderError, PortInUse
 from frontend.server import bind, url_of
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import worker_pb2
@@ -23,11 +23,11 @@ from moonpool_proto.v1 import worker_pb2
 CODE = """
 import asyncio, sys
 from pathlib import Path
-from frontend import FrontendConfig, serve_frontend
+from frontend import FrontendConfig, ModelConfig, serve_frontend
 from messenger.control import run
 
 async def main(stop):
-    config = FrontendConfig(model_path=Path(sys.argv[1]), conductor_target=sys.argv[2], port=0)
+    config = FrontendConfig(models=(ModelConfig(Path(sys.argv[1]), "tiny"),), conductor_target=sys.argv[2], port=0)
     await serve_frontend(config, stop, lambda url: print(url, flush=True))
 
 stop = asyncio.Event()
@@ -79,6 +79,9 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
         ({"request_timeout_s": float("nan")}, "request_timeout_s"),
         ({"drain_grace_s": -1.0}, "drain_grace_s"),
         ({"api_keys": ("a", "")}, "api_keys"),
+        ({"models": ()}, "models is empty"),
+        ({"models": (ModelConfig(Path("a"), "m"), ModelConfig(Path("b"), "m"))}, "'m' is given twice"),
+        ({"models": (ModelConfig(Path("a"), "m", ("n",)), ModelConfig(Path("b"), "n"))}, "'n' is given twice"),
     ],
 )
 def test_configuration_that_cannot_be_right_is_refused_by_name(
@@ -86,10 +89,6 @@ def test_configuration_that_cannot_be_right_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(config, **change)
-
-
-def test_model_name_defaults_to_the_folders(config: FrontendConfig) -> None:
-    assert replace(config, served_model_name="").model_name == config.model_path.name
 
 
 @pytest.mark.parametrize(
@@ -125,19 +124,19 @@ def test_a_template_file_wins_over_the_configurations(model_copy: Path) -> None:
 
 async def test_chats_without_a_template_are_refused(model_copy: Path, start_front: Any) -> None:
     (model_copy / "tokenizer_config.json").unlink()
-    async with start_front(model_path=model_copy) as front:
+    async with start_front(models=(ModelConfig(model_copy, "tiny"),)) as front:
         status, body = await front.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert (status, body["error"]["code"]) == (400, "no_chat_template")
 
 
 async def test_readiness_follows_the_cluster(cluster: Any, front: Any) -> None:
     assert (await front.get("/ready"))[0] == 200
-    cluster.conductor.cluster.ready = False
+    cluster.conductor.cluster.ready_models[:] = []
     _, text = await front.readiness(503)
     assert "no place" in json.loads(text)["reason"]
     for path in ("/health", "/live"):
         assert (await front.get(path))[0] == 200
-    cluster.conductor.cluster.ready = True
+    cluster.conductor.cluster.ready_models[:] = ["tiny"]
     await front.readiness(200)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry import NodeSample, NodesCollector, RequestMetrics, exposition, new_registry
+from telemetry import NodeSample, NodesCollector, RequestFamilies, RequestMetrics, exposition, new_registry
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -24,7 +24,7 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def test_request_metrics_have_vllms_names() -> None:
     registry = new_registry()
-    metrics = RequestMetrics(registry, "tiny")
+    metrics = RequestMetrics(RequestFamilies(registry), "tiny")
     metrics.ttft.observe(0.03)
     metrics.itl.observe(0.02)
     metrics.prompt_tokens.inc(7)
@@ -47,15 +47,15 @@ def test_request_metrics_have_vllms_names() -> None:
 
 def test_two_applications_in_one_process_do_not_share_numbers() -> None:
     first, second = new_registry(), new_registry()
-    RequestMetrics(first, "tiny").generation_tokens.inc(5)
-    RequestMetrics(second, "tiny")
+    RequestMetrics(RequestFamilies(first), "tiny").generation_tokens.inc(5)
+    RequestMetrics(RequestFamilies(second), "tiny")
     name = key("vllm:generation_tokens_total", model_name="tiny")
     assert (scrape(first)[name], scrape(second)[name]) == (5, 0)
 
 
 def test_finish_reason_outside_the_set_is_refused() -> None:
     with pytest.raises(ValueError, match="'vanished'"):
-        RequestMetrics(new_registry(), "tiny").finished("vanished")
+        RequestMetrics(RequestFamilies(new_registry()), "tiny").finished("vanished")
 
 
 def test_openmetrics_is_served_when_asked_for() -> None:
@@ -110,3 +110,14 @@ def test_counters_of_one_name_from_several_nodes_form_one_family() -> None:
     text, _ = exposition(registry, "text/plain")
     assert text.count(b"# TYPE moonpool:generation_tokens_total counter") == 1
     assert scrape(registry)[key("moonpool:generation_tokens_total", node="d2", role="decode")] == 2
+
+
+def test_two_models_of_one_front_door_have_series_of_their_own() -> None:
+    registry = new_registry()
+    families = RequestFamilies(registry)
+    RequestMetrics(families, "large").finished("stop")
+    RequestMetrics(families, "small").rejected("ttft")
+    samples = scrape(registry)
+    assert samples[key("vllm:request_success_total", model_name="large", finished_reason="stop")] == 1
+    assert samples[key("vllm:request_success_total", model_name="small", finished_reason="stop")] == 0
+    assert samples[key("moonpool:requests_rejected_total", model_name="small", reason="ttft")] == 1

@@ -698,22 +698,24 @@ class ClusterReply(_message.Message):
 
     CONDUCTOR_INCARNATION_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
+    READY_MODELS_FIELD_NUMBER: _builtins.int
     conductor_incarnation: _builtins.int
-    ready: _builtins.bool
-    """at least one place can serve a request"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @_builtins.property
+    def ready_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those of which a request can be placed"""
+
     def __init__(
         self,
         *,
         conductor_incarnation: _builtins.int = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
-        ready: _builtins.bool = ...,
+        ready_models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready_models", b"ready_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

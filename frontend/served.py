@@ -1,0 +1,73 @@
+"""The models that a front door serves: each with its tokenizer, its limits and its series, found by name or alias."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from frontend.cluster import ClusterWatch
+from frontend.config import FrontendConfig, ModelConfig
+from frontend.detokenizer import CONTEXT_TOKENS
+from frontend.errors import ModelNotFound
+from frontend.output import Output
+from frontend.prepare import Preparer
+from frontend.request import GenerationRequest
+from frontend.tokenizer import Tokenizer
+from frontend.work_threads import WorkThreads
+from telemetry import RequestFamilies, RequestMetrics
+
+
+class ServedModel:
+    """One model's part of the front door."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        config: FrontendConfig,
+        cluster: ClusterWatch,
+        threads: WorkThreads,
+        families: RequestFamilies,
+    ) -> None:
+        self.config = model
+        self.name = model.name
+        self.tokenizer = tokenizer
+        self.metrics = RequestMetrics(families, model.name)
+        self.preparer = Preparer(config, model, tokenizer, cluster, threads)
+        self._num_sessions = 0
+
+    def output(self, request: GenerationRequest) -> Output:
+        """Fresh state that turns one request's tokens into text."""
+        sampling = request.sampling
+        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
+        return Output(detokenizer, sampling.stop, sampling.stop_token_ids)
+
+    def count_session(self, change: int) -> None:
+        """One HTTP request more (1) or fewer (-1) is in flight."""
+        self._num_sessions += change
+        self.metrics.in_flight.set(self._num_sessions)
+
+
+class ServedModels:
+    """All of them, in the order of the configuration: a request that names none goes to the first."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = tuple(models)
+        self._by_name = {name: model for model in models for name in model.config.names}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of that name or alias. Raises ModelNotFound, naming what is served."""
+        if name is None:
+            return self._models[0]
+        if name not in self._by_name:
+            served = ", ".join(map(repr, self._by_name))
+            verb = "is" if len(self._by_name) == 1 else "are"
+            raise ModelNotFound(f"the model {name!r} is not served here: {served} {verb}", param="model")
+        return self._by_name[name]
+
+
+async def load_tokenizers(models: Sequence[ModelConfig]) -> list[Tokenizer]:
+    """Each model's tokenizer, read off the event loop. Raises ModelFolderError."""
+    return [await asyncio.to_thread(Tokenizer, model.path) for model in models]
