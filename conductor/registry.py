@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from conductor.errors import JoinRefused
+from conductor.errors import JoinRefused, NodeInUse, UnknownNode
 from conductor.wire import ROLES
 from moonpool_proto.v1 import conductor_pb2
 
@@ -20,6 +20,7 @@ class Member:
     node: conductor_pb2.Node
     report: conductor_pb2.NodeReport
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # another stream speaks for the node now
+    drain_asked: asyncio.Event = field(default_factory=asyncio.Event)  # the node is to finish its work and leave
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
         """Keep what `Cluster` shows of a report."""
@@ -58,6 +59,18 @@ class Registry:
         self._nodes[node.node_id] = node
         self._peers.clear()
         return member
+
+    def ask_to_drain(self, node_id: str) -> None:
+        """Tell the node to finish its work and leave. Raises UnknownNode, or NodeInUse for a pool node with workers."""
+        member = self._members.get(node_id)
+        if member is None:
+            raise UnknownNode(
+                f"no node {node_id!r} has joined; joined are: {', '.join(sorted(self._members)) or 'none'}"
+            )
+        users = [other.node.node_id for other in self if other.node.pool_node_id == node_id]
+        if users:
+            raise NodeInUse(f"pool node {node_id!r} serves the workers {', '.join(users)}: drain these first")
+        member.drain_asked.set()
 
     def remove(self, member: Member) -> bool:
         """The stream ended. False when another one speaks for the node by now."""

@@ -10,7 +10,7 @@ import grpc
 
 from conductor import wire
 from conductor.core import Core
-from conductor.errors import JoinRefused
+from conductor.errors import JoinRefused, NodeInUse, UnknownNode
 from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
@@ -46,11 +46,17 @@ class ConductorService(ConductorServicer):
             log.warning("refused: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         self._joined(member, first)
+        reading = asyncio.ensure_future(self._read(member, request_iterator))
         try:
             accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
             yield conductor_pb2.NodeCommand(accepted=accepted)
-            await self._follow(member, request_iterator)
+            await _first_of(reading, member.replaced, member.drain_asked)
+            if member.drain_asked.is_set() and not member.replaced.is_set() and not reading.done():
+                yield conductor_pb2.NodeCommand(drain=conductor_pb2.Drain())
+                await _first_of(reading, member.replaced)
         finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             self._left(member)
         if member.replaced.is_set():
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
@@ -88,6 +94,18 @@ class ConductorService(ConductorServicer):
             ready_models=self._core.policy.ready_models(),
         )
 
+    async def DrainNode(
+        self, request: conductor_pb2.DrainNodeRequest, context: Context
+    ) -> conductor_pb2.DrainNodeReply:
+        try:
+            self._registry.ask_to_drain(request.node_id)
+        except UnknownNode as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except NodeInUse as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        log.info("node %s is asked to drain", request.node_id)
+        return conductor_pb2.DrainNodeReply()
+
     async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
         state = self._core.policy.snapshot(self._core.now_ns())
         state.update(
@@ -113,17 +131,6 @@ class ConductorService(ConductorServicer):
         self._core.handle(wire.report(node.node_id, first))
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
-
-    async def _follow(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
-        """Until the stream ends, or another one speaks for the node."""
-        reading = asyncio.ensure_future(self._read(member, reports))
-        replaced = asyncio.ensure_future(member.replaced.wait())
-        try:
-            await asyncio.wait([reading, replaced], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reading.cancel()
-            replaced.cancel()
-            await asyncio.gather(reading, replaced, return_exceptions=True)
 
     async def _read(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
         async for report in reports:
@@ -155,6 +162,17 @@ class ConductorService(ConductorServicer):
                 peer = self._registry.worker_of(request.model)
                 assert peer is not None
                 self._pools.start_copy(decision, peer.kv_namespace, request.chain)
+
+
+async def _first_of(reading: "asyncio.Future[None]", *events: asyncio.Event) -> None:
+    """Until `reading` is done or one of the events is set."""
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait([reading, *waits], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:

@@ -215,11 +215,11 @@ class DecodeFace(WorkerFace):
             await node.fence_slots(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
 
 
-async def serve_decode_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Run a decode node until `stop`."""
+async def serve_decode_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+    """Run a decode node until `stop`, or until it is drained: whether it was."""
     face = DecodeFace(config)
     server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
-        await serve_until(face.node, server, stop, on_ready)
+        return await serve_until(face.node, server, stop, on_ready)
     finally:
         face.close()

@@ -25,11 +25,12 @@ async def stay_joined(node: PoolNode, target: str) -> None:
         channel = open_channel(conductor)
         try:
             stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(channel)
-            # A draining pool node goes on serving its blocks, so no command changes what it does.
             async for command in stub.Join(_reports(node, target)):
                 if command.HasField("accepted"):
                     _log.info("joined the conductor at %s", conductor)
                     last_trouble = ""
+                elif command.HasField("drain"):
+                    node.draining.set()
             trouble = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             trouble = f"{error.details()} [{error.code().name}]"
@@ -63,4 +64,6 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
     """Totals and gauges alone: a pool node runs no requests."""
     values = node.counters() | node.gauges()
-    return conductor_pb2.NodeReport(counters={name: float(value) for name, value in values.items()})
+    return conductor_pb2.NodeReport(
+        draining=node.draining.is_set(), counters={name: float(value) for name, value in values.items()}
+    )

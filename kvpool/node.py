@@ -37,6 +37,7 @@ class PoolNode:
         self.copying = asyncio.Semaphore(config.max_copies)
         self.num_copies = 0
         self.closing = False
+        self.draining = asyncio.Event()  # set from outside: serve on as long as somebody reads or writes, then leave
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
         self._own_reads: dict[str, Future[Any]] = {}  # into slots of this node's own puts
         self._changed = asyncio.Event()
@@ -167,6 +168,14 @@ class PoolNode:
                 quiet = False
             except TimeoutError:
                 quiet = True
+
+    async def wait_unused(self) -> None:
+        """Until nobody reads or writes here, or for as long as a read may last."""
+        deadline_s = time.monotonic() + self.config.operation_s
+        while self.core.leases or self.core.puts or self.num_copies:
+            if time.monotonic() >= deadline_s:
+                return
+            await asyncio.sleep(self.config.sweep_s)
 
     def stop_events(self) -> None:
         """End all event streams."""

@@ -19,11 +19,11 @@ __all__ = ["serve_pool_node"]
 _STOP_GRACE_S = 1.0
 
 
-async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is set; `on_ready(target)`, with the target that others dial, is called once calls are
-    answered, joined to a conductor or not.
+async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+    """Serve until `stop` is set, or until the conductor has the node drained: whether it had.
 
-    Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed when it cannot listen.
+    `on_ready(target)`, with the target that others dial, is called once calls are answered, joined to a conductor or
+    not. Each run is a new incarnation with an empty arena. Raises AddressInUse or BindFailed when it cannot listen.
     """
     node = PoolNode(config, secrets.randbits(64))
     await node.start()
@@ -34,7 +34,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
 
         server = await start_server(config.listen, add)
         target = dialled(server.target, config.advertise)
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        drained = asyncio.create_task(_drained(node))
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), drained]
         try:
             if config.conductor_target:
                 tasks.append(asyncio.create_task(stay_joined(node, target)))
@@ -42,6 +43,7 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            return drained in done
         finally:
             for task in tasks:
                 task.cancel()
@@ -50,3 +52,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             await server.stop(_STOP_GRACE_S)
     finally:
         await node.close()
+
+
+async def _drained(node: PoolNode) -> None:
+    await node.draining.wait()
+    await node.wait_unused()

@@ -13,6 +13,7 @@ from moonpool.log_file import LogFile
 from moonpool.tether import SUPERVISOR_VARIABLE
 
 READY_PREFIX = "MOONPOOL_READY "
+DRAINED_LINE = "MOONPOOL_DRAINED"
 TAIL_LINES = 20
 _LINE_LIMIT_NBYTES = 1 << 20
 _DRAIN_S = 1.0
@@ -37,6 +38,7 @@ class Child:
         self.plan = plan
         self.pid = process.pid
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.drained = False  # it ends because the cluster no longer wants it
         self._process = process
         self._log = log
 
@@ -78,6 +80,9 @@ class Child:
             announcement = parse_ready(line)
             if announcement is not None:
                 on_ready(self, announcement)
+                return
+            if line == DRAINED_LINE:
+                self.drained = True
                 return
             self.tail.append(line)
             self._log.write(line)

@@ -57,7 +57,7 @@ def plan_cluster(config: ServeConfig, *, run_dir: Path, port: int, cores: int) -
                 WorkerRole,
                 WORKER_TIER,
                 thread_environment(threads),
-                grace_s,
+                max(grace_s, config.engine.worker_drain_grace + _STOP_MARGIN_S),
                 host_id=hosts[turn],
                 pool=_target(run_dir, pools[turn]),
                 worker_index=index,

@@ -74,6 +74,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         prefill_lookahead=config.engine.prefill_lookahead,
         max_model_len=config.engine.max_model_len,
         threads=engine_threads(config.engine.threads, 1, usable_cores()),
+        drain_grace_s=config.engine.worker_drain_grace,
         lease_s=config.pool.lease,
         put_ttl_s=config.pool.put_ttl,
         messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),

@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.child import READY_PREFIX
+from moonpool.child import DRAINED_LINE, READY_PREFIX
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 Ready = Callable[[str], None]
-Serving = Coroutine[Any, Any, None]
+Serving = Coroutine[Any, Any, bool | None]  # True: drained, and not wanted back
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Role:
 
 
 def run_role(role: Role, config: Any) -> int:
-    """Serve until SIGINT or SIGTERM; announces `MOONPOOL_READY {json}` on stdout once it can be called."""
+    """Serve until SIGINT or SIGTERM; announces `MOONPOOL_READY {json}` on stdout once it can be called.
+
+    A node that ends because the conductor had it drained says `MOONPOOL_DRAINED`, for its supervisor to let it go.
+    """
     from messenger.control import run
     from moonpool.role_configs import node_id_of
     from telemetry import logs
@@ -47,12 +50,14 @@ def run_role(role: Role, config: Any) -> int:
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
     try:
-        run(role.serve(config, node_id, stop, on_ready), stop=stop)
+        drained = run(role.serve(config, node_id, stop, on_ready), stop=stop)
     except Exception as error:
         if isinstance(error, _configuration_errors()):
             raise ConfigError(f"{node_id}: {error}") from error
         log.exception("%s ends: %s", node_id, error)
         return 1
+    if drained:
+        print(DRAINED_LINE, flush=True)
     return 0
 
 
@@ -63,32 +68,32 @@ async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, o
     await serve_conductor(conductor_config(config), stop, on_ready)
 
 
-async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
     from kvpool import serve_pool_node
     from moonpool.role_configs import pool_node_config
 
-    await serve_pool_node(pool_node_config(config, node_id), stop, on_ready)
+    return await serve_pool_node(pool_node_config(config, node_id), stop, on_ready)
 
 
-async def _prefill_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _prefill_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
     from moonpool.role_configs import worker_config
     from prefill_node.server import serve_prefill_node
 
-    await serve_prefill_node(worker_config(config, node_id), stop, on_ready)
+    return await serve_prefill_node(worker_config(config, node_id), stop, on_ready)
 
 
-async def _decode_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _decode_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
     from decode_node.server import serve_decode_node
     from moonpool.role_configs import worker_config
 
-    await serve_decode_node(worker_config(config, node_id), stop, on_ready)
+    return await serve_decode_node(worker_config(config, node_id), stop, on_ready)
 
 
-async def _aggregated_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+async def _aggregated_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
     from moonpool.role_configs import worker_config
     from worker.aggregated import serve_aggregated
 
-    await serve_aggregated(worker_config(config, node_id), stop, on_ready)
+    return await serve_aggregated(worker_config(config, node_id), stop, on_ready)
 
 
 async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:

@@ -142,11 +142,11 @@ class PrefillFace(WorkerFace):
         return self._channels[target]
 
 
-async def serve_prefill_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Run a prefill node until `stop`."""
+async def serve_prefill_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+    """Run a prefill node until `stop`, or until it is drained: whether it was."""
     face = PrefillFace(config)
     server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
-        await serve_until(face.node, server, stop, on_ready)
+        return await serve_until(face.node, server, stop, on_ready)
     finally:
         await face.close()

@@ -43,9 +43,9 @@ class AggregatedFace(WorkerFace):
                 report.progress(request.request_id, request.attempt, PHASE_ENDED)
 
 
-async def serve_aggregated(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Run an aggregated worker until `stop`."""
+async def serve_aggregated(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
+    """Run an aggregated worker until `stop`, or until it is drained: whether it was."""
     node = WorkerNode(config, ROLE_AGGREGATED)
     face = AggregatedFace(node)
     server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
-    await serve_until(node, server, stop, on_ready)
+    return await serve_until(node, server, stop, on_ready)

@@ -29,6 +29,7 @@ class WorkerConfig:
     max_model_len: int = 0  # 0 = the model's own
     threads: int = 1  # CPU threads of the engine
     lease_s: float = 30.0  # lease on pool blocks while they are read
+    drain_grace_s: float = 20.0  # for the requests at hand once asked to leave; what is left then moves elsewhere
     put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
     advertise: str = ""  # gRPC target that others dial, port 0 = the port listened at; empty = where it listens
     messenger: MessengerConfig = field(default_factory=MessengerConfig)

@@ -10,28 +10,40 @@ from messenger.control import ControlServer, dialled
 from worker.node import WorkerNode
 from worker.settle import in_thread
 
-DRAIN_GRACE_S = 20.0
 STOP_GRACE_S = 0.5
 
 
 async def serve_until(
     node: WorkerNode, server: ControlServer, stop: asyncio.Event, on_ready: Callable[[str], None]
-) -> None:
-    """Join the cluster and call `on_ready` with the target that others dial; on `stop` take no new work, finish what
-    runs, and close.
+) -> bool:
+    """Join the cluster and call `on_ready` with the target that others dial; on `stop`, or when the conductor says so,
+    take no new work, finish what runs, and close. Whether it was the conductor: then the node is not wanted back.
     """
+    drained = False
     try:
         target = dialled(server.target, node.config.advertise)
         await in_thread(node.warm_up)
         if await _unless(stop, _join(node, target)):
             on_ready(target)
-            await stop.wait()
+            await _either(stop, node.draining)
+            drained = not stop.is_set()
             node.draining.set()
             node.reporter.hurry()
-            await node.jobs.wait_idle(DRAIN_GRACE_S)
+            await node.jobs.wait_idle(node.config.drain_grace_s)
     finally:
         await server.stop(STOP_GRACE_S)
         await node.close()
+    return drained
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def _join(node: WorkerNode, target: str) -> None:

@@ -73,6 +73,14 @@ class EngineSettings(Slice):
         int, Key("Requests loaded or reserved ahead of the one computed", low=1, high=1024)
     ] = 3
     max_model_len: Annotated[int, Key("Longest prompt and output together", low=0, default_text="the model's own")] = 0
+    worker_drain_grace: Annotated[
+        float,
+        Key(
+            "Seconds that running requests have when a worker is drained or stopped; then they move to another",
+            low=0,
+            high=86400,
+        ),
+    ] = 20.0
 
     def check(self) -> None:
         if not _DEVICE.fullmatch(self.device):

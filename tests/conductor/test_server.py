@@ -65,6 +65,9 @@ class Worker:
     async def report(self, **report):
         await self._call.write(conductor_pb2.NodeReport(**report))
 
+    async def command(self):
+        return await self._call.read()
+
     async def ended(self):
         """Why the conductor ended the stream."""
         return await asyncio.wait_for(self._call.code(), 10)
@@ -115,6 +118,9 @@ class Client:
 
     async def cluster(self):
         return await self.stub.Cluster(conductor_pb2.ClusterRequest(), timeout=10)
+
+    async def drain(self, node_id):
+        await self.stub.DrainNode(conductor_pb2.DrainNodeRequest(node_id=node_id), timeout=10)
 
     async def json(self, name):
         return json.loads((await getattr(self.stub, name)(common_pb2.JsonRequest(), timeout=10)).json)
@@ -412,6 +418,57 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     assert next(len(decision.scores) for decision in decisions if isinstance(decision, Place)) == 2
     arrivals = [json.loads(line) for line in path.read_text().splitlines() if '"RequestArrived"' in line]
     assert arrivals[0]["keys"] == keys_u64(chain).tolist()
+
+
+async def test_a_node_is_asked_to_drain_on_its_stream(conductor):
+    _, client = await conductor()
+    prefill, decode = await join_pair(client)
+    await client.drain("decode-0")
+    command = await asyncio.wait_for(decode.command(), 10)
+    assert command.HasField("drain")
+    await decode.report(draining=True)
+
+    async def draining():
+        return [s.node.node_id for s in (await client.cluster()).nodes if s.report.draining] == ["decode-0"]
+
+    await client.until(draining)
+    await prefill.report()
+    decode.leave()
+    await client.until_joined("prefill-0")
+
+
+async def test_draining_an_unknown_node_is_refused_and_names_those_there_are(conductor):
+    _, client = await conductor()
+    await join_pair(client)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.drain("decode-7")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == "no node 'decode-7' has joined; joined are: decode-0, prefill-0"
+
+
+async def test_a_pool_node_leaves_on_request_only_when_no_worker_needs_it(conductor, tmp_path):
+    _, client = await conductor()
+    config = PoolNodeConfig(
+        "pool-0",
+        f"unix:{tmp_path}/pool-0.sock",
+        conductor_target=f"unix:{tmp_path}/c.sock",
+        arena_bytes=4 << 20,
+        messenger=MessengerConfig(transport="tcp"),
+    )
+    ready = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve_pool_node(config, asyncio.Event(), ready.set_result))
+    await ready
+    decode = await client.join("decode-0", common_pb2.ROLE_DECODE)
+    await client.until_joined("decode-0", "pool-0")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.drain("pool-0")
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "decode-0" in caught.value.details()
+    decode.leave()
+    await client.until_joined("pool-0")
+    await client.drain("pool-0")
+    assert await asyncio.wait_for(serving, 20) is True
+    await client.until_joined()
 
 
 async def test_a_listen_target_in_use_is_a_clear_error(conductor, tmp_path):

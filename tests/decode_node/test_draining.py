@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from conductor.server import ConductorConfig, serve_conductor
 from engine import Model
+from messenger.control import open_channel
+from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from worker.aggregated import serve_aggregated
 from worker.config import WorkerConfig
 
@@ -51,3 +55,27 @@ async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Pa
     stop.set()
     async with asyncio.timeout(20):
         await serve_aggregated(config, stop, lambda target: pytest.fail("it was never ready"))
+
+
+async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: Path, model_path: Path) -> None:
+    conductor = f"unix:{tmp_path}/c.sock"
+    config = WorkerConfig(
+        node_id="leaver",
+        listen=f"unix:{tmp_path}/leaver.sock",
+        conductor_target=conductor,
+        pool_target="",
+        model_path=model_path,
+        served_model_name="m",
+        block_tokens=8,
+        capacity_tokens=256,
+    )
+    stop, ready = asyncio.Event(), asyncio.Event()
+    scheduling = asyncio.create_task(serve_conductor(ConductorConfig(listen=conductor), stop, lambda target: None))
+    async with asyncio.timeout(60):
+        leaving = asyncio.create_task(serve_aggregated(config, asyncio.Event(), lambda target: ready.set()))
+        await ready.wait()
+        async with open_channel(conductor) as channel:
+            await ConductorStub(channel).DrainNode(DrainNodeRequest(node_id="leaver"))
+        assert await leaving is True
+        stop.set()
+        await scheduling
