@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from replay.config import ReplayConfig
+from replay.api_key import one_key
+from replay.config import MAX_SEND_LAG_S, ReplayConfig
 from replay.errors import ReplayError
 from replay.runner import run
 from replay.table import print_report
@@ -18,6 +19,7 @@ from traces import CONVERSATION, SAMPLING_SEED, TraceError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INVALID = 3
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -91,7 +93,15 @@ def replay(
     model: Annotated[
         str, typer.Option(help="Name of the model in requests. Default: the first served.", rich_help_panel=_SENDING)
     ] = "",
-    api_key: Annotated[str, typer.Option(envvar="MOONPOOL_API_KEY", help="Bearer key.", rich_help_panel=_SENDING)] = "",
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="MOONPOOL_API_KEY",
+            callback=one_key,
+            help="Bearer key; of several in the variable, the first is sent.",
+            rich_help_panel=_SENDING,
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(help="Of texts and of sampling.", rich_help_panel=_SENDING)] = 0,
     sampled_fraction: Annotated[
         float,
@@ -101,6 +111,23 @@ def replay(
     request_timeout: Annotated[
         float, typer.Option(help="Seconds after which a request has failed.", rich_help_panel=_SENDING)
     ] = 300.0,
+    on_429: Annotated[
+        str,
+        typer.Option(
+            "--on-429",
+            help="What to do about a rejection: count it, or retry after what Retry-After says.",
+            rich_help_panel=_SENDING,
+        ),
+    ] = "count",
+    senders: Annotated[
+        int, typer.Option(help="Processes that send; 0: by the load and the cores.", rich_help_panel=_SENDING)
+    ] = 0,
+    max_send_lag: Annotated[
+        float,
+        typer.Option(
+            help="The run is INVALID if over 1 % of the requests left so many seconds late.", rich_help_panel=_REPORT
+        ),
+    ] = MAX_SEND_LAG_S,
     reuse_earlier: Annotated[
         bool,
         typer.Option("--reuse-earlier", help="Let KV left by earlier replays be reused.", rich_help_panel=_SENDING),
@@ -142,6 +169,9 @@ def replay(
             sampled_fraction=sampled_fraction,
             temperature=temperature,
             request_timeout_s=request_timeout,
+            on_429=on_429,
+            senders=senders,
+            max_send_lag_s=max_send_lag,
             slo_ttft_s=slo_ttft,
             slo_tbt_s=slo_tbt,
             measure_unloaded=unloaded,
@@ -158,7 +188,9 @@ def replay(
     print_report(report, console)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-    raise typer.Exit(0 if report.ok else EXIT_FAILED)
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED)
+    raise typer.Exit(0 if report.figures["valid"] else EXIT_INVALID)
 
 
 def bundled_model() -> Path:

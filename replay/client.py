@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
+from replay.dialect import Dialect, TokenIdCompletions
 from replay.errors import StreamFailed
 from replay.plan import PlannedRequest
 from replay.record import Outcome, RequestRecord
+from replay.retry import RetryPolicy
 from replay.server import ServerInfo, error_message
 from replay.sse import EventStream
 
@@ -19,7 +23,10 @@ _SHOWN = 200
 
 
 class CompletionClient:
-    """Sends planned requests to one server. `clock`: seconds, monotonic; all times in records are of it."""
+    """Sends planned requests to one server. `clock`: seconds, monotonic; all times in records are of it.
+
+    `retry`: what is done about a rejection (429); None: it is the request's outcome.
+    """
 
     def __init__(
         self,
@@ -28,24 +35,49 @@ class CompletionClient:
         *,
         timeout_s: float,
         clock: Callable[[], float],
+        dialect: Dialect | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self._session = session
         self._server = server
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._timeout_s = timeout_s
         self._clock = clock
+        self._dialect = dialect or TokenIdCompletions()
+        self._retry = retry
 
     async def send(self, request: PlannedRequest, record: RequestRecord, *, cache_salt: str) -> None:
-        """Send now and fill `record` in.
+        """Send now, and again after rejections if the policy says so, and fill `record` in.
 
-        A failure of the request is an outcome, never an exception; cancellation leaves the record unfinished.
+        A failure of the request is an outcome, never an exception; cancellation leaves the record unfinished. The
+        time-out holds for all sendings together.
         """
         body = self.body(request, cache_salt=cache_salt)
         record.sent_s = self._clock()
+        deadline_s = record.sent_s + self._timeout_s
         try:
-            async with self._session.post(
-                f"{self._server.base_url}/v1/completions", data=body, timeout=self._timeout
-            ) as response:
+            while True:
+                # aiohttp takes a time-out of 0 for none at all.
+                await self._send_once(request, record, body, max(deadline_s - self._clock(), 1e-3))
+                wait_s = self._wait_s(record)
+                if wait_s is None or self._clock() + wait_s >= deadline_s:
+                    return
+                # The wait is part of a request that may yet be answered.
+                record.outcome = Outcome.UNFINISHED
+                await asyncio.sleep(wait_s)
+                record.reason = ""
+        finally:
+            record.end_s = self._clock()
+
+    def body(self, request: PlannedRequest, *, cache_salt: str) -> bytes:
+        """The request's JSON."""
+        body = self._dialect.body(request, model=self._server.model, cache_salt=cache_salt)
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    async def _send_once(self, request: PlannedRequest, record: RequestRecord, body: bytes, timeout_s: float) -> None:
+        record.attempts += 1
+        url = self._server.base_url + self._dialect.path
+        try:
+            async with self._session.post(url, data=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
                 if response.status != 200:
                     await self._refused(response, record)
                 else:
@@ -59,25 +91,11 @@ class CompletionClient:
             record.outcome, record.reason = Outcome.FAILED, f"no connection ({error.strerror})"
         except (aiohttp.ClientError, ConnectionError) as error:
             record.outcome, record.reason = Outcome.FAILED, f"connection lost ({type(error).__name__})"
-        finally:
-            record.end_s = self._clock()
 
-    def body(self, request: PlannedRequest, *, cache_salt: str) -> bytes:
-        """The request's JSON. Token ids as prompt: no second tokenisation can move a block's border."""
-        body: dict[str, Any] = {
-            "model": self._server.model,
-            "prompt": request.prompt.tolist(),
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        if cache_salt:
-            body["cache_salt"] = cache_salt
-        return json.dumps(body, separators=(",", ":")).encode()
+    def _wait_s(self, record: RequestRecord) -> float | None:
+        if record.outcome is not Outcome.REJECTED or self._retry is None:
+            return None
+        return self._retry.wait_s(attempts=record.attempts, retry_after_s=record.retry_after_s, seed=record.seed)
 
     async def _follow(self, response: aiohttp.ClientResponse, record: RequestRecord, request: PlannedRequest) -> None:
         stream, usage = EventStream(), None
@@ -85,9 +103,9 @@ class CompletionClient:
             now = self._clock()
             for data in stream.feed(chunk):
                 if data == _DONE:
-                    check_answer(record, usage, request)
+                    self._dialect.check(record, usage, request)
                     return
-                usage = take_event(data, now, record, request) or usage
+                usage = take_event(data, now, record, request, self._dialect) or usage
         raise StreamFailed(f"the stream ended without {_DONE}")
 
     async def _refused(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
@@ -99,7 +117,9 @@ class CompletionClient:
             record.retry_after_s = _seconds(response.headers.get("Retry-After"))
 
 
-def take_event(data: str, now: float, record: RequestRecord, request: PlannedRequest) -> dict[str, Any] | None:
+def take_event(
+    data: str, now: float, record: RequestRecord, request: PlannedRequest, dialect: Dialect
+) -> dict[str, Any] | None:
     """Put one event of the stream into `record`; returns the event's usage, if it has one. Raises StreamFailed."""
     try:
         event = json.loads(data)
@@ -109,51 +129,22 @@ def take_event(data: str, now: float, record: RequestRecord, request: PlannedReq
         raise StreamFailed(f"malformed event: found {data[:_SHOWN]!r}, expected an object with choices")
     if "error" in event:
         raise StreamFailed(f"error in the stream: {error_message(data)}")
-    for choice in event.get("choices", []):
-        take_choice(choice, now, record, request)
+    choices = event.get("choices", [])
+    if choices:
+        record.event_times.append(now)
+    for choice in choices:
+        if not isinstance(choice, dict):
+            raise StreamFailed(f"malformed event: found a choice {str(choice)[:_SHOWN]!r}, expected an object")
+        dialect.take_choice(choice, now, record, request)
     if isinstance(event.get("moonpool"), dict):
         record.extension = event["moonpool"]
     usage = event.get("usage")
     return usage if isinstance(usage, dict) else None
 
 
-def take_choice(choice: Any, now: float, record: RequestRecord, request: PlannedRequest) -> None:
-    """Tokens of one choice: by their ids where the server gives them, else an event with text counts as one token."""
-    if not isinstance(choice, dict):
-        raise StreamFailed(f"malformed event: found a choice {str(choice)[:_SHOWN]!r}, expected an object")
-    echoed = choice.get("prompt_token_ids")
-    if echoed is not None and echoed != request.prompt.tolist():
-        raise StreamFailed("the server's prompt_token_ids are not the prompt that was sent")
-    ids = choice.get("token_ids")
-    if ids is None:
-        record.token_times.extend([now] if choice.get("text") else [])
-        return
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise StreamFailed(f"malformed event: found token_ids {str(ids)[:_SHOWN]}, expected a list of integers")
-    record.token_ids.extend(ids)
-    record.token_times.extend([now] * len(ids))
-
-
-def check_answer(record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
-    """Hold the whole answer against what was asked and what the server says of it. Raises StreamFailed."""
-    if usage is None:
-        raise StreamFailed("the answer came without usage")
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if prompt != len(request.prompt):
-        raise StreamFailed(f"usage says {prompt} prompt tokens; {len(request.prompt)} were sent")
-    if completion != request.max_tokens:
-        raise StreamFailed(f"usage says {completion} completion tokens; {request.max_tokens} were asked for")
-    if record.token_ids and len(record.token_ids) != request.max_tokens:
-        raise StreamFailed(f"{len(record.token_ids)} token ids came; {request.max_tokens} were asked for")
-    details = usage.get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens") or 0
-    if not isinstance(cached, int) or not 0 <= cached < len(request.prompt):
-        raise StreamFailed(f"usage says {cached} cached tokens of a prompt of {len(request.prompt)}")
-    record.cached_tokens = cached
-
-
 def _seconds(header: str | None) -> float | None:
     try:
-        return None if header is None else float(header)
+        value = math.nan if header is None else float(header)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from replay.errors import SettingInvalid
 from traces import SAMPLING_SEED
 
+MAX_SEND_LAG_S: Final = 0.25
+
 _Bound = tuple[str, Callable[[Any], bool], str]
 
 
@@ -45,6 +47,9 @@ _BOUNDS: Final[dict[str, _Bound]] = {
     "slo_tbt_s": ("--slo-tbt", _not_negative, "seconds, 0 for the default rule"),
     "verify_sample": ("--verify-sample", lambda value: value >= 1, "at least 1 request"),
     "verify_tolerance": ("--verify-tolerance", _not_negative, "a number from 0 on"),
+    "on_429": ("--on-429", lambda value: value in ("count", "retry"), "count or retry"),
+    "senders": ("--senders", _not_negative, "a number of processes, 0 to choose by the load"),
+    "max_send_lag_s": ("--max-send-lag", _above_zero, "seconds, above 0"),
     "poll_every_s": ("the polling interval", _above_zero, "seconds, above 0"),
 }
 
@@ -87,6 +92,12 @@ class ReplayConfig:
     """Temperature of the drawn requests."""
     request_timeout_s: float = 300.0
     """A request that takes longer has failed."""
+    on_429: str = "count"
+    """What is done about a rejection: `count` it as the request's outcome, or `retry` after what Retry-After says."""
+    senders: int = 0
+    """Processes that send, 0 = chosen by the load and this machine's cores."""
+    max_send_lag_s: float = MAX_SEND_LAG_S
+    """The run is INVALID if more than 1 % of the requests left later than this."""
     slo_ttft_s: float = 0.0
     """TTFT objective in seconds, 0 = 10 x that of a lone request of the same length."""
     slo_tbt_s: float = 0.0

@@ -6,6 +6,7 @@ ReplayError
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
 ├── ServerUnusable      the server at --url does not answer, or is not what the replay needs
 ├── OutputUnwritable    the report's folder cannot be written
+├── SenderUnusable      a sending process did not come up
 ├── VerificationError   the answers cannot be re-scored (no token ids, another model, no engine model)
 └── StreamFailed        one answer ended in an error or not as it should; becomes the reason in its RequestRecord
     └── MalformedStream its bytes are not an event stream
@@ -36,6 +37,10 @@ class ServerUnusable(ReplayError):
 
 class OutputUnwritable(ReplayError):
     """The report's folder cannot be made or written: names it."""
+
+
+class SenderUnusable(ReplayError):
+    """A sending process did not come up: names it and how it ended."""
 
 
 class VerificationError(ReplayError):

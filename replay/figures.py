@@ -68,12 +68,14 @@ def rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
 
 def _requests(f: Mapping[str, Any]) -> list[Row]:
     unfinished = [("unfinished (interrupted)", count(f["unfinished"]))] if f["unfinished"] else []
+    retried = [("sent again after a rejection", f"{count(f['retried_requests'])} ({count(f['retries'])} times)")]
     return [
         ("sent", f"{count(f['requests'])} of {count(f['planned'])} in {seconds(f['duration_s'])}"),
         ("completed", count(f["completed"])),
         ("rejected (HTTP 429)", count(f["rejected"])),
         ("failed", count(f["failed"])),
         *unfinished,
+        *(retried if f["retries"] else []),
         ("prompt / output tokens", f"{count(f['prompt_tokens'])} / {count(f['output_tokens'])}"),
         ("prompts cut to the context", count(f["overlong_prompts"])),
         ("lateness of sending (p50 / p90 / p99)", spread(f["send_lateness_s"])),

@@ -16,6 +16,7 @@ from replay.plan import PlannedRequest
 from replay.record import RequestRecord
 
 _INTERRUPTED = "The replay was interrupted; these are the figures up to then."
+_INVALID = "this run does not tell how the server is. Its figures are not to be used."
 _DEFINITIONS = (
     "TTFT runs from sending a request to its first token. Time between tokens is taken at the client, per token, the "
     "hand-off from prefill to decode included.",
@@ -44,6 +45,7 @@ def write_page(
 def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
     """The whole HTML document."""
     css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    invalid = invalid_banner(report["invalid_reasons"])
     interrupted = f'<p class="notice">{_INTERRUPTED}</p>' if report["interrupted"] else ""
     notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in report["notices"])
     cards = "".join(_picture(panel) for panel in panels)
@@ -62,6 +64,7 @@ def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
 <main>
 <h1>{escape(_title(report))}</h1>
 <p class="lead">{escape(_lead(report))}</p>
+{invalid}
 {notices}
 {interrupted}
 <section class="tiles">{"".join(_tiles(report))}</section>
@@ -74,8 +77,17 @@ def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
 """
 
 
+def invalid_banner(reasons: Sequence[str]) -> str:
+    """Why the figures are not to be used; nothing for a valid run."""
+    if not reasons:
+        return ""
+    listed = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+    return f'<div class="invalid" role="alert"><strong>INVALID</strong>: {_INVALID}<ul>{listed}</ul></div>'
+
+
 def _title(report: Mapping[str, Any]) -> str:
-    return f"Replay of {Path(report['settings']['trace']).name}"
+    invalid = "" if report["valid"] else "INVALID: "
+    return f"{invalid}Replay of {Path(report['settings']['trace']).name}"
 
 
 def _lead(report: Mapping[str, Any]) -> str:

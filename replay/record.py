@@ -22,9 +22,11 @@ class Outcome(StrEnum):
 class RequestRecord:
     """One request's life as the client saw it. Times are seconds on the replay's clock (0 = the first arrival due).
 
-    `token_times`: the arrival of each output token; tokens that came in one event share a time. `token_ids`: the
-    output, as far as the server gives ids. `cached_tokens`: prompt tokens that the server reports as reused.
-    `extension`: the server's `moonpool` object. `reason`: why it failed or was rejected.
+    `token_times`: the arrival of each output token; tokens that came in one event share a time. `event_times`: the
+    arrival of each event that has a choice. `token_ids`, `text`: the output, as far as the server gives ids and the
+    dialect keeps the text. `cached_tokens`, `output_tokens`: as the server reports them. `extension`: the server's
+    `moonpool` object. `reason`: why it failed or was rejected. `sent_s`: the first sending, `attempts`: how often it
+    was sent. `held_s`: how long a limit of concurrent requests kept it back when it was due.
     """
 
     index: int
@@ -41,13 +43,18 @@ class RequestRecord:
     outcome: Outcome = Outcome.UNFINISHED
     reason: str = ""
     retry_after_s: float | None = None
+    attempts: int = 0
+    held_s: float = 0.0
     cached_tokens: int = 0
+    output_tokens: int = 0
+    event_times: list[float] = field(default_factory=list)
+    text: str = ""
     extension: dict[str, Any] = field(default_factory=dict)
 
     @property
     def lateness_s(self) -> float:
-        """How long after its due time the request was sent."""
-        return self.sent_s - self.due_s
+        """How long after it was due the sender sent the request; what a limit of concurrency held it is not its."""
+        return self.sent_s - self.due_s - self.held_s
 
     @property
     def ttft_s(self) -> float:
@@ -74,6 +81,7 @@ class RequestRecord:
             "index": self.index,
             "outcome": self.outcome.value,
             "reason": self.reason,
+            "attempts": self.attempts,
             "due_s": seconds(self.due_s),
             "sent_s": seconds(self.sent_s),
             "end_s": seconds(self.end_s),

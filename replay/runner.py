@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import resource
+import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,28 +18,34 @@ import uvloop
 from rich.console import Console
 
 from replay.client import CompletionClient
+from replay.clocks import clock_from
 from replay.cluster_metrics import ClusterHistory
 from replay.config import ReplayConfig
 from replay.errors import PromptPlanError, SettingInvalid
+from replay.load import Load
 from replay.objectives import Objectives
 from replay.plan import PlannedRequest, PlanSettings, plan_requests
 from replay.poller import MetricsPoller
 from replay.progress import ProgressDisplay, detail_of
 from replay.record import RequestRecord
 from replay.report import Report, check_writable
-from replay.sender import Tally, send_open_loop
+from replay.retry import RetryPolicy
+from replay.sender import Tally
+from replay.senders import open_senders, send_watched, start_soon
 from replay.server import ServerInfo, check_tokenizer, discover
+from replay.session import allow_many_connections, open_session
+from replay.shares import choose_senders
 from replay.summary import summarise
 from replay.text import TextBook
 from replay.tokens import ModelTokens, load_model_tokens
 from replay.unloaded import Unloaded, measure_unloaded
+from replay.validity import invalid_reasons
 from replay.verify import Scorer, Verification, choose_sample, load_reference, verify_records
 from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
 
 _ASK_DEADLINE_S = 15.0
 _SETTLE_S = 6.0
 _REFRESH_S = 0.25
-_HEAD_START_S = 0.2
 
 
 def run(config: ReplayConfig, console: Console | None = None) -> Report:
@@ -47,7 +53,7 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
 
     Ctrl-C ends sending and gives the report so far. Raises TraceError, ReplayError. `console` None: shows nothing.
     """
-    _allow_many_connections()
+    allow_many_connections()
     trace = select_rows(config)
     tokens = load_model_tokens(config.model_path)
     # Before the load: a reference that does not load should not be found out after an hour.
@@ -57,7 +63,10 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
             live = runner.run(_live(config, trace, tokens, display))
         verification = _verify(config, reference, live, display) if reference else None
     figures = {
+        "valid": not live.invalid_reasons,
+        "invalid_reasons": live.invalid_reasons,
         "interrupted": live.interrupted,
+        "senders": live.senders,
         "settings": _settings(config, trace, live.server),
         "trace": _trace_figures(trace),
         **summarise(
@@ -97,6 +106,8 @@ class _Live:
     requests: dict[int, PlannedRequest]
     objectives: Objectives
     records: Sequence[RequestRecord]
+    invalid_reasons: list[str]
+    senders: int
     history: ClusterHistory
     notices: list[str]
     interrupted: bool
@@ -105,7 +116,7 @@ class _Live:
 async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
     stop = asyncio.Event()
     with _interrupts(stop):
-        async with _session(config) as session:
+        async with open_session(api_key=config.api_key) as session:
             url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
@@ -117,20 +128,14 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
             # What the lone requests moved must not count as the replay's.
             before = MetricsPoller(session, url, clock=time.monotonic, every_s=config.poll_every_s)
             await before.settle(at_most_s=_SETTLE_S if unloaded else 0.0)
-            clock = _clock_from(time.monotonic() + _HEAD_START_S)
-            poller = MetricsPoller(session, url, clock=clock, every_s=config.poll_every_s)
-            client = CompletionClient(session, server, timeout_s=config.request_timeout_s, clock=clock)
+            load = _load(config, server, requests, run_salt)
+            senders = config.senders or choose_senders(requests, speed=config.speed, cores=os.cpu_count() or 1)
             tally = Tally(len(requests))
-            async with _background(poller.run(), _show(tally, display)):
-                records = await send_open_loop(
-                    client,
-                    requests,
-                    speed=config.speed,
-                    clock=clock,
-                    cache_salt=run_salt,
-                    stop=stop,
-                    tally=tally,
-                )
+            async with open_senders(load, senders) as opened:
+                start = start_soon()
+                poller = MetricsPoller(session, url, clock=clock_from(start), every_s=config.poll_every_s)
+                async with _background(poller.run(), _show(tally, display)):
+                    evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
             display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
     notices = [notice] if notice else []
@@ -140,7 +145,9 @@ async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display
         server=server,
         requests={r.index: r for r in requests},
         objectives=Objectives(config.slo_ttft_s, config.slo_tbt_s, unloaded),
-        records=records,
+        records=evidence.records,
+        invalid_reasons=invalid_reasons(evidence, max_send_lag_s=config.max_send_lag_s),
+        senders=min(senders, len(requests)) or 1,
         history=poller.history,
         notices=notices,
         interrupted=stop.is_set(),
@@ -230,16 +237,16 @@ def _trace_figures(trace: Trace) -> dict[str, Any]:
     }
 
 
-@asynccontextmanager
-async def _session(config: ReplayConfig) -> AsyncIterator[aiohttp.ClientSession]:
-    headers = {"Content-Type": "application/json"}
-    if config.api_key:
-        headers["Authorization"] = f"Bearer {config.api_key}"
-    # A connection per request, as from as many users: no limit that would close the loop, and no request lost to a
-    # kept connection that the server closes at that moment.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        yield session
+def _load(config: ReplayConfig, server: ServerInfo, requests: Sequence[PlannedRequest], salt: str) -> Load:
+    return Load(
+        server=server,
+        requests=requests,
+        timeout_s=config.request_timeout_s,
+        speed=config.speed,
+        retry=RetryPolicy() if config.on_429 == "retry" else None,
+        cache_salt=salt,
+        api_key=config.api_key,
+    )
 
 
 @asynccontextmanager
@@ -261,17 +268,6 @@ async def _show(tally: Tally, display: ProgressDisplay) -> None:
     while True:
         display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
         await asyncio.sleep(_REFRESH_S)
-
-
-def _allow_many_connections() -> None:
-    """An overloaded server leaves many requests in flight, each with a connection: take all the files we may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _clock_from(start: float) -> Callable[[], float]:
-    return lambda: time.monotonic() - start
 
 
 @contextmanager

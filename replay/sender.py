@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,17 +58,25 @@ async def send_open_loop(
     cache_salt: str,
     stop: asyncio.Event,
     tally: Tally,
+    limit: int | None = None,
 ) -> list[RequestRecord]:
     """Send every request at arrival_s / speed on `clock` (its 0 is the first request's due time) and wait for the ends.
 
-    When `stop` is set nothing more is sent and what is in flight is given up, with outcome UNFINISHED. Returns the
-    records of the requests that were sent, in order of sending.
+    `limit`: so many may be in flight; further ones are held until one of these has ended, in order. When `stop` is set
+    nothing more is sent and what is in flight is given up, with outcome UNFINISHED. Returns the records of the requests
+    that were sent, in order of sending.
     """
     records: list[RequestRecord] = []
     tasks: set[asyncio.Task[None]] = set()
+    gate = asyncio.Semaphore(limit) if limit is not None else nullcontext()
 
     async def one(request: PlannedRequest, record: RequestRecord) -> None:
-        await client.send(request, record, cache_salt=cache_salt)
+        came_s = clock()
+        async with gate:
+            record.held_s = clock() - came_s if limit is not None else 0.0
+            records.append(record)
+            tally.sent += 1
+            await client.send(request, record, cache_salt=cache_salt)
         tally.add(record)
 
     stopped = asyncio.ensure_future(stop.wait())
@@ -76,8 +85,6 @@ async def send_open_loop(
             record = new_record(request, request.arrival_s / speed)
             if not await _reached(record.due_s, clock, stopped):
                 break
-            records.append(record)
-            tally.sent += 1
             task = asyncio.create_task(one(request, record))
             tasks.add(task)
             task.add_done_callback(tasks.discard)

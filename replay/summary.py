@@ -44,6 +44,7 @@ def summarise(
     output_tokens = sum(r.max_tokens for r in completed)
     cached_tokens = sum(r.cached_tokens for r in completed)
     seconds = replay_seconds(records)
+    retried = [r for r in records if r.attempts > 1]
     by_path = history.kv_bytes_by_path
     unloaded = objectives.unloaded
     return {
@@ -62,6 +63,8 @@ def summarise(
         "unloaded": unloaded.as_json() if unloaded else None,
         **attainment(objectives, records, seconds),
         "send_lateness_s": percentiles(r.lateness_s for r in records),
+        "retried_requests": len(retried),
+        "retries": sum(r.attempts - 1 for r in retried),
         "duration_s": seconds,
         "request_rps": len(completed) / seconds if seconds else None,
         "prompt_tokens": prompt_tokens,

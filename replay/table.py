@@ -15,7 +15,19 @@ _BAD_IF_ANY = {"failed", "wrong tokens"}
 def print_report(report: Report, console: Console) -> None:
     """Print the table, the most frequent reasons of failures, notices, and where the files are."""
     title = "Replay (interrupted)" if report.interrupted else "Replay"
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    if report.figures["invalid_reasons"]:
+        title += ": INVALID, do not use these figures"
+    for reason in report.figures["invalid_reasons"]:
+        console.print(Text(f"INVALID: {reason}", style="bold red"))
+    style = "bold red" if report.figures["invalid_reasons"] else "table.title"
+    table = Table(
+        title=Text(title, style),
+        title_justify="left",
+        show_header=False,
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for section, rows in figures.rows(report.figures):

@@ -108,7 +108,7 @@ def test_every_flag_in_the_text_is_some_commands(pages: list[Any], commands: dic
         for page in pages
         for code in page.inline()
         if code.startswith(("-", "moonpool"))
-        for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", code)
+        for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", code)
     }
     assert named
     assert sorted(f"{page}: {flag}" for page, flag in named if flag not in known | {"--help"}) == []

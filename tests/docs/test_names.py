@@ -111,7 +111,7 @@ def test_every_report_key_is_documented_and_no_other(page: Page, documented: Fir
         history=ClusterHistory(),
         verification=None,
     )
-    keys = {*figures, "settings", "trace", "notices", "interrupted"}
+    keys = {*figures, "settings", "trace", "notices", "interrupted", "valid", "invalid_reasons", "senders"}
     assert set(documented(page("replay.md").section("The report"))) - {"report.json"} == keys
 
 
