@@ -6,6 +6,7 @@ character (the method of Hugging Face's text-generation-inference and vLLM).
 """
 
 import codecs
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Final, Protocol
@@ -13,6 +14,7 @@ from typing import Final, Protocol
 REPLACEMENT: Final = "�"
 CONTEXT_TOKENS: Final = 16  # of the prompt's end: decides whether the first token's leading space is kept
 _MAX_UTF8_NBYTES: Final = 4
+_BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -26,14 +28,15 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """UTF-8 over the tokens' bytes; `token_bytes` gives b"" for tokens without text (special ones)."""
+    """UTF-8 over the tokens' bytes; those in `skipped` have no text."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: Collection[int]) -> None:
         self._token_bytes = token_bytes
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        return "" if token_id in self._skipped else self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -92,3 +95,10 @@ def byte_level_token(token: str) -> bytes:
         return bytes(alphabet[char] for char in token)
     except KeyError:
         return token.encode()
+
+
+def piece_token(token: str) -> bytes:
+    """A SentencePiece vocabulary entry's bytes: ▁ is a space, <0x0A> a byte."""
+    if byte := _BYTE_PIECE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode()

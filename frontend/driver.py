@@ -41,8 +41,12 @@ class DriverContext:
 class Generation:
     """One request in the cluster. Call `next` until a step has a finish reason; call `close` in any case."""
 
-    def __init__(self, context: DriverContext, request: GenerationRequest, output: Output) -> None:
+    def __init__(
+        self, context: DriverContext, request: GenerationRequest, output: Output, leader: "Generation | None" = None
+    ) -> None:
+        """`leader`: the first answer to the same prompt, whose first token this one waits for."""
         self.request = request
+        self.leader = leader
         self.facts = Facts()
         self.overflowed = asyncio.Event()  # set as soon as the client is too slow, whether or not it asks for more
         self._context = context
@@ -65,6 +69,11 @@ class Generation:
         self._closed = False
         self._ended_by: ApiError | None = None
         self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the prompt's KV is there to be reused, where another answer makes it."""
+        return self.leader is None or bool(self.leader.facts.token_ids)
 
     async def next(self) -> Step:
         """The next tokens. Raises ApiError; after that, and after a finish reason, only `close` may be called."""
@@ -201,7 +210,10 @@ class Generation:
         finish = _FINISH.get(token.finish)
         if finish is None and len(facts.token_ids) >= self.request.sampling.max_tokens:
             finish = "length"
-        return self._output.feed(token.token_id, finish)
+        if token.HasField("prompt_logprobs"):
+            facts.prompt_logprobs = token.prompt_logprobs
+        prompt = facts if self.leader is None else self.leader.facts
+        return self._output.feed(token, finish, prompt.prompt_logprobs)
 
     def _note(self, timing: worker_pb2.Timing) -> None:
         """Count a prefill. `usage` speaks of the first one: what a further attempt reuses was the request's own."""

@@ -5,9 +5,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frontend.detokenizer import Detokenizer
+from frontend.logprobs import Scored, TokenBytes, scored, scored_prompt
+from frontend.request import GenerationRequest
 from frontend.stops import StopStrings
+from moonpool_proto.v1 import worker_pb2
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as told before the answer."""
+
+    text: str
+    scores: tuple[Scored, ...]  # of all its tokens, where log-probabilities were asked for
 
 
 @dataclass(frozen=True)
@@ -18,28 +29,94 @@ class Step:
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the client's stop string or stop token; None for the model's own end
+    scores: tuple[Scored, ...] = ()
+    echo: Echo | None = None  # in a choice's first step
 
     def __add__(self, later: "Step") -> "Step":
-        return Step(self.token_ids + later.token_ids, self.text + later.text, later.finish_reason, later.stop_reason)
+        return Step(
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            later.finish_reason,
+            later.stop_reason,
+            self.scores + later.scores,
+            self.echo,
+        )
 
 
 class Output:
     """Detokenises and looks for stop strings. After a Step with a finish reason nothing may be fed any more."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, token_bytes: TokenBytes) -> None:
+        """`token_bytes` gives a token's bytes whether or not its text is shown."""
+        sampling = request.sampling
+        self._request = request
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._token_bytes = token_bytes
+        self._stops = StopStrings(sampling.stop)
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._num_tokens = 0
+        self._num_chars = 0  # of the text so far, with what is held back and with the prompt where that is shown
 
-    def feed(self, token_id: int, finish: FinishReason | None) -> Step:
-        """Take one token. With finish "stop" the token is a stop token: it counts, its text is not shown."""
-        text = "" if finish == "stop" else self._detokenizer.feed(token_id)
+    def feed(
+        self,
+        token: worker_pb2.Token,
+        finish: FinishReason | None,
+        prompt_logprobs: worker_pb2.PromptLogProbs | None = None,
+    ) -> Step:
+        """Take one token. With finish "stop" it is a stop token: it counts, its text is not shown unless asked for.
+
+        `prompt_logprobs` is looked at with the first token only. Raises GenerationFailed when log-probabilities that
+        were asked for are missing.
+        """
+        echo = self._echo(prompt_logprobs) if self._num_tokens == 0 else None
+        self._num_tokens += 1
+        if self._request.text.hides_answer:
+            return Step((), "", "length", echo=echo)
+        num_top, offset = self._request.sampling.logprobs, self._num_chars
+        scores = () if num_top is None else (scored(token, num_top, self._token_bytes, offset),)
+        text, stop = self._text(token.token_id, finish)
+        if stop is not None:
+            return Step((token.token_id,), text, "stop", stop, scores, echo)
+        is_own_stop = finish == "stop" and token.token_id in self._stop_token_ids
+        return Step((token.token_id,), text, finish, token.token_id if is_own_stop else None, scores, echo)
+
+    def _text(self, token_id: int, finish: FinishReason | None) -> tuple[str, str | None]:
+        """(text that can go out, the stop string found or None)"""
+        options, sampling = self._request.text, self._request.sampling
+        is_shown = finish != "stop" or options.include_stop
+        text = self._detokenizer.feed(token_id) if is_shown else ""
         if finish is not None:
             text += self._detokenizer.flush()
-        out, matched = self._stops.feed(text)
-        if matched is not None:
-            return Step((token_id,), out, "stop", matched)
-        if finish is None:
-            return Step((token_id,), out)
-        stop_reason = token_id if finish == "stop" and token_id in self._stop_token_ids else None
-        return Step((token_id,), out + self._stops.flush(), finish, stop_reason)
+        self._num_chars += len(text)
+        if self._num_tokens <= sampling.min_tokens:
+            return text, None
+        text, stop = self._stops.feed(text)
+        if stop is not None:
+            return (text + stop if options.include_stop else text), stop
+        return (text if finish is None else text + self._stops.flush()), None
+
+    def _echo(self, prompt_logprobs: worker_pb2.PromptLogProbs | None) -> Echo | None:
+        """The prompt, if it is to be told; what it ends with of a character is completed by the answer."""
+        request = self._request
+        num_top, is_shown = request.sampling.prompt_logprobs, request.text.echo
+        if num_top is None and not is_shown:
+            return None
+        pieces = [self._detokenizer.feed(token_id) for token_id in request.prompt_ids.tolist()] if is_shown else []
+        if request.text.hides_answer and is_shown:
+            pieces.append(self._detokenizer.flush())
+        offsets = _starts(pieces) if is_shown else [0] * len(request.prompt_ids)
+        text = "".join(pieces)
+        self._num_chars += len(text)
+        if num_top is None:
+            return Echo(text, ())
+        scores = scored_prompt(request.prompt_ids, prompt_logprobs, num_top, self._token_bytes, offsets)
+        return Echo(text, tuple(scores))
+
+
+def _starts(pieces: Sequence[str]) -> list[int]:
+    """Where each piece begins."""
+    starts, length = [], 0
+    for piece in pieces:
+        starts.append(length)
+        length += len(piece)
+    return starts

@@ -112,7 +112,11 @@ class Placer:
 
     def _may_wait(self, reason: str) -> bool:
         """A request that was accepted once is not refused for load, and a lost worker is soon replaced."""
-        if self._facts.attempts == 0 or reason in _FINAL_REASONS:
+        if reason in _FINAL_REASONS:
+            return False
+        if self._request.sampling.choice:  # the prompt's first answer is on its way to the client
+            return True
+        if self._facts.attempts == 0:
             return False
         return bool(self._facts.token_ids) or reason == "no_nodes"
 

@@ -17,9 +17,10 @@ from frontend.api.models import (
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
+from frontend.grammars import checked_grammar
 from frontend.prompts import PromptReader
-from frontend.request import GenerationRequest
-from frontend.sampling_params import sampling_of
+from frontend.request import GenerationRequest, Grammar
+from frontend.sampling_params import check_choices, sampling_of, text_options
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
@@ -65,35 +66,41 @@ class Preparer:
         return self._cluster.max_model_len(self._model, self._tokenizer.max_positions)
 
     async def completion(self, body: CompletionBody, arrival: Arrival) -> list[GenerationRequest]:
-        """One request per prompt."""
+        """One request per answer: all of the first prompt, then all of the second, ..."""
         prompts = body.prompt
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
             raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are taken", param="prompt")
 
         def prepare() -> list[GenerationRequest]:
+            check_choices(body, self._config, len(prompts))
+            grammar = checked_grammar(body, self._config)
             special = body.add_special_tokens is not False
-            requests = []
+            requests: list[GenerationRequest] = []
             for prompt in prompts:
-                ids = self._reader.prompt_ids(prompt, add_special_tokens=special)
+                ids = self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body)
                 max_tokens = self._max_tokens(
-                    len(ids), body.max_tokens, self._config.completion_default_tokens, param="prompt"
+                    len(ids), self._asked(body, body.max_tokens), self._config.completion_default_tokens, param="prompt"
                 )
-                requests.append(self._request(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens))
+                requests += self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return requests
 
         return await self._threads.run(prepare)
 
     async def chat(self, body: ChatBody, arrival: Arrival) -> list[GenerationRequest]:
-        """The one request that a chat is."""
+        """One request per answer."""
 
         def prepare() -> list[GenerationRequest]:
+            check_choices(body, self._config, 1)
+            grammar = checked_grammar(body, self._config)
             ids = self._reader.chat_ids(
                 body.messages, body.chat_template_kwargs, add_special_tokens=body.add_special_tokens is True
             )
             asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-            max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
-            return [self._request(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens)]
+            max_tokens = self._max_tokens(
+                len(ids), self._asked(body, asked), self._config.chat_default_tokens, param="messages"
+            )
+            return self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
 
         return await self._threads.run(prepare)
 
@@ -116,27 +123,70 @@ class Preparer:
         self._reader.check_ids(token_ids, "tokens")
         return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def _request(
-        self, body: GenerationBody, arrival: Arrival, request_id: str, ids: list[int], max_tokens: int
-    ) -> GenerationRequest:
-        config = self._config
+    def _requests(
+        self,
+        body: GenerationBody,
+        arrival: Arrival,
+        request_id: str,
+        ids: list[int],
+        max_tokens: int,
+        grammar: Grammar | None,
+    ) -> list[GenerationRequest]:
+        """A prompt's answers. The first goes by `request_id` itself."""
+        config, tokenizer = self._config, self._tokenizer
         prompt = np.array(ids, np.int32)
-        seed = chain_seed(body.cache_salt or "", self._tokenizer.identity, config.block_tokens)
-        return GenerationRequest(
+        seed = chain_seed(body.cache_salt or "", tokenizer.identity, config.block_tokens)
+        sampling = sampling_of(
+            body,
+            config,
+            max_tokens=max_tokens,
+            eos_token_ids=tokenizer.eos_token_ids,
+            vocab_size=tokenizer.vocab_size,
+            grammar=grammar,
+        )
+        first = GenerationRequest(
             request_id=request_id,
             model=self._model,
             prompt_ids=prompt,
             chain=chain_keys(seed, prompt, config.block_tokens),
             chain_seed=seed,
             block_tokens=config.block_tokens,
-            sampling=sampling_of(body, config, max_tokens=max_tokens, eos_token_ids=self._tokenizer.eos_token_ids),
+            sampling=sampling,
             arrival_s=arrival.at_s,
             deadline_s=arrival.at_s + config.request_timeout_s,
             tokenize_s=monotonic() - arrival.at_s,
             ttft_objective_s=arrival.ttft_objective_s,
             tpot_objective_s=arrival.tpot_objective_s,
             tenant=arrival.tenant,
+            text=text_options(body),
         )
+        further = range(1, body.num_choices)
+        return [first, *(first.other_choice(choice) for choice in further)]
+
+    def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
+        """The prompt's last tokens, as many as `body` wants kept; -1: as many as fit."""
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return ids
+        if keep == -1:
+            wanted = self._config.completion_default_tokens if body.max_tokens is None else body.max_tokens
+            keep = self.max_model_len - max(1, wanted)
+        if keep < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens keeps {keep} tokens: expected 1 or more, or -1 for as many as fit beside "
+                "max_tokens",
+                param="truncate_prompt_tokens",
+            )
+        return ids[-keep:]
+
+    @staticmethod
+    def _asked(body: GenerationBody, max_tokens: int | None) -> int | None:
+        """Tokens to ask the cluster for. An echo alone needs one, which is not shown."""
+        if max_tokens != 0:
+            return max_tokens
+        if not (isinstance(body, CompletionBody) and body.echo):
+            raise InvalidRequest("max_tokens: expected 1 or more; only with echo it may be 0", param="max_tokens")
+        return 1
 
     def _max_tokens(self, num_prompt: int, asked: int | None, default: int, *, param: str) -> int:
         limit = self.max_model_len

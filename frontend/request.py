@@ -1,12 +1,21 @@
 """What a request is once it is understood: token ids, sampling, limits. Plain data, no HTTP and no wire."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import chain_keys
-from moonpool_proto.v1 import common_pb2
+from moonpool_proto.v1 import common_pb2, worker_pb2
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language that the answer's text is held to; kind and source are the wire's."""
+
+    kind: common_pb2.Grammar.Kind.ValueType
+    source: str
 
 
 @dataclass(frozen=True)
@@ -22,18 +31,51 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    choice: int = 0  # which of a prompt's answers: those after the first wait for the first one's first token
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    logprobs: int | None = None  # likeliest ids told beside each token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same of the prompt, asked for with its first answer only
+    grammar: Grammar | None = None
 
     def to_proto(self) -> common_pb2.Sampling:
         """The wire's form: end tokens are stop tokens there, unless they are to be ignored."""
         ends = () if self.ignore_eos else self.eos_token_ids
-        return common_pb2.Sampling(
+        sampling = common_pb2.Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             seed=self.seed,
             max_tokens=self.max_tokens,
             stop_token_ids=sorted({*self.stop_token_ids, *ends}),
+            choice=self.choice,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs if self.choice == 0 else None,
         )
+        if self.repetition_penalty != 1.0:
+            sampling.repetition_penalty = self.repetition_penalty
+        if self.grammar is not None:
+            sampling.grammar.kind, sampling.grammar.source = self.grammar.kind, self.grammar.source
+        return sampling
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the answer's tokens are shown."""
+
+    echo: bool = False  # the prompt stands before the answer
+    hides_answer: bool = False  # nothing but the prompt is shown, and no token is counted
+    skip_special_tokens: bool = True
+    include_stop: bool = False  # what ended the answer is part of it
 
 
 @dataclass(frozen=True)
@@ -53,6 +95,12 @@ class GenerationRequest:
     ttft_objective_s: float = 0.0  # 0 = the cluster's
     tpot_objective_s: float = 0.0
     tenant: str = ""
+    text: TextOptions = TextOptions()
+
+    def other_choice(self, choice: int) -> "GenerationRequest":
+        """Another answer to the same prompt: with one seed, their noise differs by `choice`."""
+        sampling = replace(self.sampling, choice=choice)
+        return replace(self, request_id=f"{self.request_id}-{choice}", sampling=sampling)
 
     def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
         """Prompt and chain (as on the wire) of a further attempt: generated tokens count as prompt there."""
@@ -79,6 +127,7 @@ class Facts:
     last_token_s: float | None = None
     has_timing: bool = False
     token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: worker_pb2.PromptLogProbs | None = None
 
     @property
     def mean_tbt_s(self) -> float:

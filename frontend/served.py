@@ -37,9 +37,10 @@ class ServedModel:
 
     def output(self, request: GenerationRequest) -> Output:
         """Fresh state that turns one request's tokens into text."""
-        sampling = request.sampling
-        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
-        return Output(detokenizer, sampling.stop, sampling.stop_token_ids)
+        # With an echo the prompt's tokens are fed, too: nothing stands before them.
+        context = [] if request.text.echo else request.prompt_ids[-CONTEXT_TOKENS:].tolist()
+        detokenizer = self.tokenizer.detokenizer(context, skip_special_tokens=request.text.skip_special_tokens)
+        return Output(request, detokenizer, self.tokenizer.token_bytes)
 
     def count_session(self, change: int) -> None:
         """One HTTP request more (1) or fewer (-1) is in flight."""

@@ -83,7 +83,12 @@ class Service:
     def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest]) -> Session:
         """Start what `close_session` must end."""
         context = DriverContext(self.config, self.conductor, self.cluster, self.streams, model.metrics, self._spawn)
-        session = Session([Generation(context, request, model.output(request)) for request in requests])
+        generations: list[Generation] = []
+        for request in requests:
+            # A prompt's answers stand side by side, in their order.
+            leader = generations[-request.sampling.choice] if request.sampling.choice else None
+            generations.append(Generation(context, request, model.output(request), leader))
+        session = Session(generations)
         self._sessions[session] = model
         self._is_idle.clear()
         model.count_session(1)

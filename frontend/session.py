@@ -19,13 +19,16 @@ class Session:
     async def next(self) -> tuple[int, Step] | None:
         """The next (choice, step), whichever choice has one first; None when all have ended. Raises ApiError.
 
-        A generation is asked for more only once its last step was taken, so a slow client slows the asking.
+        A generation is asked for more only once its last step was taken, so a slow client slows the asking. Further
+        answers to a prompt begin when the first one has a token, so that they reuse the prompt's KV.
         """
         if not self._running:
             return None
         if len(self.generations) == 1:  # no task per token for what is nearly every request
             return self._took(0, await self.generations[0].next())
         for index in sorted(self._running.difference(self._pending.values())):
+            if not self.generations[index].may_begin:
+                continue
             self._pending[asyncio.create_task(self.generations[index].next())] = index
         done, _ = await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
         task = min(done, key=self._pending.__getitem__)

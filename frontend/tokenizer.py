@@ -10,7 +10,7 @@ import blake3
 from tokenizers import Tokenizer as FastTokenizer
 
 from frontend.chat_template import ChatTemplate
-from frontend.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_token
+from frontend.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_token, piece_token
 from frontend.errors import ModelFolderError
 
 
@@ -36,11 +36,11 @@ class Tokenizer:
         self.max_positions = _count(config, "max_position_embeddings", path)
         self.eos_token_ids = self._eos_ids(config, generation, settings)
         self.chat_template = ChatTemplate.find(path, settings)
-        self._special_ids = frozenset(
-            token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._fast.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = (json.loads(raw).get("decoder") or {}).get("type") == "ByteLevel"
-        self._token_bytes = lru_cache(maxsize=None)(self._bytes_of)
+        self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The text's token ids."""
@@ -55,16 +55,21 @@ class Tokenizer:
         """The ids' vocabulary entries."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """Fresh state for text that follows `prompt_ids`; special tokens show no text."""
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Fresh state for text that follows `prompt_ids`; special tokens show their text only if not skipped."""
+        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self._token_bytes)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._special_ids, prompt_ids)
+            return ByteLevelDetokenizer(self.token_bytes, skipped)
+        return WindowDetokenizer(
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), skipped, prompt_ids
+        )
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._special_ids:
-            return b""
-        return byte_level_token(self._fast.id_to_token(token_id) or "")
+        """A token's text by itself, in UTF-8; may be part of a character. b"" for an id of no token."""
+        entry = self._fast.id_to_token(token_id) or ""
+        if token_id in self._added_ids:
+            return entry.encode()
+        return byte_level_token(entry) if self._is_byte_level else piece_token(entry)
 
     def _eos_ids(self, *sources: dict[str, Any]) -> tuple[int, ...]:
         """All end tokens that the folder's files name: generation_config.json often knows more than config.json."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from frontend.api import models
 from frontend.api.body import parse_body, read_body
+from frontend.api.fields import RequestModel
 from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer
 from frontend.api.stream import encode
@@ -20,7 +21,7 @@ from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import exposition
 
-B = TypeVar("B", bound=models.RequestModel)
+B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=models.GenerationBody)
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -5,7 +5,8 @@ from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from frontend.api.models import RequestModel, parse
+from frontend.api.fields import RequestModel
+from frontend.api.models import parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone
 from frontend.work_threads import WorkThreads
 

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from frontend.api import logprobs
+from frontend.api.view import View
 from frontend.driver import Generation
 from frontend.output import Step
 
@@ -15,18 +17,17 @@ class Format(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(
-        self, generations: Sequence[Generation], model: str, *, include_usage: bool, return_token_ids: bool
-    ) -> None:
+    def __init__(self, generations: Sequence[Generation], model: str, view: View) -> None:
         self._generations = generations
         self._head = {"id": generations[0].request.request_id, "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
-        self._return_token_ids = return_token_ids
+        self._view = view
         self._started: set[int] = set()
+        self._num_told = [0] * len(generations)  # tokens, by choice
         self._num_running = len(generations)
 
     def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
         """The response to a request that does not stream."""
+        self._num_told = [len(step.token_ids) for step in steps]
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
@@ -34,10 +35,11 @@ class Format(ABC):
         """What a stream sends for one step; with the last choice's last step, the usage too."""
         is_first = index not in self._started
         self._started.add(index)
+        self._num_told[index] += len(step.token_ids)
         self._num_running -= step.finish_reason is not None
         chunks = [self._chunk([choice]) for choice in self._chunk_choices(index, step, is_first)]
         if self._num_running == 0:
-            if self._include_usage:
+            if self._view.include_usage:
                 chunks.append(self._chunk([]) | {"usage": self._usage()})
             chunks[-1] |= self._facts()
         return chunks
@@ -48,28 +50,45 @@ class Format(ABC):
     @abstractmethod
     def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]: ...
 
+    @abstractmethod
+    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any] | None: ...
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
-        return chunk | {"usage": None} if self._include_usage else chunk
+        if not self._view.include_usage:
+            return chunk
+        return chunk | {"usage": self._usage() if self._view.continuous_usage else None}
 
     def _end(self, index: int, step: Step, *, with_prompt: bool) -> dict[str, Any]:
         """The fields that all choices have."""
-        end: dict[str, Any] = {"logprobs": None, "finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-        if self._return_token_ids:
+        num_top = self._view.num_top
+        end: dict[str, Any] = {
+            "logprobs": None if num_top is None else self._logprobs(step, num_top),
+            "finish_reason": step.finish_reason,
+            "stop_reason": step.stop_reason,
+        }
+        if self._view.return_token_ids:
             end["token_ids"] = list(step.token_ids)
             if with_prompt:
                 end["prompt_token_ids"] = self._generations[index].request.prompt_ids.tolist()
         return end
 
+    def _prompt_logprobs(self, step: Step) -> dict[str, Any]:
+        num_top = self._view.prompt_top
+        if num_top is None or step.echo is None:
+            return {}
+        return {"prompt_logprobs": logprobs.of_prompt(step.echo.scores, num_top, as_ids=self._view.tokens_as_ids)}
+
     def _usage(self) -> dict[str, Any]:
-        num_prompt = sum(len(generation.request.prompt_ids) for generation in self._generations)
-        num_new = sum(len(generation.facts.token_ids) for generation in self._generations)
-        num_cached = sum(generation.facts.cached_tokens for generation in self._generations)
+        """As far as it was told to the client. A prompt counts once, however many answers it has."""
+        prompts = [generation for generation in self._generations if generation.leader is None]
+        num_prompt = sum(len(generation.request.prompt_ids) for generation in prompts)
+        num_new = sum(self._num_told)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {"cached_tokens": sum(prompt.facts.cached_tokens for prompt in prompts)},
         }
 
     def _facts(self) -> dict[str, Any]:
@@ -85,10 +104,19 @@ class CompletionFormat(Format):
     chunk_object = "text_completion"
 
     def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
-        return {"index": index, "text": step.text, **self._end(index, step, with_prompt=True)}
+        return {"index": index, "text": self._text(step), **self._end(index, step, with_prompt=True)} | (
+            self._prompt_logprobs(step)
+        )
 
     def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]:
-        return [{"index": index, "text": step.text, **self._end(index, step, with_prompt=is_first)}]
+        return [{"index": index, "text": self._text(step), **self._end(index, step, with_prompt=is_first)}]
+
+    def _text(self, step: Step) -> str:
+        return step.text if step.echo is None or not self._view.echo else step.echo.text + step.text
+
+    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
+        prompt = step.echo.scores if step.echo is not None and self._view.echo else ()
+        return logprobs.of_completion((*prompt, *step.scores), num_top, as_ids=self._view.tokens_as_ids)
 
 
 class ChatFormat(Format):
@@ -98,7 +126,7 @@ class ChatFormat(Format):
     chunk_object = "chat.completion.chunk"
 
     def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
-        return super().whole(steps) | self._prompt_ids()
+        return super().whole(steps) | self._prompt_ids() | self._prompt_logprobs(steps[0])
 
     def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
         message = {"role": "assistant", "content": step.text}
@@ -118,9 +146,16 @@ class ChatFormat(Format):
         # OpenAI's streams open with the role alone.
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, choice]
 
+    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
+        return logprobs.of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)
+
     def _prompt_ids(self) -> dict[str, Any]:
         """A chat has one prompt, told beside the choices, as vLLM does."""
-        return {"prompt_token_ids": self._generations[0].request.prompt_ids.tolist()} if self._return_token_ids else {}
+        return (
+            {"prompt_token_ids": self._generations[0].request.prompt_ids.tolist()}
+            if (self._view.return_token_ids)
+            else {}
+        )
 
 
 def _facts(generation: Generation) -> dict[str, Any]:

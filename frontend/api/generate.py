@@ -10,6 +10,7 @@ from starlette.responses import Response
 from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
 from frontend.api.stream import EventStream, encode, until_gone
+from frontend.api.view import View
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
@@ -36,8 +37,7 @@ async def answer(
             shape = form(
                 session.generations,
                 body.model or model.name,  # the name that was asked for: an alias is answered under the alias
-                include_usage=body.includes_usage,
-                return_token_ids=bool(body.return_token_ids),
+                View.of(body),
             )
             if not body.stream:
                 steps = await until_gone(http, session.collect())

@@ -1,102 +1,85 @@
 """The requests that clients send, as pydantic models. Types are strict: "16" is no number here."""
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, WithJsonSchema, field_validator
 
+from frontend.api.fields import MAX_TOKEN_ID, LogitBias, NumTop, Prompts, RequestModel, Stops, TokenId
+from frontend.api.structured import GuidedChoice, JsonSchema, ResponseFormat, Structured
+from frontend.api.tool_models import Tool, ToolCall, ToolChoice
 from frontend.api.unsupported import unsupported_field
 from frontend.errors import InvalidRequest
-
-_MAX_TOKEN_ID = 2**31 - 1
-
-
-def _listed(value: Any) -> Any:
-    # Not a union of types: pydantic's errors would name the union's members as if they were fields.
-    return [value] if isinstance(value, str) else value
 
 
 def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
-    """A completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("expected a string, a list of token ids, or a list of either")
-    if not value:
-        raise ValueError("the prompt is empty")
-    if all(type(item) is int for item in value):
-        return [_token_ids(value)]
-    if all(isinstance(item, str) for item in value):
-        return list(value)
-    if all(isinstance(item, list) for item in value):
-        return [_token_ids(item) for item in value]
-    raise ValueError("expected a string, a list of token ids, or a list of either, not a mixture")
-
-
-def _token_ids(value: list[Any]) -> list[int]:
-    for item in value:
-        if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
-            raise ValueError("a token id is an integer that is not negative")
-    return value
-
-
-TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-
-
-class RequestModel(BaseModel):
-    """What all bodies have in common."""
-
-    # Unknown fields are kept, to be looked up among those refused by name.
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    def parts(self) -> Iterable["RequestModel"]:
-        """The model itself and the models directly inside it."""
-        yield self
-        for value in self.__dict__.values():
-            for item in value if isinstance(value, list) else (value,):
-                if isinstance(item, RequestModel):
-                    yield item
-
-
 class StreamOptions(RequestModel):
     """What a stream carries beside the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(RequestModel):
     """Fields that completions and chats share. Null means the default."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], Field(max_length=1024, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: NumTop | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
-    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def num_choices(self) -> int:
+        """Answers per prompt."""
+        return self.n or 1
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None where no log-probability is asked for."""
+        raise NotImplementedError
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    # By hand: pydantic would try a union of lists in every way, and report an error per token.
-    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
 
 
 class ContentPart(RequestModel):
@@ -107,35 +90,77 @@ class ContentPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message of a chat."""
+    """One message of a chat. Only an assistant's with tool calls goes without content."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), BeforeValidator(_as_parts)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    content: Annotated[
+        Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None,
+        BeforeValidator(_as_parts),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"$ref": "#/components/schemas/ContentParts"}, {"type": "null"}]}
+        ),
+        Field(validate_default=True),
+    ] = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _made_by_assistants(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if value and info.data.get("role") not in ("assistant", None):
+            raise ValueError("only a message of the assistant has tool calls")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, value: list[ContentPart] | None, info: ValidationInfo) -> list[ContentPart] | None:
+        if value is None and not info.data.get("tool_calls"):
+            raise ValueError("expected a text or a list of text parts; only with tool_calls it may be null")
+        return value
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content or ())
 
 
-class ChatBody(GenerationBody):
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+
+
+class ChatRendering(RequestModel):
+    """What of a chat goes into its prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class ChatBody(GenerationBody, ChatRendering):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(RequestModel):
+class TokenizeBody(ChatRendering):
     """POST /tokenize: a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(RequestModel):

@@ -14,6 +14,7 @@ from conductor.policy.decisions import Reason
 from frontend.api import models
 from frontend.api.formats import CompletionFormat
 from frontend.api.unsupported import unsupported_field
+from frontend.api.view import View
 from frontend.output import Step
 from frontend.request import Facts
 from kvpool import PoolNodeConfig
@@ -119,8 +120,8 @@ def test_every_key_of_the_extension_is_documented_and_no_other(page: Page, docum
     request = SimpleNamespace(
         request_id="r", tokenize_s=0.0, arrival_s=0.0, prompt_ids=np.zeros(1), sampling=SimpleNamespace(seed=1)
     )
-    generation: Any = SimpleNamespace(facts=Facts(), request=request)
-    form = CompletionFormat([generation], "m", include_usage=False, return_token_ids=False)
+    generation: Any = SimpleNamespace(facts=Facts(), request=request, leader=None)
+    form = CompletionFormat([generation], "m", View())
     answer = form.whole([Step((1,), "x", "stop")])
     section = page("quickstart.md").section("What `moonpool` in the answer means")
     assert set(documented(section)) == set(answer["moonpool"])

@@ -1,0 +1,32 @@
+"""Which of an answer's optional parts a client wants to see."""
+
+from dataclasses import dataclass
+
+from frontend.api.models import CompletionBody, GenerationBody
+
+
+@dataclass(frozen=True)
+class View:
+    """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    echo: bool = False
+    num_top: int | None = None
+    prompt_top: int | None = None
+
+    @classmethod
+    def of(cls, body: GenerationBody) -> "View":
+        """What `body` asks for."""
+        options = body.stream_options
+        return cls(
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            echo=isinstance(body, CompletionBody) and bool(body.echo),
+            num_top=body.num_top,
+            prompt_top=body.prompt_logprobs,
+        )

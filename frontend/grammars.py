@@ -1,0 +1,113 @@
+"""From the forms of structured output that clients know to the grammar that the cluster holds an answer to."""
+
+import json
+from typing import Any, Final, NoReturn
+
+from frontend.api.models import GenerationBody
+from frontend.api.structured import ResponseFormat, StructuredOutputs
+from frontend.config import FrontendConfig
+from frontend.errors import InvalidRequest
+from frontend.request import Grammar
+from moonpool_proto.v1 import common_pb2
+
+JSON_SCHEMA: Final = common_pb2.Grammar.KIND_JSON_SCHEMA
+LARK: Final = common_pb2.Grammar.KIND_LARK
+REGEX: Final = common_pb2.Grammar.KIND_REGEX
+
+
+def checked_grammar(body: GenerationBody, config: FrontendConfig) -> Grammar | None:
+    """The grammar that `body` asks for, known to be one. Raises InvalidRequest naming what is wrong with it."""
+    found = grammar_of(body)
+    if found is None:
+        return None
+    grammar, param = found
+    check(grammar, param, config)
+    return grammar
+
+
+def check(grammar: Grammar, param: str, config: FrontendConfig) -> None:
+    """Raises InvalidRequest when `grammar` is too large or none."""
+    num_bytes = len(grammar.source.encode())
+    if num_bytes > config.max_grammar_nbytes:
+        most = config.max_grammar_nbytes
+        raise InvalidRequest(f"{param} has {num_bytes} bytes: at most {most} are taken", param=param)
+
+
+def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
+    """The grammar that `body` asks for and the field that does; None where none does.
+
+    Raises InvalidRequest for two of them and for one that is no JSON. Whether it is a grammar is checked elsewhere.
+    """
+    asked = [*_of_format(body.response_format), *_of_structured(body.structured_outputs), *_of_guided(body)]
+    if len(asked) > 1:
+        names = ", ".join(name for _, name in asked)
+        raise InvalidRequest(f"{names}: an answer can be held to one of them", param=asked[1][1])
+    return asked[0] if asked else None
+
+
+def _of_format(asked: ResponseFormat | None) -> list[tuple[Grammar, str]]:
+    if asked is None or asked.type == "text":
+        return []
+    if asked.type == "json_object":
+        return [(_any_object(), "response_format")]
+    if asked.json_schema is None:
+        raise InvalidRequest(
+            "response_format of type json_schema needs its json_schema, with name and schema inside",
+            param="response_format.json_schema",
+        )
+    return [(_json(asked.json_schema.schema_, "response_format.json_schema.schema"), "response_format")]
+
+
+def _of_structured(asked: StructuredOutputs | None) -> list[tuple[Grammar, str]]:
+    if asked is None:
+        return []
+    name = "structured_outputs"
+    found: list[tuple[Grammar, str]] = []
+    if asked.json_ is not None:
+        found.append((_json(asked.json_, f"{name}.json"), f"{name}.json"))
+    if asked.json_object:
+        found.append((_any_object(), f"{name}.json_object"))
+    if asked.regex is not None:
+        found.append((Grammar(REGEX, asked.regex), f"{name}.regex"))
+    if asked.choice is not None:
+        found.append((_choice(asked.choice), f"{name}.choice"))
+    if asked.grammar is not None:
+        found.append((Grammar(LARK, asked.grammar), f"{name}.grammar"))
+    return found
+
+
+def _of_guided(body: GenerationBody) -> list[tuple[Grammar, str]]:
+    found: list[tuple[Grammar, str]] = []
+    if body.guided_json is not None:
+        found.append((_json(body.guided_json, "guided_json"), "guided_json"))
+    if body.guided_regex is not None:
+        found.append((Grammar(REGEX, body.guided_regex), "guided_regex"))
+    if body.guided_choice is not None:
+        found.append((_choice(body.guided_choice), "guided_choice"))
+    if body.guided_grammar is not None:
+        found.append((Grammar(LARK, body.guided_grammar), "guided_grammar"))
+    return found
+
+
+def _any_object() -> Grammar:
+    return Grammar(JSON_SCHEMA, '{"type":"object"}')
+
+
+def _json(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema, parse_constant=_no_json)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} is no JSON Schema: expected an object, true or false", param=param)
+    return Grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _choice(texts: list[str]) -> Grammar:
+    # A schema would put quotes around them; a grammar's literals are written as JSON's.
+    return Grammar(LARK, "start: " + " | ".join(map(json.dumps, texts)))
