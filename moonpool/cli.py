@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from moonpool.chat.command import chat
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
 from moonpool.inspection import config_keys, status, validate
@@ -23,7 +24,7 @@ Disaggregated prefill/decode LLM serving built around the KV cache.
 
   [cyan]moonpool serve[/cyan]   a whole cluster on this machine, OpenAI API on port 8000
 
-  [cyan]curl 127.0.0.1:8000/v1/models[/cyan]   what it serves
+  [cyan]moonpool chat[/cyan]    talk with it, from another terminal
 
   [cyan]moonpool demo[/cyan]    a cluster under a replayed production trace, every token verified
 """
@@ -72,6 +73,7 @@ def _runner(role: Role) -> Callable[[Any], int]:
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
 add_replay(app)
 app.command("demo")(demo)
+app.command("chat")(chat)
 app.command("status")(status)
 app.command("validate")(validate)
 app.command("config")(config_keys)

@@ -9,6 +9,9 @@ MoonpoolError               1
 ├── RoleFailed              1  a role ended for good; 2 when it refused its configuration
 │   └── StartupFailed       1  the same, or it was not ready in time, while the cluster came up
 ├── ClusterNotFound         1  no running cluster could be found or asked
+├── ChatFailed              1  a chat cannot begin, or an answer failed
+│   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
+│   └── ChatCommandError    1  a line that begins with / is no command
 └── DemoFailed              1  the demo ran, and its result is not what it must be
 """
 
@@ -63,6 +66,18 @@ class StartupFailed(RoleFailed):
 
 class ClusterNotFound(MoonpoolError):
     """There is no cluster where one was sought, or it does not answer."""
+
+
+class ChatFailed(MoonpoolError):
+    """No server to chat with, or no whole answer from it."""
+
+
+class ChatFileError(ChatFailed):
+    """A conversation's file cannot be read, written or understood."""
+
+
+class ChatCommandError(ChatFailed):
+    """No command of a chat; the message names the nearest."""
 
 
 class DemoFailed(MoonpoolError):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.config import all_settings
-from moonpool.locate import Located, locate
+from moonpool.locate import DEFAULT_URL, Located, locate
 from moonpool.options import reported_errors
 
 _POLL_S = 0.2
@@ -24,11 +24,10 @@ _Url = Annotated[
 _Conductor = Annotated[str, typer.Option("--conductor", help="gRPC address of the conductor of any cluster.")]
 _ReadyFile = Annotated[Path | None, typer.Option("--ready-file", help="File written by `serve --ready-file`.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def status(
-    url: _Url = _DEFAULT_URL, conductor: _Conductor = "", ready_file: _ReadyFile = None, as_json: _Json = False
+    url: _Url = DEFAULT_URL, conductor: _Conductor = "", ready_file: _ReadyFile = None, as_json: _Json = False
 ) -> None:
     """Show the nodes of a running cluster: load, memory, processes.
 
@@ -49,7 +48,7 @@ def status(
 
 
 def validate(
-    url: _Url = _DEFAULT_URL,
+    url: _Url = DEFAULT_URL,
     conductor: _Conductor = "",
     ready_file: _ReadyFile = None,
     wait: Annotated[float, typer.Option(help="Ask again for so many seconds until all is well.", min=0.0)] = 0.0,

@@ -1,5 +1,6 @@
 """Finds a running cluster: by the conductor's address, or by what `serve` wrote on this machine."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -8,6 +9,8 @@ from moonpool.errors import ClusterNotFound, ConfigError
 from moonpool.ready_file import ReadyFile
 from moonpool.run_dir import default_run_dir
 from moonpool.serve import READY_NAME
+
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,37 @@ def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
             "give --conductor ADDRESS for one that runs elsewhere"
         ) from error
     return Located(ready.conductor, (ready.url,), ready)
+
+
+def chat_url(url: str) -> str:
+    """Where to ask: `url` as given, without a trailing slash or /v1; else the newest local cluster's, else port 8000.
+
+    Raises ConfigError for what is no http URL.
+    """
+    if not url:
+        newest = _newest_ready_file()
+        return newest.url if newest is not None else DEFAULT_URL
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ConfigError(f"--url {url!r} is no URL: {error}") from error
+    if not usable:
+        raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
+    return parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _newest_ready_file() -> ReadyFile | None:
+    """Of this user's clusters that live, the one that came up last."""
+    found = []
+    for path in default_run_dir(READY_NAME).parent.glob(f"*/{READY_NAME}"):
+        try:
+            ready = ReadyFile.read(path)
+            os.kill(ready.supervisor_pid, 0)
+            found.append((path.stat().st_mtime, ready))
+        except (ClusterNotFound, OSError):
+            continue  # gone, or left behind by one that was killed
+    return max(found, key=lambda entry: entry[0])[1] if found else None
 
 
 def _default_ready_file(url: str) -> Path:

@@ -2,12 +2,13 @@ import json
 import os
 import stat
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
-from moonpool.locate import locate
+from moonpool.locate import chat_url, locate
 from moonpool.log_file import LogFile
 from moonpool.model_folder import check_model_folder
 from moonpool.ready_file import ReadyFile, ReadyNode
@@ -50,6 +51,24 @@ def test_a_cluster_is_found_by_its_port_on_this_machine(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="--url"):
         locate(conductor="", url="http://127.0.0.1:notaport", ready_file=None)
     assert locate(conductor="head:7000", url="", ready_file=None).urls == ()
+
+
+def test_a_chat_goes_to_the_newest_cluster_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert chat_url("") == "http://127.0.0.1:8000"
+    for age_s, port in enumerate((3, 4, 5)):
+        run_dir = tmp_path / f"moonpool-{os.getuid()}" / str(port)
+        run_dir.mkdir(parents=True)
+        is_dead = port == 5
+        pid = 2**22 + 1 if is_dead else os.getpid()  # above the largest a kernel gives
+        replace(READY, url=f"http://127.0.0.1:{port}", supervisor_pid=pid).write(run_dir / "serve.json")
+        os.utime(run_dir / "serve.json", (1e9 + age_s, 1e9 + age_s))
+    assert chat_url("") == "http://127.0.0.1:4"
+    assert chat_url("head:80/v1/") == "http://head:80"
+    assert chat_url("https://head/x/") == "https://head/x"
+    for wrong in ("ftp://x", "http://", "http://x:0", "http://x:nine"):
+        with pytest.raises(ConfigError, match="--url"):
+            chat_url(wrong)
 
 
 def test_a_run_directory_is_its_users_alone(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""One answer over HTTP: sends the messages, hands on the text as it comes, and tells what the answer cost."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from moonpool.chat.conversation import Message
+from moonpool.errors import ChatFailed
+from replay.errors import MalformedStream
+from replay.server import ServerInfo, error_message
+from replay.sse import EventStream
+
+_DONE = "[DONE]"
+_SHOWN = 200
+_ERROR_NBYTES = 64 << 10
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What is asked of every answer; None leaves it to the server."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+
+    def fields(self) -> dict[str, float | int]:
+        """The request's fields."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass
+class Answer:
+    """An answer as far as it has come. Times are seconds since the question was sent, by this client's clock."""
+
+    text: str = ""
+    finish_reason: str = ""  # "" while it has not ended
+    ttft_s: float | None = None
+    last_s: float = 0.0  # of the last piece of text
+    usage: dict[str, Any] | None = None
+    extension: dict[str, Any] | None = None  # what Moonpool adds; None from other servers
+
+    def figures(self) -> str:
+        """One line: what is known of how it was made."""
+        parts = [] if self.ttft_s is None else [f"TTFT {self.ttft_s:.2f} s"]
+        usage = self.usage or {}
+        tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        if tokens and self.ttft_s is not None and tokens > 1 and self.last_s > self.ttft_s:
+            parts.append(f"{(tokens - 1) / (self.last_s - self.ttft_s):.1f} tokens/s")
+        if prompt is not None:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            parts.append(f"{cached} of {prompt} prompt tokens cached")
+        nodes = [(self.extension or {}).get(key) for key in ("prefill_node", "decode_node")]
+        parts += [" → ".join(dict.fromkeys(node for node in nodes if node))] if any(nodes) else []
+        parts += [f"cut at {tokens} tokens"] if self.finish_reason == "length" else []
+        return " · ".join(parts)
+
+
+class ChatClient:
+    """Asks one server. `timeout_s` bounds a whole answer. Safe to cancel: the server notices, and stops too."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, server: ServerInfo, options: AnswerOptions, *, timeout_s: float
+    ) -> None:
+        self.server = server
+        self._session = session
+        self._options = options
+        self._timeout_s = timeout_s
+
+    async def ask(self, messages: Sequence[Message], answer: Answer, on_text: Callable[[str], None]) -> None:
+        """Fill `answer` in as it comes; `on_text` gets each piece. Raises ChatFailed."""
+        url = f"{self.server.base_url}/v1/chat/completions"
+        body = {
+            "model": self.server.model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._options.fields(),
+        }
+        began = time.monotonic()
+        try:
+            async with self._post(url, body) as response:
+                if response.status != 200:
+                    raise ChatFailed(await _refusal(response))
+                await _follow(response, began, answer, on_text)
+        except MalformedStream as error:
+            raise ChatFailed(f"{url} does not stream as an OpenAI-compatible server: {error}") from error
+        except TimeoutError as error:
+            raise ChatFailed(f"the answer did not end within {self._timeout_s:g} s; --timeout allows more") from error
+        except aiohttp.ClientConnectorError as error:
+            raise ChatFailed(
+                f"nothing serves at {self.server.base_url} any more ({error.strerror}); is the cluster still running?"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ChatFailed(f"the connection was lost in the middle of the answer ({type(error).__name__})") from error
+
+    def _post(self, url: str, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, connect=_CONNECT_S)
+        return self._session.post(url, json=body, timeout=timeout)
+
+
+async def _follow(
+    response: aiohttp.ClientResponse, began: float, answer: Answer, on_text: Callable[[str], None]
+) -> None:
+    stream = EventStream()
+    async for chunk in response.content.iter_any():
+        now_s = time.monotonic() - began
+        for data in stream.feed(chunk):
+            if data == _DONE:
+                return
+            _take(data, now_s, answer, on_text)
+    raise ChatFailed("the answer broke off: its stream ended before its end")
+
+
+def _take(data: str, now_s: float, answer: Answer, on_text: Callable[[str], None]) -> None:
+    """Put one event into `answer`."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise ChatFailed(f"the answer broke off: {error_message(data)}")
+        for choice in event.get("choices", []):
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            piece = choice["delta"].get("content") or ""
+            if piece:
+                answer.ttft_s = now_s if answer.ttft_s is None else answer.ttft_s
+                answer.last_s = now_s
+                answer.text += piece
+                on_text(piece)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ChatFailed(f"the server sent an event that is no part of a chat completion: {data[:_SHOWN]!r}") from error
+    answer.usage = event.get("usage") or answer.usage
+    answer.extension = event.get("moonpool") or answer.extension
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    text = (await response.content.read(_ERROR_NBYTES)).decode("utf-8", "replace")
+    said = f"HTTP {response.status}: {error_message(text)}"
+    if response.status in (401, 403):
+        return f"{said}; give the key with --api-key"
+    if "context_length_exceeded" in text:
+        return f"{said}; /undo or /reset makes the conversation shorter"
+    again = response.headers.get("Retry-After")
+    return f"{said}; ask again in {again} s" if again else said

@@ -1,0 +1,96 @@
+"""The command `moonpool chat`: flags in, a conversation until its end. What it needs is imported when it runs."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.errors import ChatFailed
+from moonpool.locate import chat_url
+from moonpool.options import reported_errors
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_ASK_S = 15.0
+
+
+def _one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
+    from replay.api_key import one_key
+
+    return one_key(context, parameter, given)
+
+
+def chat(
+    url: Annotated[
+        str,
+        typer.Option(
+            help="Address of the server. Default: this user's newest `moonpool serve`, else http://127.0.0.1:8000."
+        ),
+    ] = "",
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="MOONPOOL_API_KEY",
+            callback=_one_key,
+            help="Bearer key; of several in the variable, the first is sent.",
+        ),
+    ] = "",
+    model: Annotated[str, typer.Option(help="Name of the model. Default: the first served.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="Of sampling; 0 is greedy. Default: the server's.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer. Default: the server's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling: the same again gives the same answers.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 600.0,
+    figures: Annotated[
+        bool | None,
+        typer.Option(
+            "--figures/--no-figures",
+            help="TTFT, tokens/s, cached tokens and nodes after each answer. Default: in a terminal.",
+        ),
+    ] = None,
+) -> None:
+    """Talk with a running cluster. Ctrl-C stops an answer, and leaves at the prompt; /help shows the commands.
+
+    Without a terminal it asks one question per line of its input and prints the answers alone; the first error ends it,
+    with exit status 1.
+
+    Examples: moonpool chat · moonpool chat --url http://10.0.0.1:8000 --temperature 0 · moonpool chat < questions.txt
+    """
+    from moonpool.chat.client import AnswerOptions, ChatClient
+    from moonpool.chat.conversation import Conversation
+    from moonpool.chat.loop import ChatLoop
+    from moonpool.chat.view import View
+    from replay.errors import ServerUnusable
+    from replay.server import discover
+
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    view = View(interactive=interactive, figures=interactive if figures is None else figures)
+    options = AnswerOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    with reported_errors(), asyncio.Runner() as runner:
+        session = runner.run(_open_session(api_key))
+        try:
+            found = runner.run(discover(session, chat_url(url), model=model, deadline_s=_ASK_S))
+            if interactive:
+                limit = f", {found.max_model_len} tokens of context" if found.max_model_len else ""
+                view.notice(f"{found.model} at {found.base_url}{limit}. /help shows the commands.")
+            client = ChatClient(session, found, options, timeout_s=timeout)
+            ChatLoop(runner, client, view, Conversation(system)).run()
+        except ServerUnusable as error:
+            raise ChatFailed(str(error)) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        finally:
+            runner.run(session.close())
+
+
+async def _open_session(api_key: str) -> "aiohttp.ClientSession":
+    import aiohttp
+
+    # A connection per answer: one that was kept may have been closed by the server while the user was typing.
+    connector = aiohttp.TCPConnector(force_close=True)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return aiohttp.ClientSession(connector=connector, headers=headers)

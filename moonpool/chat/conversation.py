@@ -1,0 +1,72 @@
+"""What has been said: a system prompt and turns, as OpenAI's messages and as the file that keeps them. No I/O."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.errors import ChatFileError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question and the answer exactly as it came: its KV is reused only if it goes back unchanged."""
+
+    question: str
+    answer: str
+
+
+@dataclass
+class Conversation:
+    """Turns so far, oldest first; `system` "" is none."""
+
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    def messages(self, question: str = "") -> list[Message]:
+        """OpenAI's messages of all turns, with a new question at the end where one is given."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in self.turns:
+            said += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return [*said, {"role": "user", "content": question}] if question else said
+
+    def add(self, question: str, answer: str) -> None:
+        """A turn has ended."""
+        self.turns.append(Turn(question, answer))
+
+    def undo(self) -> Turn | None:
+        """Take the last turn back; None when there is none."""
+        return self.turns.pop() if self.turns else None
+
+    def to_json(self, model: str) -> str:
+        """The file's text: `model` and `messages`, as a chat completion's body has them."""
+        return json.dumps({"model": model, "messages": self.messages()}, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Conversation":
+        """Of a file of `to_json`. Raises ChatFileError unless questions and answers take turns."""
+        try:
+            messages = json.loads(text)["messages"]
+            said = [(str(message["role"]), _content(message)) for message in messages]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChatFileError(
+                f"it is no saved conversation ({error!r}): expected a JSON object with messages, each with a role "
+                "and a content"
+            ) from error
+        system = said.pop(0)[1] if said and said[0][0] == "system" else ""
+        roles = [role for role, _ in said]
+        if roles != ["user", "assistant"] * (len(said) // 2):
+            raise ChatFileError(
+                f"its messages are of {', '.join(roles)}: expected user and assistant in turn, after at most one "
+                "system message"
+            )
+        contents = [content for _, content in said]
+        return cls(system, [Turn(q, a) for q, a in zip(contents[::2], contents[1::2], strict=True)])
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message["content"]
+    if not isinstance(content, str):
+        raise TypeError(f"a content is {type(content).__name__}, not text")
+    return content

@@ -1,0 +1,121 @@
+"""The conversation's loop: a line in, an answer or a command's effect out, until the lines end."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moonpool.chat.client import Answer, ChatClient
+from moonpool.chat.commands import Line, parse
+from moonpool.chat.conversation import Conversation
+from moonpool.chat.view import View
+from moonpool.errors import ChatCommandError, ChatFailed, ChatFileError
+
+_PROMPT = "> "
+
+
+class ChatLoop:
+    """Carries one conversation. In a terminal an error is shown and the chat goes on; piped, it is raised."""
+
+    def __init__(
+        self, runner: asyncio.Runner, client: ChatClient, view: View, conversation: Conversation | None = None
+    ) -> None:
+        self.conversation = conversation or Conversation()
+        self._runner = runner
+        self._client = client
+        self._view = view
+
+    def run(self) -> None:
+        """Until /quit or the end of the input. Raises ChatFailed when not in a terminal."""
+        for text in _lines(interactive=self._view.interactive):
+            try:
+                line = parse(text)
+                if line is not None and not self._take(line):
+                    return
+            except ChatFailed as error:
+                if not self._view.interactive:
+                    raise
+                self._view.error(str(error))
+
+    def _take(self, line: Line) -> bool:
+        """False to leave."""
+        match line.command:
+            case "":
+                self._ask(line.text)
+            case "/quit":
+                return False
+            case "/help":
+                self._view.help()
+            case "/reset":
+                self.conversation.turns.clear()
+                self._view.notice("forgotten")
+            case "/system":
+                self._system(line.text)
+            case "/undo":
+                turn = self.conversation.undo()
+                self._view.notice("nothing was said yet" if turn is None else f"taken back: {turn.question}")
+            case "/save":
+                self._save(Path(line.text).expanduser())
+            case "/load":
+                self._load(Path(line.text).expanduser())
+            case _:
+                raise ChatCommandError(f"{line.command} is not carried out here")
+        return True
+
+    def _ask(self, question: str) -> None:
+        """Ask, show the answer as it comes, keep it. Ctrl-C ends the answer; what came of it stays."""
+        answer = Answer()
+        figures = ""
+        try:
+            self._runner.run(self._client.ask(self.conversation.messages(question), answer, self._view.piece))
+            figures = answer.figures()
+        except KeyboardInterrupt:
+            if not self._view.interactive:
+                raise
+            figures = "stopped" if answer.text else "stopped before it began; the question is not kept"
+        except ChatFailed:
+            if answer.text:
+                self._view.end(answer.text, "broken off; question and answer are not kept")
+            raise
+        if answer.finish_reason or answer.text:
+            self.conversation.add(question, answer.text)
+        self._view.end(answer.text, figures)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = "" if text == "off" else text
+        now = self.conversation.system
+        self._view.notice(f"system prompt: {now}" if now else "no system prompt")
+
+    def _save(self, path: Path) -> None:
+        try:
+            path.write_text(self.conversation.to_json(self._client.server.model), encoding="utf-8")
+        except OSError as error:
+            raise ChatFileError(f"cannot write {path}: {error.strerror}; give /save another file") from error
+        self._view.notice(f"{len(self.conversation.turns)} turns written to {path}")
+
+    def _load(self, path: Path) -> None:
+        try:
+            self.conversation = Conversation.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatFileError(f"cannot read {path}: {error}") from error
+        except ChatFileError as error:
+            raise ChatFileError(f"{path}: {error}") from error
+        self._view.notice(f"{len(self.conversation.turns)} turns read from {path}")
+
+
+def _lines(*, interactive: bool) -> Iterator[str]:
+    """What is typed or piped in; Ctrl-D and, at the prompt, Ctrl-C are the end."""
+    if not interactive:
+        # As bytes: what is no UTF-8 must not end the conversation.
+        yield from (raw.decode("utf-8", "replace") for raw in sys.stdin.buffer)
+        return
+    import readline  # noqa: F401  (gives `input` editing and history)
+
+    while True:
+        try:
+            text = input(_PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        yield text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
