@@ -1,12 +1,13 @@
 """The conductor's slice of the configuration; parsed and validated at the edge. `policy` is the part that decides."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conductor.errors import ConfigError
-from conductor.policy.config import PolicyConfig
+from conductor.policy.config import Objectives, PolicyConfig
 
-__all__ = ["ConductorConfig"]
+__all__ = ["ConductorConfig", "Objectives"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class ConductorConfig:
     listen: str  # gRPC target to serve on
     ttft_objective_s: float = 0.0  # requests predicted to miss it are rejected; 0 = off
     tbt_objective_s: float = 0.0  # likewise for the time between tokens
+    model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
     max_copies: int = 8  # hot-spot copies under way at once
@@ -44,6 +46,7 @@ class ConductorConfig:
         return PolicyConfig(
             ttft_objective_s=self.ttft_objective_s,
             tbt_objective_s=self.tbt_objective_s,
+            model_objectives=self.model_objectives,
             balancing_threshold=self.balancing_threshold,
             max_queue_s=self.max_queue_s,
             max_copies=self.max_copies,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from conductor.errors import LogFormatError
-from conductor.policy import Conductor, PolicyConfig
+from conductor.policy import Conductor, Objectives, PolicyConfig
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event
@@ -97,7 +97,9 @@ def replay(*paths: Path) -> Iterator[tuple[int, Event, list[Decision], list[Deci
 def _config(row: dict[str, Any]) -> PolicyConfig:
     if row.get("version") != LOG_VERSION:
         raise LogFormatError(f"version {row.get('version')!r}: expected {LOG_VERSION}")
-    return PolicyConfig(**row["config"])
+    config = dict(row["config"])
+    objectives = {model: Objectives(**own) for model, own in config.pop("model_objectives", {}).items()}
+    return PolicyConfig(**config, model_objectives=objectives)
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from moonpool.config import Setting, all_settings, composite_settings, load
 from moonpool.errors import MoonpoolError
@@ -55,7 +56,36 @@ def configured_command(
             for key in order
         ]
     )
-    app.command(name, help=help)(command)
+    app.command(name, help=help, cls=_ListsTakeSeveral)(command)
+
+
+class _ListsTakeSeveral(TyperCommand):
+    """`serve MODEL --served-model-name a b` means what `--served-model-name a --served-model-name b` does.
+
+    Only after the command's argument, or where it has none: before it, the second word is the argument.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {flag: param for param in self.params if isinstance(param, TyperOption) for flag in param.opts}
+        wants_argument = any(isinstance(param, TyperArgument) for param in self.params)
+        spread: list[str] = []
+        several = ""  # the list flag that further words belong to
+        words = iter(args)
+        for word in words:
+            if word == "--":
+                spread += [word, *words]
+            elif word.startswith("-"):
+                option = options.get(word)
+                takes_value = option is not None and not option.is_flag
+                value = next(words, None) if takes_value else None
+                spread += [word] if value is None else [word, value]
+                several = word if takes_value and option is not None and option.multiple else ""
+            elif several and not wants_argument:
+                spread += [several, word]
+            else:
+                spread.append(word)
+                wants_argument, several = False, ""
+        return super().parse_args(ctx, spread)
 
 
 class reported_errors:

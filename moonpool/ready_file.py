@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,16 @@ class ReadyNode:
     ready: bool
     restarts: int
     log: str
+    model: str = ""  # that a worker serves
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """One served model."""
+
+    name: str
+    aliases: list[str]
+    path: str
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,12 @@ class ReadyFile:
     """A running cluster."""
 
     url: str  # http://HOST:PORT
-    model: str
+    model: str  # the first one's name
     supervisor_pid: int
     run_dir: str
     conductor: str  # gRPC address
     nodes: dict[str, ReadyNode] = field(default_factory=dict)
+    models: list[ReadyModel] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Replace `path` at once: a reader sees the old or the new, never half."""
@@ -45,15 +56,21 @@ class ReadyFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             nodes = {node_id: ReadyNode(**node) for node_id, node in content.pop("nodes").items()}
-            return cls(**content, nodes=nodes)
+            models = [ReadyModel(**model) for model in content.pop("models")]
+            return cls(**content, nodes=nodes, models=models)
         except OSError as error:
             raise ClusterNotFound(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ClusterNotFound(f"{path} is no ready file of `moonpool serve`: {error}") from error
 
 
-def ready_nodes(states: Sequence[NodeState], targets: dict[str, str]) -> dict[str, ReadyNode]:
-    """The nodes' part of a ready file; `targets` are the planned addresses, a node's own announcement goes first."""
+def ready_nodes(
+    states: Sequence[NodeState], targets: Mapping[str, str], models: Mapping[str, str]
+) -> dict[str, ReadyNode]:
+    """The nodes' part of a ready file; `targets` are the planned addresses, a node's own announcement goes first.
+
+    `models`: by node id, "" for those that serve none.
+    """
     return {
         state.node_id: ReadyNode(
             role=state.role,
@@ -62,6 +79,7 @@ def ready_nodes(states: Sequence[NodeState], targets: dict[str, str]) -> dict[st
             ready=state.announcement is not None,
             restarts=state.restarts,
             log=str(state.log_path),
+            model=models.get(state.node_id, ""),
         )
         for state in states
     }

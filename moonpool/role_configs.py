@@ -28,12 +28,15 @@ def node_id_of(node: NodeSettings, command: str) -> str:
 
 
 def conductor_config(config: ConductorRole) -> "ConductorConfig":
-    from conductor.server import ConductorConfig
+    from conductor.config import ConductorConfig, Objectives
 
     return ConductorConfig(
         listen=config.listen.listen,
         ttft_objective_s=config.scheduling.ttft_slo,
         tbt_objective_s=config.scheduling.tbt_slo,
+        model_objectives={
+            entry.name: Objectives(*entry.objectives(config.scheduling)) for entry in config.further.models
+        },
         balancing_threshold=config.scheduling.balancing_threshold,
         max_queue_s=config.scheduling.max_queue,
         decision_log=config.scheduling.decision_log,
@@ -63,7 +66,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         advertise=config.host.advertise,
         conductor_target=config.conductor.conductor,
         pool_target=config.worker.pool,
-        model_path=config.model.model,
+        model_path=config.model.path,
         served_model_name=config.model.name,
         device=choose_device(config.engine.device, config.worker.worker_index),
         dtype=cast("Dtype", config.engine.dtype),
@@ -85,7 +88,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
     from frontend import FrontendConfig, ModelConfig
 
     return FrontendConfig(
-        models=(ModelConfig(config.model.model, config.model.name),),
+        models=tuple(ModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
         conductor_target=config.conductor.conductor,
         host=config.http.host,
         port=config.http.port,

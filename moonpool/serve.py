@@ -18,7 +18,7 @@ from moonpool.errors import ConfigError
 from moonpool.http_port import claim_port, local_url, wait_http_ready
 from moonpool.model_folder import check_model_folder
 from moonpool.plan import RolePlan, describe, plan_cluster
-from moonpool.ready_file import ReadyFile, ready_nodes
+from moonpool.ready_file import ReadyFile, ReadyModel, ready_nodes
 from moonpool.run_dir import RunDirLock, default_run_dir, make_run_dir
 from moonpool.startup_view import TerminalView
 from moonpool.supervisor import Supervisor
@@ -29,7 +29,8 @@ READY_NAME = "serve.json"
 
 def serve(config: ServeConfig) -> int:
     """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
-    check_model_folder(config.model.model)
+    for entry in config.served:
+        check_model_folder(entry.path)
     ready_file = config.supervisor.ready_file
     if ready_file is not None and not ready_file.absolute().parent.is_dir():
         raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
@@ -101,20 +102,24 @@ class _Cluster(TerminalView):
         self.started()
         self._write_ready_files()
         print(
-            f"Moonpool is ready: {self._url}/v1  model {self._config.model.name}  ({describe(self._config)})",
+            f"Moonpool is ready: {self._url}/v1  {_named(self._config)}  ({describe(self._config)})",
             flush=True,
         )
         self.show(f"Ready after {seconds:.1f} s. Ctrl-C ends it.")
 
     def _write_ready_files(self) -> None:
         targets = {plan.node_id: plan.target for plan in self._plans}
+        served = self._config.served
         ready = ReadyFile(
             url=self._url,
-            model=self._config.model.name,
+            model=served[0].name,
             supervisor_pid=os.getpid(),
             run_dir=str(self._run_dir),
             conductor=targets["conductor"],
-            nodes=ready_nodes(self._supervisor.states(), targets),
+            nodes=ready_nodes(
+                self._supervisor.states(), targets, {plan.node_id: plan.model for plan in self._plans}
+            ),
+            models=[ReadyModel(entry.name, list(entry.aliases), str(entry.path)) for entry in served],
         )
         for path in self._ready_paths:
             ready.write(path)
@@ -123,6 +128,11 @@ class _Cluster(TerminalView):
         self._up = False
         for path in self._ready_paths:
             path.unlink(missing_ok=True)
+
+
+def _named(config: ServeConfig) -> str:
+    names = [entry.name for entry in config.served]
+    return ("model " if len(names) == 1 else "models ") + ", ".join(names)
 
 
 def child_plan(plan: RolePlan, run_dir: Path) -> ChildPlan:

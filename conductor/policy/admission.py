@@ -36,8 +36,9 @@ def judge(
     if request.generated > 0:
         return None
     config = state.config
-    ttft_objective_s = request.ttft_objective_s or config.ttft_objective_s
-    tbt_objective_s = request.tbt_objective_s or config.tbt_objective_s
+    of_model = config.objectives_of(request.model)
+    ttft_objective_s = request.ttft_objective_s or of_model.ttft_s
+    tbt_objective_s = request.tbt_objective_s or of_model.tbt_s
     if not found.has_room and (ttft_objective_s or tbt_objective_s):
         message = f"no decode node has room for {request.prompt_tokens + request.max_new_tokens} tokens of KV"
         return _reject(request, "decode_capacity", message, found.room_wait_s)

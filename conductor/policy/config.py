@@ -1,13 +1,27 @@
 """What the policy can be told: objectives and bounds. Nothing about sockets or files."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from math import isfinite
 
 from conductor.errors import ConfigError
 
-__all__ = ["NS", "PolicyConfig"]
+__all__ = ["NS", "Objectives", "PolicyConfig"]
 
 NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What an admitted request must be predicted to meet, in seconds; 0 = off."""
+
+    ttft_s: float  # time to first token
+    tbt_s: float  # time between tokens
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tbt_s"):
+            if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
+                raise ConfigError(f"objective {name} is {getattr(self, name)}: must be a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +30,7 @@ class PolicyConfig:
 
     ttft_objective_s: float = 0.0  # time to first token that an admitted request must be predicted to meet
     tbt_objective_s: float = 0.0  # time between tokens likewise
+    model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait for a prefill turn or for decode pages
     max_copies: int = 8  # hot-spot copies under way at once in the cluster
@@ -27,12 +42,17 @@ class PolicyConfig:
     explain: bool = False  # put every candidate's score into the decision
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isfinite(value) or value < 0:
-                raise ConfigError(f"{field.name} is {value}: must be a finite number of at least 0")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and (not isfinite(value) or value < 0):
+                raise ConfigError(f"{each.name} is {value}: must be a finite number of at least 0")
         if self.balancing_threshold < 1:
             raise ConfigError(f"balancing_threshold is {self.balancing_threshold}: must be at least 1")
         for name in ("max_queue_s", "orphan_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
+
+    def objectives_of(self, model: str) -> Objectives:
+        """The model's own objectives, or the cluster's."""
+        own = self.model_objectives.get(model)
+        return own if own is not None else Objectives(self.ttft_objective_s, self.tbt_objective_s)

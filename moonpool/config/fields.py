@@ -10,9 +10,20 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Protocol, Union
 
 from moonpool.errors import ConfigError
+
+
+class Item(Protocol):
+    """What a list holds where that is more than text."""
+
+    @classmethod
+    def parse(cls, value: Any, source: str) -> "Item":
+        """From text or YAML's type; raises ConfigError that names `source`."""
+
+    def plain(self) -> Any:
+        """As plain YAML can hold it; `parse` gives the item back."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,8 @@ class Key:
     parse: Callable[[str], Any] | None = None  # text to value, where the type alone does not say how
     default_text: str | None = None  # what --help shows for a default that is decided later
     aliases: tuple[str, ...] = ()  # further flags, e.g. "-v"
+    flag: str = ""  # where it is not the key's name
+    item: type[Item] | None = None  # of a list: what it holds, if not texts; several in one text part at ";", not ","
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return self.key.flag or "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -102,8 +115,14 @@ def flatten(composite: Any) -> dict[str, Any]:
         part = getattr(composite, name)
         for key in slice_settings(type(part)):
             value = getattr(part, key)
-            values[key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            values[key] = _plain(value)
     return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [item if isinstance(item, str) else item.plain() for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def check(declared: Setting, value: Any, source: str) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from moonpool.config.fields import Setting, composite_settings
+from moonpool.config.models import FurtherModels, ModelEntry, served_models
 from moonpool.config.slices import (
     ConductorTarget,
     EngineSettings,
@@ -29,6 +30,7 @@ class ServeConfig:
     """`moonpool serve`."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    further: FurtherModels = field(default_factory=FurtherModels)
     topology: TopologySettings = field(default_factory=TopologySettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -39,7 +41,8 @@ class ServeConfig:
     logs: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
-        _check_capacity(self.model, self.engine)
+        for entry in self.served:
+            _check_capacity(self.model, entry.engine(self.engine), entry)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise ConfigError(
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
@@ -51,6 +54,11 @@ class ServeConfig:
                 "one machine's processes need an address of it, such as 127.0.0.1"
             )
 
+    @property
+    def served(self) -> tuple[ModelEntry, ...]:
+        """All models; a request that names none goes to the first."""
+        return served_models(self.model, self.further)
+
 
 @dataclass(frozen=True)
 class ConductorRole:
@@ -58,6 +66,7 @@ class ConductorRole:
 
     node: NodeSettings
     listen: ListenSettings
+    further: FurtherModels
     scheduling: SchedulingSettings
     logs: LogSettings
 
@@ -106,19 +115,29 @@ class FrontendRole:
     conductor: ConductorTarget
     http: HttpSettings
     model: ModelSettings
+    further: FurtherModels
     logs: LogSettings
+
+    def __post_init__(self) -> None:
+        _ = self.served
+
+    @property
+    def served(self) -> tuple[ModelEntry, ...]:
+        """All models; a request that names none goes to the first."""
+        return served_models(self.model, self.further)
 
 
 COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, WorkerRole, FrontendRole)
 
 
-def _check_capacity(model: ModelSettings, engine: EngineSettings) -> None:
+def _check_capacity(model: ModelSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
     """Memory is given out in whole blocks."""
     if engine.capacity_tokens % model.block_tokens:
         fitting = -(-engine.capacity_tokens // model.block_tokens) * model.block_tokens
+        of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
         raise ConfigError(
-            f"capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: the capacity must be "
-            f"a multiple of the block, {fitting} for example"
+            f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: "
+            f"the capacity must be a multiple of the block, {fitting} for example"
         )
 
 

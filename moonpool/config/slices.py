@@ -16,6 +16,11 @@ _TARGET = re.compile(r"unix:.+|[^:]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+def name_of_folder(path: Path) -> str:
+    """What a model is called that was given no name."""
+    return "moonpool" if path == BUNDLED_MODEL else path.resolve().name
+
+
 def target_host(target: str) -> str:
     """The host of a gRPC address; "" for a unix socket's."""
     return "" if target.startswith("unix:") else target.rpartition(":")[0].strip("[]")
@@ -35,17 +40,33 @@ class ModelSettings(Slice):
 
     panel: ClassVar[str] = "Model"
     model: Annotated[
-        Path, Key("Hugging Face folder: config.json, *.safetensors, tokenizer.json", default_text="the bundled model")
-    ] = BUNDLED_MODEL
-    served_model_name: Annotated[str, Key("Name that requests use", default_text="the folder's name")] = ""
+        Path | None,
+        Key("Hugging Face folder: config.json, *.safetensors, tokenizer.json", default_text="the bundled model"),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Key("Name that requests use; further ones are aliases", default_text="the folder's name"),
+    ] = ()
     block_tokens: Annotated[int, Key("Tokens in a KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
 
     @property
+    def path(self) -> Path:
+        """The model's folder."""
+        return self.model or BUNDLED_MODEL
+
+    @property
     def name(self) -> str:
-        """The name that requests use."""
-        if self.served_model_name:
-            return self.served_model_name
-        return "moonpool" if self.model == BUNDLED_MODEL else self.model.resolve().name
+        """The name that metrics and nodes use, and requests may."""
+        return self.served_model_name[0] if self.served_model_name else name_of_folder(self.path)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names that requests may use."""
+        return self.served_model_name[1:]
+
+    def check(self) -> None:
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty: give a name, or leave it out for the folder's")
 
 
 @dataclass(frozen=True)

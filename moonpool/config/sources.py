@@ -55,7 +55,7 @@ def load(
 def convert(declared: Setting, value: Any, source: str) -> Any:
     """`value`, text or YAML's type, as the key's type, checked; ConfigError names `source`."""
     try:
-        converted = _converted(declared, value)
+        converted = _converted(declared, value, source)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
     check(declared, converted, source)
@@ -86,9 +86,14 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def _converted(declared: Setting, value: Any) -> Any:
+def _converted(declared: Setting, value: Any, source: str) -> Any:
     if value is None or (declared.kind is not str and value == ""):
         return None if declared.optional else value
+    if declared.key.item is not None:
+        items = [part for part in value.split(";") if part.strip()] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            raise ValueError(f"expected a list, not {type(value).__name__}")
+        return tuple(declared.key.item.parse(item, source) for item in items)
     if isinstance(value, str):
         return _from_text(declared, value)
     if declared.kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -4,9 +4,11 @@ from typing import Any
 
 import yaml
 
-from moonpool.config import ServeConfig, WorkerRole, all_settings, load
+from moonpool.config import ConductorRole, FrontendRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.plan import describe, plan_cluster
+from moonpool.role_configs import conductor_config, frontend_config
 from moonpool.roles import ROLES
+from moonpool.run_dir import LONGEST_SOCKET_NAME
 from moonpool.serve import child_plan
 
 RUN_DIR = Path("/run/moonpool-test")
@@ -86,3 +88,60 @@ def test_the_front_door_gets_its_keys_and_the_chosen_port() -> None:
 def test_no_argument_list_holds_an_api_key(tmp_path: Path) -> None:
     planned = plan_cluster(config(api_key="secret"), run_dir=tmp_path, port=1, cores=1)
     assert not any("secret" in word for plan in planned for word in child_plan(plan, tmp_path).argv)
+
+
+def two_models(**flags: Any) -> ServeConfig:
+    entry = "org/other:v2=/m/other,alias=o,aggregated=2,max_batch=4,ttft_slo=3"
+    given = {"model": "/m/first", "served_model_name": ["first", "f"], "models": [entry], **flags}
+    return load(ServeConfig, flags=given, environ={}, config_file=None, known=all_settings())
+
+
+def test_each_model_has_workers_of_its_own_and_the_first_ones_keep_the_plain_names() -> None:
+    planned = {plan.node_id: plan for plan in plan_cluster(two_models(), run_dir=RUN_DIR, port=1, cores=8)}
+    workers = {node_id: plan.model for node_id, plan in planned.items() if plan.model}
+    assert workers == {
+        "prefill-0": "first",
+        "decode-0": "first",
+        "org-other-v2-aggregated-0": "org/other:v2",
+        "org-other-v2-aggregated-1": "org/other:v2",
+    }
+    first, other = planned["prefill-0"].settings, planned["org-other-v2-aggregated-1"].settings
+    assert (first["model"], other["model"]) == ("/m/first", "/m/other")
+    assert (first["served_model_name"], other["served_model_name"]) == (["first", "f"], ["org/other:v2", "o"])
+    assert (first["max_batch"], other["max_batch"]) == (64, 4)
+    assert first["threads"] == other["threads"] == 2, "the cores are shared by the workers of all models"
+    assert (first["worker_index"], other["worker_index"]) == (0, 3)
+    described = "first: 1 prefill, 1 decode; org/other:v2: 2 aggregated; 1 pool node"
+    assert describe(two_models()) == described
+
+
+def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> None:
+    planned = {plan.node_id: plan for plan in plan_cluster(two_models(), run_dir=RUN_DIR, port=1, cores=1)}
+
+    def settings_of(node_id: str, composite: type) -> Any:
+        path = Path(child_plan(planned[node_id], tmp_path).argv[-1])
+        return load(composite, flags={}, environ={}, config_file=path, known=all_settings())
+
+    front_door = frontend_config(settings_of("frontend", FrontendRole), "frontend")
+    assert [(model.name, model.aliases, str(model.path)) for model in front_door.models] == [
+        ("first", ("f",), "/m/first"),
+        ("org/other:v2", ("o",), "/m/other"),
+    ]
+    policy = conductor_config(settings_of("conductor", ConductorRole)).policy
+    assert policy.objectives_of("org/other:v2").ttft_s == 3.0
+    assert policy.objectives_of("first").ttft_s == 0.0
+
+
+def test_models_whose_names_shorten_alike_have_workers_of_different_names() -> None:
+    names = ["a-very-long-name-1", "a-very-long-name-2", "x/y", "x:y", "///"]
+    config = load(
+        ServeConfig,
+        flags={"models": [f"{name}=/m/{index}" for index, name in enumerate(names)]},
+        environ={},
+        config_file=None,
+        known=all_settings(),
+    )
+    planned = [plan.node_id for plan in plan_cluster(config, run_dir=RUN_DIR, port=1, cores=1) if plan.model]
+    assert len(planned) == len(set(planned)) == 10
+    assert planned[:2] == ["prefill-0", "decode-0"]
+    assert max(len(node_id) for node_id in planned) <= LONGEST_SOCKET_NAME - len(".sock")
