@@ -6,7 +6,7 @@ from typing import Final
 
 from frontend.errors import ConfigError
 
-_MAY_BE_ZERO: Final = frozenset({"port", "replace_grace_s", "drain_grace_s"})
+_MAY_BE_ZERO: Final = frozenset({"port", "replace_grace_s", "drain_grace_s", "answer_memory_nbytes"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class FrontendConfig:
     chat_default_tokens: int = 2048  # bound on "as much as fits" where a chat names no max_tokens
     client_buffer_tokens: int = 1024  # per request; a client that falls further behind is cancelled
     tokenizer_threads: int = 2
+    answer_memory_nbytes: int = 64 << 20  # ids of chats' answers, per model; 0: none are kept
     cluster_interval_s: float = 1.0  # between two looks at the cluster's state
     drain_grace_s: float = 30.0  # for running requests once asked to stop
     access_log: bool = False

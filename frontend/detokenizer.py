@@ -20,6 +20,10 @@ _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Detokenizer(Protocol):
     """State of one choice's text."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text of all tokens so far is out."""
+
     def feed(self, token_id: int) -> str:
         """The characters that are complete now; may be empty."""
 
@@ -34,6 +38,10 @@ class ByteLevelDetokenizer:
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._decoder.getstate()[0]
 
     def feed(self, token_id: int) -> str:
         return "" if token_id in self._skipped else self._decoder.decode(self._token_bytes(token_id))
@@ -58,6 +66,10 @@ class WindowDetokenizer:
         starts = range(len(context) + 1)
         self._window = next(context[start:] for start in starts if REPLACEMENT not in decode(context[start:]))
         self._num_told = len(self._window)  # leading tokens of the window whose text is out
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_told == len(self._window)
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, Literal
@@ -28,7 +28,8 @@ _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
 
 @dataclass(frozen=True)
 class DriverContext:
-    """What all drivers of a front door share. `spawn` runs a coroutine that outlives its request."""
+    """What all drivers of a model share. `spawn` runs a coroutine that outlives its request; `remember` is told the
+    ids and the text of each answer that ended well."""
 
     config: FrontendConfig
     conductor: ConductorClient
@@ -36,6 +37,7 @@ class DriverContext:
     streams: WorkerStreams
     metrics: RequestMetrics
     spawn: Callable[[Coroutine[Any, Any, None]], None]
+    remember: Callable[[GenerationRequest, Sequence[int], str], None]
 
 
 class Generation:
@@ -66,6 +68,7 @@ class Generation:
         self._setback: Setback | None = None  # why there is no attempt now
         self._outcome: Literal["finished", "failed", "cancelled"] = "cancelled"
         self._finish_reason: FinishReason | None = None
+        self._told: list[str] = []
         self._closed = False
         self._ended_by: ApiError | None = None
         self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
@@ -184,11 +187,13 @@ class Generation:
         step: Step | None = None
         for arrived in tokens:
             piece = self._accept(arrived)
+            self._told.append(piece.text)
             step = piece if step is None else step + piece
             if piece.finish_reason is not None:
                 # A stop string is found here, not by the worker, which goes on until told.
-                self._leave(attempt, cancel=arrived.token.finish == worker_pb2.FINISH_NONE)
+                self._leave(attempt, cancel=arrived.token.finish == worker_pb2.FINISH_NONE, keep_kv=True)
                 self._attempt, self._outcome, self._finish_reason = None, "finished", piece.finish_reason
+                self._context.remember(self.request, self.facts.token_ids, "".join(self._told))
                 return step
         if setback is not None:
             self._set_back(attempt, setback)
@@ -231,11 +236,11 @@ class Generation:
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
-    def _leave(self, attempt: Attempt, *, cancel: bool) -> None:
+    def _leave(self, attempt: Attempt, *, cancel: bool, keep_kv: bool = False) -> None:
         for stream in attempt.streams:
             stream.unsubscribe(self.request.request_id, attempt.number)
             if cancel:
-                stream.cancel(self.request.request_id, attempt.number)
+                stream.cancel(self.request.request_id, attempt.number, keep_kv=keep_kv)
 
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""

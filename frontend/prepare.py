@@ -3,11 +3,12 @@
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
+from frontend.answers import AnswerMemory
 from frontend.api.models import (
     ChatBody,
     CompletionBody,
@@ -24,6 +25,7 @@ from frontend.sampling_params import check_choices, sampling_of, text_options
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
+from telemetry import RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,15 @@ class Preparer:
         tokenizer: Tokenizer,
         cluster: ClusterWatch,
         threads: WorkThreads,
+        answers: AnswerMemory,
+        metrics: RequestMetrics,
     ) -> None:
         self._config = config
         self._model = model.name
         self._tokenizer = tokenizer
         self._cluster = cluster
-        self._reader = PromptReader(tokenizer, model.name)
+        self._reader = PromptReader(tokenizer, model.name, answers)
+        self._metrics = metrics
         self._threads = threads
 
     @property
@@ -93,14 +98,21 @@ class Preparer:
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
             grammar = checked_grammar(body, self._config)
-            ids = self._reader.chat_ids(
-                body.messages, body.chat_template_kwargs, add_special_tokens=body.add_special_tokens is True
+            prompt = self._reader.chat(
+                body.messages,
+                body.chat_template_kwargs,
+                add_special_tokens=body.add_special_tokens is True,
+                scope=(arrival.tenant, body.cache_salt or ""),
             )
+            self._metrics.answer_memory_hits.inc(prompt.num_recalled)
+            self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
+            ids = prompt.token_ids
             asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             max_tokens = self._max_tokens(
                 len(ids), self._asked(body, asked), self._config.chat_default_tokens, param="messages"
             )
-            return self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+            requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+            return [replace(request, place=prompt.place) for request in requests]
 
         return await self._threads.run(prepare)
 

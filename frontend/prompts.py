@@ -1,19 +1,39 @@
 """From a client's text, ids or chat to the prompt's token ids, for one model."""
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from frontend.answers import AnswerMemory, Spelled, Trail
 from frontend.api.models import ChatMessage
+from frontend.chat_spans import ContentSpan, Message, content_spans
+from frontend.chat_template import ChatTemplate
 from frontend.errors import InvalidRequest
 from frontend.tokenizer import Tokenizer
+
+Render = Callable[[Sequence[Message]], str]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered chat's ids. `place`: where its answers are to be remembered, b"" for nowhere."""
+
+    token_ids: list[int]
+    place: bytes = b""
+    num_recalled: int = 0  # answers in its history whose generated ids were put in
+    num_forgotten: int = 0  # answers in its history that were tokenised from their text
 
 
 class PromptReader:
     """Reads prompts with one model's tokenizer and chat template. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, model_name: str, answers: AnswerMemory) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
+        self._answers = answers
+        self._secret = secrets.token_bytes(32)
 
     def prompt_ids(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
         """The ids of a completion's prompt. Raises InvalidRequest for an empty one and for ids of no token."""
@@ -27,25 +47,102 @@ class PromptReader:
     def chat_ids(
         self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None, *, add_special_tokens: bool
     ) -> list[int]:
-        """The ids of a chat rendered with the model's template."""
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise InvalidRequest(
-                f"the model {self._model_name!r} has no chat template: use /v1/completions",
-                code="no_chat_template",
-            )
-        # Templates know no "developer", which is OpenAI's newer word for "system".
-        roles = ("system" if message.role == "developer" else message.role for message in messages)
-        chat = [{"role": role, "content": message.text} for role, message in zip(roles, messages, strict=True)]
-        text = template.render(chat, variables or {}, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        """The ids of a chat rendered with the model's template, all from its text."""
+        text = self._render(variables)(as_chat(messages))
+        return self._ids(text, add_special_tokens=add_special_tokens)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, Any] | None,
+        *,
+        add_special_tokens: bool,
+        scope: Sequence[str],
+    ) -> ChatPrompt:
+        """A chat whose earlier answers have the ids they were generated with, as far as they are remembered in `scope`.
+
+        Their text is the template's to the byte: where it would not be, all ids are made from the text.
+        """
+        render = self._render(variables)
+        chat = as_chat(messages)
+        text = render(chat)
+        # With BOS or the like from the tokenizer, parts tokenised apart would not be the whole.
+        if add_special_tokens or not self._answers.is_on:
+            return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))
+        spans = self._spans(text, chat, render)
+        trail = Trail(self._secret, (self._model_name, self._tokenizer.identity, *scope))
+        asked, at = [], 0
+        for span in spans:
+            asked.append((trail.extend(text[at : span.start]), text[span.start : span.end]))
+            at = span.start
+        place = trail.extend(text[at:])
+        found = self._answers.recall(asked)
+        ids, num_recalled = self._spliced(text, spans, found)
         if not ids:
-            raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
-        return ids
+            raise _empty()
+        return ChatPrompt(ids, place, num_recalled, len(spans) - num_recalled)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary."""
         if ids and max(ids) >= self._tokenizer.vocab_size:
             size = self._tokenizer.vocab_size
             raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
+
+    def _render(self, variables: Mapping[str, Any] | None) -> Render:
+        template: ChatTemplate | None = self._tokenizer.chat_template
+        if template is None:
+            raise InvalidRequest(
+                f"the model {self._model_name!r} has no chat template: use /v1/completions",
+                code="no_chat_template",
+            )
+        return partial(template.render, extra=variables or {}, add_generation_prompt=True)
+
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        # The template writes the special tokens itself.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not ids:
+            raise _empty()
+        return ids
+
+    def _spans(self, text: str, chat: Sequence[Message], render: Render) -> list[ContentSpan]:
+        """Where the answers of the history stand."""
+        answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and _has_text(message)]
+        if not answers:
+            return []
+        try:
+            return content_spans(text, chat, answers, render, secrets.token_hex(8))
+        except InvalidRequest:  # a template that looks into what it renders
+            return []
+
+    def _spliced(
+        self, text: str, spans: Sequence[ContentSpan], found: Sequence[Spelled | None]
+    ) -> tuple[list[int], int]:
+        """(ids of `text`, how many of the answers found are in them as generated)."""
+        ids: list[int] = []
+        at = num_recalled = 0
+        for span, answer in zip(spans, found, strict=True):
+            if answer is not None and span.start >= at:
+                ids += self._tokenizer.encode(text[at : span.start], add_special_tokens=False)
+                ids += answer.token_ids.tolist()
+                at = span.start + answer.num_chars
+                num_recalled += 1
+        rest = self._tokenizer.encode(text[at:], add_special_tokens=False)
+        if num_recalled and not self._tokenizer.spells([*ids, *rest], text):
+            return self._tokenizer.encode(text, add_special_tokens=False), 0
+        return ids + rest, num_recalled
+
+
+def as_chat(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates take them."""
+    # Templates know no "developer", which is OpenAI's newer word for "system".
+    roles = ("system" if message.role == "developer" else message.role for message in messages)
+    return [{"role": role, "content": message.text} for role, message in zip(roles, messages, strict=True)]
+
+
+def _has_text(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _empty() -> InvalidRequest:
+    return InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")

@@ -95,6 +95,8 @@ class GenerationRequest:
     ttft_objective_s: float = 0.0  # 0 = the cluster's
     tpot_objective_s: float = 0.0
     tenant: str = ""
+    place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
+    dropped_messages: int = 0  # of a chat, so that it fits into the context
     text: TextOptions = TextOptions()
 
     def other_choice(self, choice: int) -> "GenerationRequest":

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from frontend.answers import AnswerMemory, spelled
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.detokenizer import CONTEXT_TOKENS
@@ -32,7 +33,8 @@ class ServedModel:
         self.name = model.name
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(families, model.name)
-        self.preparer = Preparer(config, model, tokenizer, cluster, threads)
+        self._answers = AnswerMemory(config.answer_memory_nbytes)
+        self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics)
         self._num_sessions = 0
 
     def output(self, request: GenerationRequest) -> Output:
@@ -41,6 +43,14 @@ class ServedModel:
         context = [] if request.text.echo else request.prompt_ids[-CONTEXT_TOKENS:].tolist()
         detokenizer = self.tokenizer.detokenizer(context, skip_special_tokens=request.text.skip_special_tokens)
         return Output(request, detokenizer, self.tokenizer.token_bytes)
+
+    def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> None:
+        """Take note of a whole answer, so that its ids are found again when it comes back as history."""
+        text = text.rstrip()  # templates trim, and so do clients
+        if request.place and text:
+            detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
+            self._answers.remember(request.place, text, spelled(token_ids, text, detokenizer))
+            self.metrics.answer_memory_bytes.set(self._answers.nbytes)
 
     def count_session(self, change: int) -> None:
         """One HTTP request more (1) or fewer (-1) is in flight."""

@@ -82,7 +82,9 @@ class Service:
 
     def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest]) -> Session:
         """Start what `close_session` must end."""
-        context = DriverContext(self.config, self.conductor, self.cluster, self.streams, model.metrics, self._spawn)
+        context = DriverContext(
+            self.config, self.conductor, self.cluster, self.streams, model.metrics, self._spawn, model.remember
+        )
         generations: list[Generation] = []
         for request in requests:
             # A prompt's answers stand side by side, in their order.

@@ -63,9 +63,13 @@ class WorkerStream:
             self._has_outgoing.set()
             self.sent.clear()
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Tell the worker that nobody wants this attempt, or an earlier one, any more."""
-        self.send(worker_pb2.FrontendMessage(cancel=worker_pb2.Cancel(request_id=request_id, attempt=attempt)))
+    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool) -> None:
+        """Tell the worker that nobody wants more of this attempt, or of an earlier one.
+
+        With `keep_kv` what it has is a whole answer, whose KV the next turn will want.
+        """
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt, keep_kv=keep_kv)
+        self.send(worker_pb2.FrontendMessage(cancel=cancel))
 
     def suspect(self) -> None:
         """The worker hangs: attempts on the stream are told, as at its end. One that was attached to stays open.

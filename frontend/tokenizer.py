@@ -51,6 +51,14 @@ class Tokenizer:
         """The ids' text; ids that the vocabulary lacks have none."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def spells(self, token_ids: Sequence[int], text: str) -> bool:
+        """Whether the ids, special ones included, spell exactly `text`; for a decoder whose text depends on neighbours,
+        what the text's own ids spell."""
+        if self._is_byte_level:
+            return b"".join(map(self.token_bytes, token_ids)) == text.encode()
+        own = self.encode(text, add_special_tokens=False)
+        return self.decode(token_ids, skip_special_tokens=False) == self.decode(own, skip_special_tokens=False)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The ids' vocabulary entries."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]

@@ -97,6 +97,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         block_tokens=config.model.block_tokens,
         request_timeout_s=config.http.request_timeout,
         drain_grace_s=config.http.drain_grace,
+        answer_memory_nbytes=config.http.answer_memory,
     )
 
 

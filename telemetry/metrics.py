@@ -72,6 +72,14 @@ class RequestMetrics:
         self.retries = counter("moonpool:request_retries", "Further attempts after a worker was lost or failed.")
         self.duplicate_tokens = counter("moonpool:duplicate_tokens", "Tokens received again and ignored.")
         self.slow_clients = counter("moonpool:slow_clients", "Requests cancelled as their client read too slowly.")
+        self.answer_memory_hits = counter(
+            "moonpool:answer_memory_hits", "Answers in chats' histories that kept the ids they were generated with."
+        )
+        self.answer_memory_misses = counter(
+            "moonpool:answer_memory_misses", "Answers in chats' histories that were tokenised anew."
+        )
+        bytes_held = families.gauge("moonpool:answer_memory_bytes", "Size of the memory of generated answers.")
+        self.answer_memory_bytes = bytes_held.labels(model_name)
         in_flight = families.gauge("moonpool:requests_in_flight", "Requests now held by this frontend.")
         self.in_flight = in_flight.labels(model_name)
         self._success = families.counter("vllm:request_success", "Requests by how they ended.", "finished_reason")

@@ -209,6 +209,15 @@ class HttpSettings(Slice):
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
     ] = 3.0
+    answer_memory: Annotated[
+        int,
+        Key(
+            "Memory for the ids of each model's answers, kept for when they come back in chats; 0 keeps none",
+            low=0,
+            parse=parse_size,
+            default_text="64MiB",
+        ),
+    ] = 64 << 20
 
     def check(self) -> None:
         if not all(self.api_key):
