@@ -40,7 +40,14 @@ from replay.text import TextBook
 from replay.tokens import ModelTokens, load_model_tokens
 from replay.unloaded import Unloaded, measure_unloaded
 from replay.validity import invalid_reasons
-from replay.verify import Scorer, Verification, choose_sample, load_reference, verify_records
+from replay.verify import (
+    Scorer,
+    Verification,
+    check_same_model,
+    choose_sample,
+    load_reference,
+    verify_records,
+)
 from traces import Trace, first_requests, first_seconds, load_trace, reuse_statistics, sample_families
 
 _ASK_DEADLINE_S = 15.0
@@ -60,7 +67,7 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
     reference = _reference(config) if config.verify else None
     with ProgressDisplay(console) as display:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            live = runner.run(_live(config, trace, tokens, display))
+            live = runner.run(_live(config, trace, tokens, reference, display))
         verification = _verify(config, reference, live, display) if reference else None
     figures = {
         "valid": not live.invalid_reasons,
@@ -113,13 +120,17 @@ class _Live:
     interrupted: bool
 
 
-async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
+async def _live(
+    config: ReplayConfig, trace: Trace, tokens: ModelTokens, reference: Scorer | None, display: ProgressDisplay
+) -> _Live:
     stop = asyncio.Event()
     with _interrupts(stop):
         async with open_session(api_key=config.api_key) as session:
             url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
+            if reference is not None:
+                check_same_model(reference, config.model_path, model=server.model, fingerprint=server.fingerprint)
             check_writable(config.out)
             settings = _plan_settings(config, server, tokens)
             requests = plan_requests(trace, _book(config, tokens), settings)

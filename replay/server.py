@@ -17,11 +17,15 @@ _SAMPLE_TEXT = "Patient millers carry copper lanterns beyond the northern gate; 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The server as the replay addresses it. `base_url` without a trailing slash; `model`: the name in requests."""
+    """The server as the replay addresses it. `base_url` without a trailing slash; `model`: the name in requests.
+
+    `fingerprint`: of the served model's weights, "" where the server does not tell.
+    """
 
     base_url: str
     model: str
     max_model_len: int | None = None
+    fingerprint: str = ""
 
 
 def error_message(text: str) -> str:
@@ -49,7 +53,14 @@ async def discover(session: aiohttp.ClientSession, base_url: str, *, model: str,
         raise ServerUnusable(f"{url} serves {', '.join(map(repr, models)) or 'no model'}, not {model or 'any model'!r}")
     name = model or next(iter(models))
     length = models[name].get("max_model_len")
-    return ServerInfo(base_url, name, length if isinstance(length, int) and length > 0 else None)
+    extension = models[name].get("moonpool")
+    fingerprint = extension.get("fingerprint") if isinstance(extension, dict) else None
+    return ServerInfo(
+        base_url,
+        name,
+        length if isinstance(length, int) and length > 0 else None,
+        fingerprint if isinstance(fingerprint, str) else "",
+    )
 
 
 async def check_tokenizer(

@@ -30,7 +30,9 @@ _SHOWN_WRONG = 20
 
 
 class Scorer(Protocol):
-    """The reference: `engine.Model` is one."""
+    """The reference: `engine.Model` is one. `fingerprint`: hex, over the weights and how they are computed with."""
+
+    fingerprint: str
 
     def score(self, token_ids: TokenIds) -> NDArray[np.float32]:
         """Logits float32 [n, vocab] of every position."""
@@ -93,6 +95,18 @@ def load_reference(model_path: Path, *, device: str, threads: int | None) -> Sco
         return load_model(model_path, device=device, threads=threads)
     except EngineError as error:
         raise VerificationError(f"cannot verify: the model at {model_path} does not load: {error}") from error
+
+
+def check_same_model(reference: Scorer, model_path: Path, *, model: str, fingerprint: str) -> None:
+    """Raises VerificationError when the served `model` is known to have other weights than the reference.
+
+    `fingerprint`: what the server says of it, "" where it says nothing.
+    """
+    if fingerprint and fingerprint != reference.fingerprint:
+        raise VerificationError(
+            f"cannot verify: the server's {model!r} has fingerprint {fingerprint}, the model in {model_path} has "
+            f"{reference.fingerprint}: other weights; give the served model's folder with --model-path"
+        )
 
 
 def verify_records(

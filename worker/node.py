@@ -116,6 +116,7 @@ class WorkerNode:
             max_batch=self.config.max_batch,
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             kv_bytes_per_token=self.memory.spec.bytes_per_token,
+            model_fingerprint=self.model.fingerprint,
         )
         self.reporter = Reporter(node, self.config.conductor_target, self._fill_report, self.draining.set)
         self._reporting = asyncio.create_task(self.reporter.run())

@@ -44,6 +44,7 @@ class CompletionServer:
     api_key: str = ""
     max_model_len: int | None = 2048
     tokenize: bool = True
+    fingerprint: str = ""
     token_delay_s: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -54,7 +55,9 @@ class CompletionServer:
     async def models(self, request: web.Request) -> web.StreamResponse:
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "wrong key"}}, status=401)
-        card = {"id": "tiny", "object": "model", "max_model_len": self.max_model_len}
+        card: dict[str, Any] = {"id": "tiny", "object": "model", "max_model_len": self.max_model_len}
+        if self.fingerprint:
+            card["moonpool"] = {"fingerprint": self.fingerprint, "block_tokens": BLOCK}
         return web.json_response({"object": "list", "data": [card]})
 
     async def tokenise(self, request: web.Request) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from aiohttp import web
 from rich.console import Console
 
 from replay import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
+from replay.errors import VerificationError
 from replay.table import print_report
 from traces import Trace
 
@@ -222,6 +223,16 @@ def test_a_server_with_another_tokenizer_is_refused(serve, replay, tokens) -> No
     server.tokens = Shifted()
     with pytest.raises(ServerUnusable, match="tokenises otherwise"):
         replay(server.url)
+
+
+def test_a_server_with_other_weights_is_refused_before_anything_is_sent(serve, replay, generate, model) -> None:
+    server = serve(answer=generate, fingerprint="ab" * 16)
+    with pytest.raises(VerificationError, match=rf"'tiny' has fingerprint {'ab' * 16}, .* has {model.fingerprint}"):
+        replay(server.url, verify=True)
+    assert server.bodies == []
+    server.fingerprint = model.fingerprint
+    report = replay(server.url, verify=True, verify_sample=1, limit=1, measure_unloaded=False)
+    assert report.figures["verification"]["verified_requests"] == 1
 
 
 def test_a_server_without_tokenize_is_used_with_a_notice(serve, replay) -> None:

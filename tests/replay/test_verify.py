@@ -91,6 +91,8 @@ def _runner_up(logits: Any, row: SamplingRow) -> int:
 
 def test_scores_that_are_no_numbers_are_no_agreement(record: RequestRecord) -> None:
     class Broken:
+        fingerprint = ""
+
         def score(self, token_ids: Any) -> Any:
             return np.full((len(token_ids), 2048), np.nan, np.float32)
 
