@@ -3,6 +3,7 @@
 WorkerError
 ├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may do better
+├── GrammarError          a grammar that cannot be compiled: says what is wrong with it
 └── StartupError          the node cannot start with this configuration
 """
 
@@ -26,6 +27,10 @@ class RequestFailed(WorkerError):
         super().__init__(message)
         self.code = code
         self.suspect_node_id = suspect_node_id
+
+
+class GrammarError(WorkerError):
+    """A grammar that is malformed, not supported or too large."""
 
 
 class StartupError(WorkerError):

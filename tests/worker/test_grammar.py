@@ -1,0 +1,72 @@
+"""Grammars at the door: what is accepted, what is refused, and that no source can end the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moonpool_proto.v1.common_pb2 import Grammar
+from worker.errors import GrammarError
+from worker.grammar import MAX_SOURCE_NBYTES, check_grammar
+
+JSON, LARK, REGEX = Grammar.KIND_JSON_SCHEMA, Grammar.KIND_LARK, Grammar.KIND_REGEX
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (JSON, "{}"),
+        (JSON, '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'),
+        (LARK, 'start: "yes" | "no"'),
+        (LARK, 'start: %json {"type":"integer"}'),
+        (REGEX, r"\d{3}-\d{4}"),
+    ],
+)
+def test_a_sound_grammar_passes(kind: Grammar.Kind.ValueType, source: str) -> None:
+    check_grammar(kind, source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "told"),
+    [
+        (JSON, '{"type":"obj"}', "Invalid type: obj"),
+        (JSON, "[1]", "not a JSON object"),
+        (JSON, '{"a":', "not a JSON object"),
+        (JSON, '{"items":' * 5000 + "{}" + "}" * 5000, "recursion limit"),
+        (JSON, '{"$ref":"#/nope"}', "/nope"),
+        (JSON, '{"not":{"type":"string"}}', "not"),
+        (JSON, '{"type":"string","pattern":"((("}', "unclosed group"),
+        (LARK, "", "Empty grammar"),
+        (LARK, "start: nope", "nope"),
+        (LARK, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000, "too deeply nested"),
+        (LARK, "start: a\n" + "\n" * 300, "at most 256"),
+        (LARK, 'start: "\ud800"', "Unicode"),
+        (REGEX, "(((", "unclosed group"),
+        (REGEX, "(?=a)b", "look-around"),
+        (REGEX, "a" * (MAX_SOURCE_NBYTES + 1), f"at most {MAX_SOURCE_NBYTES}"),
+        (Grammar.KIND_UNSPECIFIED, "a", "kind 0"),
+    ],
+)
+def test_an_unsound_grammar_is_refused_by_what_is_wrong(kind: Grammar.Kind.ValueType, source: str, told: str) -> None:
+    with pytest.raises(GrammarError, match=told) as caught:
+        check_grammar(kind, source)
+    assert len(str(caught.value)) < 600
+
+
+def test_the_deepest_nesting_that_fits_does_not_overflow_the_stack() -> None:
+    """In a process of its own, which an overflow would end."""
+    levels = 2200
+    chain = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(levels)}
+    source = json.dumps({"$ref": "#/$defs/a0", "$defs": {**chain, f"a{levels}": {}}}, separators=(",", ":"))
+    assert 0.7 * MAX_SOURCE_NBYTES < len(source) <= MAX_SOURCE_NBYTES
+    script = "import sys; from worker.grammar import check_grammar; check_grammar(1, sys.stdin.read())"
+    done = subprocess.run([sys.executable, "-c", script], input=source, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_checking_needs_no_torch() -> None:
+    script = "import sys, worker.grammar; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
