@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check format proto train bench clean distclean
+.PHONY: help setup demo test check format proto train bench clients clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -26,6 +26,7 @@ help:
 	@echo "make proto   generate Python from proto/"
 	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
 	@echo "make bench   run every benchmark"
+	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
 setup: $(STAMP)
@@ -63,9 +64,12 @@ train: $(STAMP)
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
+clients: $(STAMP)
+	$(BIN)/python -m benchmarks.clients $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .clients

@@ -1,0 +1,55 @@
+"""What every client gets: the running cluster, a folder of its own, and its environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.clients.environments import Environment, offline
+from benchmarks.clients.errors import ToolFailed
+
+RUN_S = 900.0
+_SHOWN_CHARS = 3000
+
+
+@dataclass(frozen=True)
+class Context:
+    """`work`: a folder for the client's files. `model`: the served model's folder, `name` its name at `url`."""
+
+    url: str
+    name: str
+    model: Path
+    work: Path
+    home: Path
+    """Hugging Face's cache folder: holds the tokenizer, and nothing is fetched."""
+
+
+def run_tool(context: Context, environment: Environment, *arguments: str) -> Path:
+    """Run the tool to its end in `context.work`; returns its log. Raises ToolFailed, ToolMissing."""
+    context.work.mkdir(parents=True, exist_ok=True)
+    log = context.work / f"{environment.tool}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [environment.command(), *arguments],
+            cwd=context.work,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=offline(context.home),
+            start_new_session=True,  # the tools start workers: they end together
+        )
+        try:
+            status = process.wait(RUN_S)
+        except subprocess.TimeoutExpired:
+            raise ToolFailed(f"{environment.tool} did not end within {RUN_S:g} s; see {log}") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if status:
+        end = log.read_text(errors="replace")[-_SHOWN_CHARS:]
+        raise ToolFailed(f"{environment.tool} ended with exit code {status}; the end of {log}:\n{end}")
+    return log
