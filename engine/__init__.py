@@ -1,10 +1,12 @@
 """The transformer: model folders, the paged KV cache, forward steps and sampling.
 
-Knows pages and layers, never the pool, the network or a request.
+Knows pages and layers, never the pool, the network or a request. What computes is imported when it is first asked for:
+a folder can be checked by a process that never loads torch.
 """
 
-from engine.batch import ForwardBatch, SequenceChunk
-from engine.cache import PagedCache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from engine.config import KvGroupShape, ModelConfig, find_tokenizer
 from engine.errors import (
     CacheMismatch,
@@ -20,8 +22,13 @@ from engine.errors import (
     TokenizerMissing,
     UnsupportedModel,
 )
-from engine.model import Model, load_model
-from engine.sampling import SamplingRow, noisy_scores, sample
+from engine.folder import check_folder
+
+if TYPE_CHECKING:
+    from engine.batch import ForwardBatch, SequenceChunk
+    from engine.cache import PagedCache
+    from engine.model import Model, load_model
+    from engine.sampling import SamplingRow, noisy_scores, sample
 
 __all__ = [
     "CacheMismatch",
@@ -43,8 +50,26 @@ __all__ = [
     "TensorMismatch",
     "TokenizerMissing",
     "UnsupportedModel",
+    "check_folder",
     "find_tokenizer",
     "load_model",
     "noisy_scores",
     "sample",
 ]
+
+_COMPUTING = {
+    "ForwardBatch": "batch",
+    "Model": "model",
+    "PagedCache": "cache",
+    "SamplingRow": "sampling",
+    "SequenceChunk": "batch",
+    "load_model": "model",
+    "noisy_scores": "sampling",
+    "sample": "sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMPUTING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_COMPUTING[name]}"), name)

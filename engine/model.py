@@ -19,6 +19,7 @@ from engine.config import KvGroupShape, ModelConfig, read_config
 from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
 from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
+from engine.folder import check_tensors, stored_tensors
 from engine.rope import RopeTable
 from engine.sampling import SamplingRow, sample
 from engine.torch_backend import TorchBackend
@@ -109,12 +110,13 @@ def load_model(
     process. Raises `ModelFormatError`, `UnsupportedModel` or `DeviceUnavailable`.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config, tensors = read_config(folder), stored_tensors(folder)
+    check_tensors(folder, config, tensors)
     target = _device(device)
     kind = _dtype(dtype, config, target)
     if threads is not None:
         torch.set_num_threads(threads)
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, tensors) as checkpoint:
         weights = load_weights(config, checkpoint, device=target, dtype=kind)
         fingerprint = _fingerprint(config, checkpoint.digest())
     rope = RopeTable(config.rope, config.head_dim, config.max_model_len, target)

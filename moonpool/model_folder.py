@@ -1,6 +1,5 @@
-"""A quick look at a model folder before any process starts; the engine checks the rest when it loads it."""
+"""A look at a model folder before any process starts: what would make a worker refuse it is found here, at once."""
 
-import json
 from pathlib import Path
 
 from moonpool.config.slices import BUNDLED_MODEL
@@ -8,20 +7,16 @@ from moonpool.errors import ModelFolderError
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises ModelFolderError, naming what is missing, unless `path` looks like a Hugging Face model folder."""
-    if not path.is_dir():
-        hint = "; the bundled model was not installed with this copy" if path == BUNDLED_MODEL else ""
-        raise ModelFolderError(f"the model folder {path} does not exist{hint}")
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelFolderError(f"{path} is no model folder: it has no config.json (expected a Hugging Face folder)")
+    """Raises ModelFolderError, in the engine's words, unless `path` is a Hugging Face folder that it can compute.
+
+    Reads configuration and headers, never the weights; takes milliseconds and no torch.
+    """
+    from engine import EngineError, check_folder, find_tokenizer
+
+    if path == BUNDLED_MODEL and not path.is_dir():
+        raise ModelFolderError(f"the model folder {path} does not exist; the bundled model was not installed here")
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{config} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelFolderError(f"{config} must hold a JSON object, not {type(content).__name__}")
-    if not any(path.glob("*.safetensors")):
-        raise ModelFolderError(f"{path} holds no *.safetensors file: other weight formats are not read")
-    if not (path / "tokenizer.json").is_file():
-        raise ModelFolderError(f"{path} has no tokenizer.json: save a fast tokenizer there")
+        check_folder(path)
+        find_tokenizer(path)
+    except EngineError as error:
+        raise ModelFolderError(str(error)) from error

@@ -73,7 +73,7 @@ def test_a_bad_model_folder_is_named_before_anything_starts(run: Run, tmp_path: 
     missing = run("serve", str(tmp_path / "nothing"), "--port", "0")
     assert (missing.returncode, f"{tmp_path}/nothing does not exist" in missing.stderr) == (2, True)
     empty = run("serve", str(tmp_path), "--port", "0")
-    assert (empty.returncode, "it has no config.json" in empty.stderr) == (2, True)
+    assert (empty.returncode, "has no config.json" in empty.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,23 @@
 import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moonpool.config.slices import BUNDLED_MODEL
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
 from moonpool.locate import chat_url, locate
 from moonpool.log_file import LogFile
 from moonpool.model_folder import check_model_folder
-from moonpool.ready_file import ReadyFile, ReadyNode
+from moonpool.ready_file import ReadyFile, ReadyModel, ReadyNode
 from moonpool.run_dir import RunDirLock, make_run_dir
 from moonpool.startup_view import record_level
 from moonpool.threads import engine_threads, usable_cores
@@ -22,7 +28,11 @@ READY = ReadyFile(
     7,
     "/run/x",
     "unix:/run/x/conductor.sock",
-    {"a": ReadyNode("conductor", 8, "unix:/run/x/conductor.sock", True, 0, "/run/x/a.log")},
+    {
+        "a": ReadyNode("conductor", 8, "unix:/run/x/conductor.sock", True, 0, "/run/x/a.log"),
+        "b": ReadyNode("prefill-node", 9, "unix:/run/x/b.sock", True, 0, "/run/x/b.log", "m"),
+    },
+    [ReadyModel("m", ["alias"], "/models/m")],
 )
 
 
@@ -106,29 +116,51 @@ def test_a_log_is_bounded_and_keeps_the_newest_lines(tmp_path: Path) -> None:
     assert lines == [f"line {index:04d}" for index in range(200 - len(lines), 200)]
 
 
+def _config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 @pytest.mark.parametrize(
-    ("present", "message"),
+    ("damage", "message"),
     [
-        ({}, "has no config.json"),
-        ({"config.json": "{"}, "cannot be read"),
-        ({"config.json": "[]"}, "must hold a JSON object"),
-        ({"config.json": "{}"}, r"holds no \*\.safetensors"),
-        ({"config.json": "{}", "a.safetensors": ""}, r"has no tokenizer\.json"),
+        (lambda folder: shutil.rmtree(folder), "does not exist"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda folder: _config(folder, architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported"),
+        (lambda folder: _config(folder, hidden_size=0), "hidden_size must be a positive integer, found 0"),
+        (
+            lambda folder: _config(folder, hidden_size=256),
+            r"wrong shape .*: expected \[2048, 256\], found \[2048, 128\]",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights in the safetensors format"),
+        (lambda folder: _cut(folder / "model.safetensors"), "is truncated"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
     ],
 )
-def test_an_incomplete_model_folder_is_named_with_what_it_lacks(
-    tmp_path: Path, present: dict[str, str], message: str
+def test_a_damaged_model_folder_is_refused_in_the_engines_words(
+    tmp_path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
-    for name, text in present.items():
-        (tmp_path / name).write_text(text)
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, folder)
+    check_model_folder(folder)
+    damage(folder)
     with pytest.raises(ModelFolderError, match=message):
-        check_model_folder(tmp_path)
+        check_model_folder(folder)
 
 
-def test_a_folder_with_all_parts_passes(tmp_path: Path) -> None:
-    for name in ("config.json", "a.safetensors", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    check_model_folder(tmp_path)
+def test_a_model_folder_is_checked_without_torch() -> None:
+    code = (
+        "import sys; from moonpool.config.slices import BUNDLED_MODEL; "
+        "from moonpool.model_folder import check_model_folder; check_model_folder(BUNDLED_MODEL); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_container_quota_limits_the_cores(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""A model folder as far as it can be judged without reading its weights: configuration, files, headers. No torch."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import ModelConfig, read_config
+from engine.errors import CheckpointDamaged, ModelNotFound, TensorMismatch, UnsupportedModel
+from engine.tensors import is_ignored, tensor_shapes
+
+_DTYPES = {"F32", "F16", "BF16"}
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a checkpoint's tensor lies, and as what. `file` is the name in the folder."""
+
+    file: str
+    dtype: str  # safetensors' word: F32, BF16, ...
+    shape: tuple[int, ...]
+
+
+def check_folder(folder: Path) -> ModelConfig:
+    """The folder's configuration, if the engine computes such models and the checkpoint has the tensors for it.
+
+    Raises `ModelFormatError` or `UnsupportedModel`, in the words that `load_model` would use.
+    """
+    config = read_config(folder)
+    check_tensors(folder, config, stored_tensors(folder))
+    return config
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of model.safetensors or of the shards named in its index; raises `ModelFormatError`."""
+    found: dict[str, StoredTensor] = {}
+    for file in _shards(folder):
+        for name, entry in _header(folder / file).items():
+            found[name] = StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]))
+    return found
+
+
+def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTensor]) -> None:
+    """Compares names and shapes with what `config` promises.
+
+    Raises `TensorMismatch` with every difference, `UnsupportedModel` for a dtype that is no plain float.
+    """
+    expected = tensor_shapes(config)
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected and not is_ignored(name, config)]
+    wrong = {n: (shape, found[n].shape) for n, shape in expected.items() if n in found and found[n].shape != shape}
+    if missing or unexpected or wrong:
+        raise TensorMismatch(str(folder), missing=missing, unexpected=unexpected, wrong_shape=wrong)
+    for name in expected:
+        if (dtype := found[name].dtype) not in _DTYPES:
+            supported = ", ".join(sorted(_DTYPES))
+            raise UnsupportedModel(f"{folder}: tensor {name} is stored as {dtype} ({supported} are supported)")
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    index = folder / _INDEX
+    if not index.is_file():
+        raise ModelNotFound(f"{folder} has neither {_SINGLE} nor {_INDEX}: no weights in the safetensors format")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{index} is not a weight index: {error!r}") from error
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ModelNotFound(f"{folder} lacks the shards {', '.join(absent)} that {_INDEX} names")
+    return names
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """The file's table of tensors. The file is as long as it says; told apart here because the cause, a broken
+    download, is common."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if len(prefix) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointDamaged(f"{path} is truncated or not safetensors: its header does not fit in {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            for entry in entries.values():
+                _ = entry["dtype"], tuple(entry["shape"])
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CheckpointDamaged(f"{path} has a malformed safetensors header: {error!r}") from error
+    if size != expected:
+        kind = "truncated" if size < expected else "longer than its header says"
+        raise CheckpointDamaged(f"{path} is {kind}: expected {expected} bytes, found {size}")
+    return entries
