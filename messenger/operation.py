@@ -36,6 +36,7 @@ class Operation:
     nbytes: int
     outstanding: int
     deadline_s: float
+    stall_s: float | None = None  # given up once its stream has made no progress for so long; None: never
     future: Future[Any] = field(default_factory=Future)
     started_s: float = field(default_factory=time.monotonic)
     acknowledged_nbytes: int = 0

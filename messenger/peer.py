@@ -70,9 +70,14 @@ class Peer:
         payload: bytes,
         *,
         deadline_s: float | None = None,
+        stall_s: float | None = None,
     ) -> Future[TransferResult]:
-        """A write and its notify in one: the notify is delivered only if the whole write landed."""
-        return self._transfer(Kind.WRITE, key, region, slices, _notification(tag, payload), deadline_s)
+        """A write and its notify in one: the notify is delivered only if the whole write landed.
+
+        It also ends with TransferDeadlineExceeded once the peer has acknowledged nothing for `stall_s`, of this or of
+        what was submitted before it: a long queue that moves is no fault.
+        """
+        return self._transfer(Kind.WRITE, key, region, slices, _notification(tag, payload), deadline_s, stall_s)
 
     @property
     def transport(self) -> str:
@@ -105,11 +110,13 @@ class Peer:
         slices: npt.ArrayLike,
         notification: Notification | None,
         deadline_s: float | None,
+        stall_s: float | None = None,
     ) -> Future[TransferResult]:
         self._require_region(region)
         rows = coalesced(checked(slices, region.nbytes))
         pieces = list(split(rows, MAX_PART_NBYTES, MAX_PART_ROWS)) if len(rows) else []
-        operation = self._operation(kind, sum(nbytes for _, nbytes in pieces), max(len(pieces), 1), deadline_s)
+        nbytes = sum(nbytes for _, nbytes in pieces)
+        operation = self._operation(kind, nbytes, max(len(pieces), 1), deadline_s, stall_s)
         parts = [Part(operation, Transfer(key, region, piece, nbytes)) for piece, nbytes in pieces]
         if notification is not None:
             if parts:
@@ -121,11 +128,14 @@ class Peer:
             return operation.future
         return self._submit(operation, parts, next(self._readers) if kind is Kind.READ else self._streams[0])
 
-    def _operation(self, kind: Kind, nbytes: int, parts: int, deadline_s: float | None) -> Operation:
+    def _operation(
+        self, kind: Kind, nbytes: int, parts: int, deadline_s: float | None, stall_s: float | None = None
+    ) -> Operation:
         deadline_s = self._default_deadline_s if deadline_s is None else deadline_s
-        if not 0 < deadline_s < float("inf"):
-            raise InvalidArgument(f"a deadline is a positive number of seconds, not {deadline_s!r}")
-        return Operation(next(self._numbers), kind, nbytes, parts, deadline_s)
+        for limit_s in (deadline_s, stall_s):
+            if limit_s is not None and not 0 < limit_s < float("inf"):
+                raise InvalidArgument(f"a deadline is a positive number of seconds, not {limit_s!r}")
+        return Operation(next(self._numbers), kind, nbytes, parts, deadline_s, stall_s)
 
     def _submit(self, operation: Operation, parts: list[Part], stream: Stream) -> Future[Any]:
         stream.submit(operation, parts)

@@ -72,6 +72,7 @@ class Stream:
         self._caller_sends = False
         self._answered = False
         self._barren_links = 0
+        self._progressed_s = 0.0  # when the peer last acknowledged something, or there was first something to do
         self._cause = "it has not been connected yet"
 
     def submit(self, operation: Operation, parts: Iterable[Part]) -> None:
@@ -86,7 +87,9 @@ class Stream:
             if self._closing:
                 operation.failure = MessengerClosed(f"the messenger was closed before its {operation.kind.value} began")
             else:
-                operation.alarm = self._clock.set(operation.deadline_s, lambda: self._expire(operation))
+                if not self._outbox:
+                    self._progressed_s = operation.started_s  # idleness before it is no stall
+                self._set_alarm(operation)
                 self._outbox.push(parts)
                 only = self._outbox.only_queued()
                 idle = only is not None and not self._caller_sends and not self._link_ended
@@ -329,12 +332,14 @@ class Stream:
 
     def _done(self, part: Part) -> None:
         with self._changed:
+            self._progressed_s = time.monotonic()
             settled = self._outbox.done()
         self._count(part)
         self._settle(settled)
 
     def _next_step(self) -> None:
         with self._changed:
+            self._progressed_s = time.monotonic()
             settled = self._outbox.next_step()
             self._changed.notify_all()
         self._settle(settled)
@@ -356,11 +361,30 @@ class Stream:
 
     # Any thread.
 
+    def _set_alarm(self, operation: Operation) -> None:
+        """Ring when the operation is, or may be, too late. With the lock held."""
+        left_s = operation.started_s + operation.deadline_s - time.monotonic()
+        if operation.stall_s is not None:
+            left_s = min(left_s, self._stalls_at_s(operation) - time.monotonic())
+        operation.alarm = self._clock.set(max(0.0, left_s), lambda: self._expire(operation))
+
+    def _stalls_at_s(self, operation: Operation) -> float:
+        assert operation.stall_s is not None
+        return max(self._progressed_s, operation.started_s) + operation.stall_s
+
     def _expire(self, operation: Operation) -> None:
         with self._changed:
             if not operation.outstanding or operation.failure is not None:
                 return
-            reason = f"not done within {operation.deadline_s:.3g} s; the connection's last trouble: {self._cause}"
+            now_s = time.monotonic()
+            if now_s >= operation.started_s + operation.deadline_s:
+                reason = f"not done within {operation.deadline_s:.3g} s"
+            elif operation.stall_s is not None and now_s >= self._stalls_at_s(operation):
+                reason = f"nothing was acknowledged for {operation.stall_s:.3g} s"
+            else:
+                self._set_alarm(operation)  # there was progress
+                return
+            reason += f"; the connection's last trouble: {self._cause}"
             operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
             self._counters.add("deadlines_exceeded")
             settled = self._outbox.drop_doomed()

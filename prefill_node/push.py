@@ -41,9 +41,11 @@ class Pusher:
         prompt_len: int,
         push_from: int,
         deadline_s: Callable[[], float],
+        stall_s: float,
     ) -> None:
         """`remote`: per group, the remote byte offset of every prompt block. Blocks below `push_from` are pulled by
-        the decode node itself and pushed only when it asks for them."""
+        the decode node itself and pushed only when it asks for them. Given up after `stall_s` without progress: until
+        then the slots cannot be used again."""
         self._memory = memory
         self._peer = peer
         self._executor = executor
@@ -54,6 +56,7 @@ class Pusher:
         self._prompt_len = prompt_len
         self._push_from = push_from
         self._deadline_s = deadline_s
+        self._stall_s = stall_s
         self._lock = threading.Lock()
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
@@ -107,6 +110,7 @@ class Pusher:
                 KV_TAG,
                 payload,
                 deadline_s=max(0.1, self._deadline_s()),
+                stall_s=self._stall_s,
             )
         except Exception as error:
             self._finish(done, error)

@@ -113,6 +113,7 @@ class PrefillFace(WorkerFace):
             prompt_len=len(request.prompt),
             push_from=push_from,
             deadline_s=lambda: request.time_left_s,
+            stall_s=self.node.config.push_timeout_s,
         )
         pusher.push_blocks(range(push_from, work.reused_blocks))
         return pusher

@@ -31,6 +31,7 @@ class WorkerConfig:
     lease_s: float = 30.0  # lease on pool blocks while they are read
     drain_grace_s: float = 20.0  # for the requests at hand once asked to leave; what is left then moves elsewhere
     put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
+    push_timeout_s: float = 10.0  # a push of KV is given up once the decode node has taken nothing for so long
     advertise: str = ""  # gRPC target that others dial, port 0 = the port listened at; empty = where it listens
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
 

@@ -40,6 +40,7 @@ class StepResult:
     tokens: list[Generated] = field(default_factory=list)
     left: list[Sequence] = field(default_factory=list)  # out of the loop: finished, handed over or cancelled
     error: BaseException | None = None  # the step failed; `left` are its victims
+    is_end: bool = False  # the thread has ended by that error: nothing more will be computed
     decode_batch: int = 0
     decode_context: int = 0
     prefill_tokens: int = 0
@@ -70,9 +71,10 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._closing = False
+        self._ended_by: BaseException | None = None  # what ended the thread without being asked to
         self._decoding: list[Sequence] = []
         self._prefilling: list[Sequence] = []
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -80,8 +82,11 @@ class EngineLoop:
     def submit(self, sequence: Sequence) -> None:
         """Hand a sequence over; its slots belong to the loop until it is reported as left."""
         with self._wake:
-            self._inbox.append(sequence)
-            self._wake.notify()
+            if self._ended_by is None:
+                self._inbox.append(sequence)
+                self._wake.notify()
+                return
+        self._on_step(StepResult(error=self._ended_by, left=[sequence], is_end=True))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ask for a sequence to leave; it is reported as left after the running step."""
@@ -98,6 +103,16 @@ class EngineLoop:
     @property
     def num_sequences(self) -> int:
         return len(self._inbox) + len(self._prefilling) + len(self._decoding)
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            log.exception("the engine's thread ends")
+            with self._wake:
+                self._ended_by = error
+                left = [*self._decoding, *self._prefilling, *self._inbox]
+            self._on_step(StepResult(error=error, left=left, is_end=True))
 
     def _run(self) -> None:
         with torch.inference_mode():

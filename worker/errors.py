@@ -4,6 +4,7 @@ WorkerError
 ├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may do better
 ├── GrammarError          a grammar that cannot be compiled: says what is wrong with it
+├── EngineBroken          the engine computes nothing any more; only another process may do better
 └── StartupError          the node cannot start with this configuration
 """
 
@@ -31,6 +32,10 @@ class RequestFailed(WorkerError):
 
 class GrammarError(WorkerError):
     """A grammar that is malformed, not supported or too large."""
+
+
+class EngineBroken(WorkerError):
+    """Step after step failed; the message names the last one's cause."""
 
 
 class StartupError(WorkerError):

@@ -30,7 +30,7 @@ from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.errors import RequestFailed, RequestRefused, StartupError
 from worker.jobs import Jobs
 from worker.kv_memory import KvMemory
-from worker.policy import BatchLimits, OutOfSlots, SlotPool
+from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
 from worker.request import Request
@@ -80,6 +80,8 @@ class WorkerNode:
         limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
         self.engine = EngineLoop(self.model, self.memory.cache, limits, self._on_step_thread, on_layer)
         self.draining = asyncio.Event()
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the engine is past hope
+        self._health = EngineHealth()
         self.held: dict[str, Held] = {}
         self.timings: dict[int, Timing] = {}
         self.jobs = Jobs(
@@ -241,6 +243,7 @@ class WorkerNode:
                     self._report_prefill(sequence, timing)
             self.streams.send_tokens(result.tokens, timings)
             self.counters.add("generation_tokens", len(result.tokens))
+        self._judge_health(result)
         if result.decode_batch and not result.prefill_tokens:
             self.reporter.decode(result.decode_batch, result.decode_context, result.seconds)
         for sequence in result.left:
@@ -251,6 +254,16 @@ class WorkerNode:
                 leaving.set_exception(RequestFailed("engine", f"the engine failed: {result.error}"))
             else:
                 leaving.set_result(None)
+
+    def _judge_health(self, result: StepResult) -> None:
+        if result.error is not None:
+            self.counters.add("failed_steps", 1)
+            self._health.failed()
+        elif result.decode_batch or result.prefill_tokens:
+            self._health.succeeded()
+        if (self._health.is_broken or result.is_end) and not self.broken.done():
+            how = "its thread ended" if result.is_end else f"{self._health.num_failed} steps in a row failed"
+            self.broken.set_result(f"{how}, the last with {type(result.error).__name__}: {result.error}")
 
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
         request = sequence.request

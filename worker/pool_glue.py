@@ -12,16 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import KvPoolError, Lease, PoolClient, PutTicket
-from messenger import Messenger, MessengerError
+from messenger import DeadlineExceeded, Messenger, MessengerError
 from messenger.control import ControlError
 from moonpool_proto.v1.conductor_pb2 import Placement
 from worker.counters import Counters
 from worker.kv_memory import KvMemory
+from worker.policy import Breaker
 from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
 PoolErrors = (KvPoolError, ControlError, MessengerError)
+# A pool node that hangs costs each call its deadline. The first pause is as long as the conductor takes to suspect a
+# node; the longest keeps what a node that came back can give from being missed for long.
+_HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ class PoolGlue:
         self._counters = counters
         self._own_target = own_target
         self._clients: dict[str, PoolClient] = {}
+        self._breaker = Breaker(_HOLD_OFF_S, _LONGEST_HOLD_OFF_S)
+        self._now_s = time.monotonic
         self.num_pinned = 0
 
     def client(self, target: str) -> PoolClient:
@@ -79,15 +85,17 @@ class PoolGlue:
         pinned: list[Pinned] = []
         have = 0
         for target, first, end in targets:
-            if not target or first > have or min(end, len(keys)) <= have:
+            if not target or first > have or min(end, len(keys)) <= have or not self._may_ask(target):
                 continue
             try:
                 lease = await self.client(target).pin(
                     self._namespace, chain[have : min(end, len(keys))], lease_s=self._lease_s
                 )
             except PoolErrors as error:
+                self._note(target, error)
                 log.warning("pool at %s cannot be used for reuse: %s", target, error)
                 continue
+            self._note(target)
             if lease is not None:
                 pinned.append(Pinned(have, lease, self.client(target)))
                 have += lease.num_blocks
@@ -98,9 +106,13 @@ class PoolGlue:
         """Give leases back; one that cannot be given back expires."""
         for pin in pinned:
             self.num_pinned -= 1
+            if not self._may_ask(pin.client.target):
+                continue
             try:
                 await pin.client.unpin(pin.lease)
+                self._note(pin.client.target)
             except PoolErrors as error:
+                self._note(pin.client.target, error)
                 log.warning("lease %s was not given back and will expire: %s", pin.lease.lease_id, error)
 
     async def load(self, pinned: Sequence[Pinned], slots: Sequence[int], first: int) -> int:
@@ -130,6 +142,7 @@ class PoolGlue:
                     )
                 )
             except MessengerError as error:
+                self._note(pin.client.target, error)
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
             self._counters.add_transfer("load", done.nbytes, time.perf_counter() - began)
@@ -144,6 +157,17 @@ class PoolGlue:
         if good:
             await in_thread(self._memory.to_device, slots[:good])
         return good
+
+    def _may_ask(self, target: str) -> bool:
+        """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""
+        return self._breaker.try_pass(target, self._now_s())
+
+    def _note(self, target: str, error: Exception | None = None) -> None:
+        """A call has ended; only a deadline that passed tells that the node hangs."""
+        if isinstance(error, DeadlineExceeded):
+            self._breaker.failed(target, self._now_s())
+        else:
+            self._breaker.succeeded(target)
 
     async def _quarantine(self, pin: Pinned, index: int) -> None:
         key = pin.lease.chain[index : index + 1]
@@ -165,12 +189,14 @@ class PoolGlue:
     async def store(self, keys: Sequence[bytes], slots: Sequence[int], first: int) -> None:
         """Put blocks [first, len(keys)) from their slots into this host's pool. A failure is logged and counted: the
         pool only loses a chance of reuse."""
-        if first >= len(keys) or not self._own_target:
+        if first >= len(keys) or not self._own_target or not self._may_ask(self._own_target):
             return
         client = self.client(self._own_target)
         try:
             await self._store(client, keys, slots, first)
+            self._note(self._own_target)
         except PoolErrors as error:
+            self._note(self._own_target, error)
             self._counters.add("store_failures", 1)
             log.warning("blocks were not stored in the pool: %s", error)
         except Exception:

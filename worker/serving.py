@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from messenger.control import ControlServer, dialled
+from worker.errors import EngineBroken
 from worker.node import WorkerNode
 from worker.settle import in_thread
 
@@ -18,6 +19,8 @@ async def serve_until(
 ) -> bool:
     """Join the cluster and call `on_ready` with the target that others dial; on `stop`, or when the conductor says so,
     take no new work, finish what runs, and close. Whether it was the conductor: then the node is not wanted back.
+
+    Raises EngineBroken, once all is closed, when the engine is past hope: a supervisor starts another process.
     """
     drained = False
     try:
@@ -25,10 +28,12 @@ async def serve_until(
         await in_thread(node.warm_up)
         if await _unless(stop, _join(node, target)):
             on_ready(target)
-            await _either(stop, node.draining)
-            drained = not stop.is_set()
+            await _first_of(stop, node.draining, node.broken)
+            drained = not stop.is_set() and not node.broken.done()
             node.draining.set()
             node.reporter.hurry()
+            if node.broken.done():
+                raise EngineBroken(f"the engine of {node.config.node_id} is broken: {node.broken.result()}")
             await node.jobs.wait_idle(node.config.drain_grace_s)
     finally:
         await server.stop(STOP_GRACE_S)
@@ -36,10 +41,10 @@ async def serve_until(
     return drained
 
 
-async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+async def _first_of(stop: asyncio.Event, draining: asyncio.Event, broken: asyncio.Future[str]) -> None:
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in (stop, draining)]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*waits, broken], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()

@@ -56,6 +56,39 @@ def test_a_stopped_peer_exceeds_the_deadline_and_is_used_again_once_it_goes_on(m
     assert child.ask("notes") == ["in time"]
 
 
+def test_a_write_to_a_stopped_peer_is_given_up_long_before_its_deadline(make_node: Any, make_child: Any) -> None:
+    a, child = make_node("a", LARGE), make_child("b", LARGE)
+    peer = a.messenger.connect(child.endpoint)
+    peer.write(child.key, a.region, [[0, 0, 10]]).result()
+    stop(child.process)
+    started_s = time.monotonic()
+    operations = [
+        peer.write_notify(child.key, a.region, [[0, 0, nbytes]], b"kv", b"", deadline_s=600, stall_s=0.3)
+        for nbytes in (LARGE, 100)
+    ]
+    for operation in operations:
+        with pytest.raises(TransferDeadlineExceeded, match=r"nothing was acknowledged for 0\.3 s"):
+            operation.result(30)
+    assert time.monotonic() - started_s > 0.3
+    child.process.send_signal(signal.SIGCONT)
+    assert peer.write_notify(child.key, a.region, [[0, 0, 100]], b"again", b"").result().nbytes == 100
+
+
+def test_a_queue_that_moves_is_not_given_up_however_long_it_takes(make_node: Any) -> None:
+    a, b = make_node("a", 1000), make_node("b", 1000)
+    b.messenger.on_notify(lambda *_: time.sleep(0.2))  # a slow peer
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    peer.write(key, a.region, [[0, 0, 10]]).result()
+    started_s = time.monotonic()
+    operations = [
+        peer.write_notify(key, a.region, [[0, 0, 10]], b"kv", b"", deadline_s=600, stall_s=2.0) for _ in range(14)
+    ]
+    assert [operation.result(60).nbytes for operation in operations] == [10] * 14
+    assert time.monotonic() - started_s > 2.0
+    with pytest.raises(InvalidArgument, match="positive number of seconds, not 0"):
+        peer.write_notify(key, a.region, [[0, 0, 10]], b"kv", b"", stall_s=0)
+
+
 def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_goes_on(
     make_node: Any, make_child: Any
 ) -> None:

@@ -188,6 +188,24 @@ def test_the_thread_outlives_a_sequence_that_has_no_room(harness: Callable[..., 
     assert survivor.finish == FINISH_LENGTH
 
 
+def test_a_thread_that_ended_keeps_no_sequence_waiting(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    real, held = run.loop._drop_cancelled, run.sequence(prompts()[0], 100)
+
+    def broken() -> None:
+        real()
+        if held.num_tokens > held.prompt_len:
+            raise RuntimeError("outside of any step")
+
+    run.loop._drop_cancelled = broken  # type: ignore[method-assign]
+    run.loop.submit(held)
+    last = run.run(1)[-1]
+    assert (last.is_end, last.left, str(last.error)) == (True, [held], "outside of any step")
+    late = run.sequence(prompts()[1], 3)
+    run.loop.submit(late)
+    assert run.run(1)[-1].left == [late]
+
+
 def test_more_sequences_than_rows_take_turns(harness: Callable[..., Harness]) -> None:
     run = harness()
     sequences = [run.sequence([i, i + 1, i + 2], 9) for i in range(12)]

@@ -1,6 +1,18 @@
-"""The workers' pure decisions: which slots a request gets, what the next step computes. No I/O, no clock, no torch."""
+"""The workers' pure decisions: slots, steps, whom not to ask, when the engine is past hope. No I/O, clock or torch."""
 
 from worker.policy.batch import BatchLimits, BatchPlan, PrefillChunk, plan_step
+from worker.policy.breaker import Breaker
+from worker.policy.health import MAX_FAILED_STEPS, EngineHealth
 from worker.policy.slots import OutOfSlots, SlotPool
 
-__all__ = ["BatchLimits", "BatchPlan", "OutOfSlots", "PrefillChunk", "SlotPool", "plan_step"]
+__all__ = [
+    "MAX_FAILED_STEPS",
+    "BatchLimits",
+    "BatchPlan",
+    "Breaker",
+    "EngineHealth",
+    "OutOfSlots",
+    "PrefillChunk",
+    "SlotPool",
+    "plan_step",
+]

@@ -1,0 +1,141 @@
+"""An engine past hope is told from one that failed a while, and its process ends so that another one may serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import worker.node
+from conductor.server import ConductorConfig, serve_conductor
+from engine import load_model
+from messenger import MessengerConfig
+from messenger.control import open_channel
+from moonpool_proto.v1.conductor_pb2 import ClusterRequest
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit
+from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from worker.aggregated import serve_aggregated
+from worker.config import WorkerConfig
+from worker.errors import EngineBroken
+from worker.policy import MAX_FAILED_STEPS, EngineHealth
+
+
+def test_failures_count_in_a_row_only() -> None:
+    health = EngineHealth(3)
+    for _ in range(5):
+        health.failed()
+        health.failed()
+        assert not health.is_broken
+        health.succeeded()
+    for _ in range(3):
+        health.failed()
+    assert health.is_broken
+
+
+def test_the_attempts_of_one_request_do_not_end_a_node() -> None:
+    from frontend.config import FrontendConfig
+
+    max_attempts = FrontendConfig.__dataclass_fields__["max_attempts"].default
+    assert max_attempts < MAX_FAILED_STEPS
+
+
+class Engine:
+    """Says whether the model of the worker under test raises."""
+
+    fails = False
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The worker's model raises in `forward` as long as `fails`."""
+    switch = Engine()
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        real = model.forward
+
+        def forward(*args: Any) -> Any:
+            if switch.fails:
+                raise RuntimeError("device-side assert")
+            return real(*args)
+
+        model.forward = forward  # type: ignore[method-assign]
+        return model
+
+    monkeypatch.setattr(worker.node, "load_model", load)
+    return switch
+
+
+@pytest.fixture
+async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
+    """Starts an aggregated worker that has joined a conductor: (its task, its target, the conductor's)."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def begin() -> tuple[asyncio.Task[bool], str, str]:
+        conductor: asyncio.Future[str] = loop.create_future()
+        config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
+        tasks.append(asyncio.create_task(serve_conductor(config, stop, conductor.set_result)))
+        ready: asyncio.Future[str] = loop.create_future()
+        settings = WorkerConfig(
+            node_id="w",
+            listen=f"unix:{tmp_path}/w.sock",
+            conductor_target=await conductor,
+            pool_target="",
+            model_path=model_path,
+            served_model_name="m",
+            block_tokens=8,
+            capacity_tokens=1024,
+            messenger=MessengerConfig(run_dir=tmp_path),
+        )
+        serving = asyncio.create_task(serve_aggregated(settings, stop, ready.set_result))
+        tasks.append(serving)
+        async with asyncio.timeout(60):
+            return serving, await ready, await conductor
+
+    yield begin
+    stop.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def submit(number: int) -> FrontendMessage:
+    prompt = np.arange(number, number + 5, dtype="<i4")
+    message = Submit(request_id=f"r{number}", attempt=0, frontend_id="f", model="m", prompt_ids=prompt.tobytes())
+    message.timeout_s = 60
+    message.sampling.max_tokens, message.sampling.top_p = 2, 1.0
+    return FrontendMessage(submit=message)
+
+
+async def ended(stream: Any, number: int) -> str:
+    """What became of a request: "finished", or its failure's code."""
+    while True:
+        message = await stream.read()
+        for failure in message.failures:
+            if failure.request_id == f"r{number}":
+                assert failure.retryable
+                return str(failure.code)
+        if any(token.request_id == f"r{number}" and token.finish for token in message.tokens):
+            return "finished"
+
+
+async def test_a_worker_whose_every_step_fails_leaves_with_an_error(start: Any, engine: Engine) -> None:
+    serving, target, conductor = await start()
+    async with asyncio.timeout(60), open_channel(target) as channel, open_channel(conductor) as conductor_channel:
+        stream = WorkerStub(channel).Attach()
+        await stream.write(FrontendMessage(hello=Hello(frontend_id="f", incarnation=1)))
+        await stream.read()
+        outcomes = []
+        for number in range(2 * MAX_FAILED_STEPS - 1):
+            engine.fails = number != MAX_FAILED_STEPS - 2  # one success among them: it does not count from the start
+            await stream.write(submit(number))
+            outcomes.append(await ended(stream, number))
+        assert outcomes == [*["engine"] * (MAX_FAILED_STEPS - 2), "finished", *["engine"] * MAX_FAILED_STEPS]
+        with pytest.raises(EngineBroken, match=f"{MAX_FAILED_STEPS} steps in a row failed.*device-side assert"):
+            await serving
+        cluster = await ConductorStub(conductor_channel).Cluster(ClusterRequest())
+        assert list(cluster.nodes) == []
