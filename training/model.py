@@ -25,6 +25,13 @@ class Shape:
     norm_eps: float = 1e-5
 
 
+PRESETS = {
+    "bundled": Shape(),
+    "nano": Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128),
+}
+"""The model that Moonpool serves by default, and the one its tests use: the smallest that holds the lookup circuit."""
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from training import checkpoint, runlog, schedule
 from training.checkpoint import Progress
 from training.lookup import write_lookup
-from training.model import Llama, Shape
+from training.model import PRESETS, Llama, Shape
 from training.prepare import CACHE, SEED
 from training.sources import sha256_of
 from training.windows import Corpus, batch
@@ -132,13 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder python -m training.prepare wrote")
     parser.add_argument("--run", type=Path, default=CACHE / "run", help="folder of checkpoints and log")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="bundled", help="sizes of a new run's model")
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--deadline", type=today_at, default=0.0, help="end of the schedule, HH:MM UTC today")
     end.add_argument("--steps", type=int, default=0, help="end of the schedule in steps (reproducible)")
     parser.add_argument("--save-every-s", type=float, default=180.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    train(Plan(given.cache, given.run, given.deadline, given.steps, given.save_every_s, Shape()))
+    train(Plan(given.cache, given.run, given.deadline, given.steps, given.save_every_s, PRESETS[given.preset]))
 
 
 if __name__ == "__main__":
