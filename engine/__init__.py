@@ -27,10 +27,13 @@ from engine.folder import check_folder
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch, SequenceChunk
     from engine.cache import PagedCache
+    from engine.distribution import LogProbs, log_probs
     from engine.model import Model, load_model
     from engine.sampling import SamplingRow, noisy_scores, sample
+    from engine.steering import Bias, LogitSteering, Penalties, steer
 
 __all__ = [
+    "Bias",
     "CacheMismatch",
     "CheckpointDamaged",
     "ConfigInvalid",
@@ -39,11 +42,14 @@ __all__ = [
     "ForwardBatch",
     "InvalidBatch",
     "KvGroupShape",
+    "LogProbs",
+    "LogitSteering",
     "Model",
     "ModelConfig",
     "ModelFormatError",
     "ModelNotFound",
     "PagedCache",
+    "Penalties",
     "SamplingError",
     "SamplingRow",
     "SequenceChunk",
@@ -53,19 +59,27 @@ __all__ = [
     "check_folder",
     "find_tokenizer",
     "load_model",
+    "log_probs",
     "noisy_scores",
     "sample",
+    "steer",
 ]
 
 _COMPUTING = {
+    "Bias": "steering",
     "ForwardBatch": "batch",
+    "LogProbs": "distribution",
+    "LogitSteering": "steering",
     "Model": "model",
     "PagedCache": "cache",
+    "Penalties": "steering",
     "SamplingRow": "sampling",
     "SequenceChunk": "batch",
     "load_model": "model",
+    "log_probs": "distribution",
     "noisy_scores": "sampling",
     "sample": "sampling",
+    "steer": "steering",
 }
 
 

@@ -20,13 +20,15 @@ class SequenceChunk:
     """Consecutive tokens of one sequence, whose KV at positions 0..start-1 is in the cache already.
 
     `slot_tables`: per group the slots that hold positions 0..start+n-1, in order. In a window group, entries of blocks
-    that no token of the chunk sees are not looked at and may be -1.
+    that no token of the chunk sees are not looked at and may be -1. Logits are given of the last token, or of none, or
+    of `every` token of the chunk.
     """
 
     token_ids: IntArray
     start: int
     slot_tables: tuple[IntArray, ...]
     want_logits: bool
+    every: bool = False  # with want_logits
 
 
 @dataclass
@@ -48,7 +50,7 @@ class StepPlan:
     tables: IntArray  # all slot tables, one after another
     table_begin: IntArray  # [G, C]: where in `tables` a chunk's table for a group begins
     table_length: IntArray  # [G, C]
-    logits_rows: IntArray  # the last row of each chunk that wants logits
+    logits_rows: IntArray  # the last row of each chunk that wants logits, or every one
     max_context: int  # the longest start + n
 
 
@@ -94,12 +96,20 @@ def plan_step(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> St
         tables=np.concatenate(flat).astype(np.int32, copy=False),
         table_begin=begins.reshape(num_groups, -1),
         table_length=lengths.reshape(num_groups, -1),
-        logits_rows=np.array([chunk_rows[i + 1] - 1 for i, c in enumerate(chunks) if c.want_logits], np.int32),
+        logits_rows=_logits_rows(chunks, chunk_rows),
         max_context=max_context,
     )
     for group in range(num_groups):
         _check_tables(plan, cache, group, ends)
     return plan
+
+
+def _logits_rows(chunks: list[SequenceChunk], chunk_rows: IntArray) -> IntArray:
+    if not any(chunk.every for chunk in chunks):
+        return np.array([chunk_rows[i + 1] - 1 for i, c in enumerate(chunks) if c.want_logits], np.int32)
+    spans = zip(chunks, chunk_rows[:-1].tolist(), chunk_rows[1:].tolist(), strict=True)
+    wanted = [np.arange(begin if c.every else end - 1, end) for c, begin, end in spans if c.want_logits]
+    return np.concatenate([chunk_rows[:0], *wanted]).astype(np.int32)
 
 
 def first_visible(position: int, window: int) -> int:

@@ -66,14 +66,15 @@ class Model:
         for start, size in ((0, length), (length, 1)):
             chunk = SequenceChunk(np.zeros(size, np.int32), start, tables, want_logits=True)
             logits = self.forward(ForwardBatch([chunk]), cache)
-        sample(logits, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0)])
+        sample(logits, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0, min_p=0.5)])
 
     def forward(
         self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """One step: writes the KV of every token of the batch into the cache.
 
-        Returns float32 [chunks with want_logits, vocab], the logits after each such chunk. `on_layer(layer)`
+        Returns float32 [rows, vocab]: in order of the chunks, the logits after each chunk that wants them, or after
+        `every` token of it, so no more rows than tokens in the batch. `on_layer(layer)`
         is called once per layer, in order, when that layer's KV of the whole batch is in the cache (on CUDA: when the
         write is queued on the current stream). Raises `InvalidBatch` or `CacheMismatch` with the cache untouched.
         """

@@ -1,4 +1,4 @@
-"""Choosing the next token: Gumbel-max over counter-based noise.
+"""Choosing the next token: Gumbel-max over counter-based noise. What changes logits before is in `steering`.
 
 The noise of a vocabulary id depends on (seed, choice, index, id) and on nothing else: not on the batch, the device or
 the node, so a request that moves goes on as it would have. Given equal logits, choices are equal on CPU and CUDA: noise
@@ -37,6 +37,12 @@ class SamplingRow:
     seed: int  # taken modulo 2^64
     choice: int
     index: int
+    min_p: float = 0.0  # 0 = off
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some ids may be excluded."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
@@ -58,10 +64,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 def noisy_scores(
     logits: torch.Tensor | npt.NDArray[np.float32], row: SamplingRow, *, slack: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """What `sample` takes the argmax of, float64 [V]; ids that top-k or top-p excludes are -inf.
+    """What `sample` takes the argmax of, float64 [V]; ids that min-p, top-k or top-p excludes are -inf.
 
-    `slack` moves the borders of top-k (by so much in logits) and top-p (in probability): positive includes ids that a
-    small error in the logits could let in, negative excludes those that it could push out. The likeliest always stays.
+    `slack` moves the borders of min-p and top-k (by so much in logits) and top-p (in probability): positive includes
+    ids that a small error in the logits could let in, negative excludes those that it could push out. The likeliest
+    always stays.
     """
     tensor = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
     scores: npt.NDArray[np.float64] = _scores(tensor[None], [row], slack)[0].cpu().numpy()
@@ -87,7 +94,7 @@ def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Se
     temperature = torch.tensor([row.temperature for row in chosen], dtype=torch.float64, device=device)[:, None]
     logits = scores[drawn]
     noisy = logits + temperature * gumbel_noise(chosen, scores.shape[1], device)
-    if any(row.top_k > 0 or row.top_p < 1 for row in chosen):
+    if any(row.is_restricted for row in chosen):
         noisy.masked_fill_(~_candidates(logits, chosen, temperature, slack), -torch.inf)
     scores[drawn] = noisy
 
@@ -98,8 +105,9 @@ def draw_compiled(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequ
         row, own = rows[i], scores[i].numpy()
         if np.isnan(own).any():
             continue
-        restricted = row.top_k > 0 or row.top_p < 1
-        kept = candidates(own, row.temperature, row.top_k, row.top_p, _PROBABILITY_UNIT) if restricted else None
+        kept = None
+        if row.is_restricted:
+            kept = candidates(own, row.temperature, row.top_k, row.top_p, float(row.min_p), _PROBABILITY_UNIT)
         add_noise(own, row.temperature, np.uint64(row.seed & _MASK64), np.uint64(row.choice), np.uint64(row.index))
         if kept is not None:
             own[~kept] = -np.inf
@@ -133,18 +141,22 @@ def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.dev
 def _candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], temperature: torch.Tensor, slack: float
 ) -> torch.Tensor:
-    """bool [B, V]: the ids left by top-k, then by top-p of the distribution over those.
+    """bool [B, V]: the ids left by min-p, then by top-k, then by top-p of the distribution over those (vLLM's order).
 
-    Top-p keeps the shortest run of likeliest ids whose probability reaches p; equal logits stand in order of id.
+    Min-p keeps ids at least so many times as likely as the likeliest; top-p the shortest run of likeliest ids whose
+    probability reaches p; equal logits stand in order of id.
     """
     vocab_size = logits.shape[1]
     device = logits.device
     ordered, order = torch.sort(logits, dim=1, descending=True, stable=True)
     top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=device).clamp(max=vocab_size)[:, None]
     top_p = torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=device)[:, None]
+    min_p = torch.tensor([row.min_p for row in rows], dtype=torch.float64, device=device)[:, None]
     rank = torch.arange(vocab_size, device=device)[None, :]
     kept = ordered >= ordered.gather(1, top_k - 1) - slack if slack else rank < top_k
-    weight = exact_math.exp((ordered - ordered[:, :1]) / temperature)
+    below = ordered - ordered[:, :1]
+    weight = exact_math.exp(below / temperature)
+    kept &= (exact_math.exp((below + slack).clamp(max=0.0) / temperature) if slack else weight) >= min_p
     units = torch.where(kept, (weight * _PROBABILITY_UNIT).to(torch.int64), 0)
     before = units.cumsum(dim=1) - units
     total = units.sum(dim=1, keepdim=True)
@@ -160,6 +172,8 @@ def _check(row: SamplingRow) -> None:
         raise SamplingError(f"temperature must be a finite number from 0 on, found {row.temperature}")
     if not 0 < row.top_p <= 1:
         raise SamplingError(f"top_p must be above 0 and at most 1, found {row.top_p}")
+    if not 0 <= row.min_p <= 1:
+        raise SamplingError(f"min_p must be from 0 (off) to 1, found {row.min_p}")
     if row.top_k < 0:
         raise SamplingError(f"top_k must be 0 (off) or positive, found {row.top_k}")
     if not 0 <= row.choice <= _MASK32 or not 0 <= row.index <= _MASK32:

@@ -82,13 +82,20 @@ def add_noise(scores: Doubles, temperature: float, seed: np.uint64, choice: np.u
 
 
 @_kernel
-def candidates(logits: Doubles, temperature: float, top_k: int, top_p: float, unit: float) -> npt.NDArray[np.bool_]:
+def candidates(
+    logits: Doubles, temperature: float, top_k: int, top_p: float, min_p: float, unit: float
+) -> npt.NDArray[np.bool_]:
     """bool [V]: the ids that `sampling` keeps; sorts only those with weight where top-p is on."""
     kept = np.zeros(logits.size, np.bool_)
     ids = np.arange(logits.size)
     if 0 < top_k < logits.size:
         ids = np.flatnonzero(logits >= np.partition(logits, logits.size - top_k)[logits.size - top_k])
     top = logits.max()
+    if min_p > 0:
+        likely = np.zeros(ids.size, np.bool_)
+        for i in range(ids.size):
+            likely[i] = _exp((logits[ids[i]] - top) / temperature) >= min_p
+        ids = ids[likely]
     units = np.ones(ids.size, np.int64)
     if top_p < 1:
         for i in range(ids.size):

@@ -68,9 +68,11 @@ class Runner:
     sequences: list[np.ndarray]
     tables: list[tuple[np.ndarray, ...]]
 
-    def chunk(self, sequence: int, start: int, size: int, *, want_logits: bool = True) -> SequenceChunk:
+    def chunk(
+        self, sequence: int, start: int, size: int, *, want_logits: bool = True, every: bool = False
+    ) -> SequenceChunk:
         ids = self.sequences[sequence][start : start + size]
-        return SequenceChunk(ids, start, self.tables[sequence], want_logits)
+        return SequenceChunk(ids, start, self.tables[sequence], want_logits, every)
 
     def step(self, *pieces: tuple[int, int, int]) -> np.ndarray:
         """One forward of (sequence, start, size) pieces; logits of the last token of each."""

@@ -75,6 +75,16 @@ def test_logits_are_returned_only_where_wanted(models, runner):
     assert run.model.forward(ForwardBatch([run.chunk(1, 0, 9, want_logits=False)]), run.cache).shape == (0, 256)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_of_a_chunk_may_be_asked_for(backend, models, runner):
+    run = runner(models("qwen2-two-groups", backend=backend), [37, 9, 20])
+    want = [run.model.score(ids) for ids in run.sequences]
+    run.step((0, 0, 7))
+    chunks = [run.chunk(1, 0, 9), run.chunk(0, 7, 30, every=True), run.chunk(2, 0, 20, want_logits=False)]
+    logits = run.model.forward(ForwardBatch(chunks), run.cache).numpy()
+    np.testing.assert_allclose(logits, np.concatenate([want[1][-1:], want[0][7:]]), atol=TOLERANCE, rtol=0)
+
+
 def test_slots_behind_the_window_are_not_touched(models, runner):
     run = runner(models("mistral-window"), [40])
     want = run.model.score(run.sequences[0])

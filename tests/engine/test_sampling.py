@@ -78,6 +78,7 @@ def test_a_row_does_not_depend_on_its_batch(seed, data):
             temperature=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
             top_p=data.draw(st.sampled_from([0.2, 0.9, 1.0])),
             top_k=data.draw(st.sampled_from([0, 1, 5])),
+            min_p=data.draw(st.sampled_from([0.0, 0.1])),
             seed=seed,
             index=i,
         )
@@ -97,9 +98,10 @@ def test_greedy_takes_the_lowest_of_equal_ids():
     assert np.array_equal(noisy_scores(logits[0], row(temperature=0.0)), [1.0, 3.0, 3.0])
 
 
-def kept_by_reference(logits, temperature, top_k, top_p):
-    """Ids by top-k, then top-p among them, in plain Python; ties by id."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or len(logits)]
+def kept_by_reference(logits, temperature, top_k, top_p, min_p):
+    """Ids by min-p, then top-k, then top-p among them, in plain Python; ties by id."""
+    likely = [i for i in range(len(logits)) if math.exp((logits[i] - max(logits)) / temperature) >= min_p]
+    order = sorted(likely, key=lambda i: (-logits[i], i))[: top_k or len(logits)]
     weights = [math.exp((logits[i] - logits[order[0]]) / temperature) for i in order]
     kept, reached = set(), 0.0
     for i, weight in zip(order, weights, strict=True):
@@ -116,10 +118,29 @@ def kept_by_reference(logits, temperature, top_k, top_p):
     temperature=st.sampled_from([0.4, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3, 1000]),
     top_p=st.floats(0.01, 0.999).map(lambda p: round(p, 3) + 0.000123) | st.just(1.0),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-def test_top_k_and_top_p_keep_what_the_reference_keeps(logits, temperature, top_k, top_p):
-    scores = noisy_scores(np.array(logits, np.float32), row(temperature=temperature, top_k=top_k, top_p=top_p))
-    assert set(np.flatnonzero(np.isfinite(scores))) == kept_by_reference(logits, temperature, top_k, top_p)
+def test_ids_are_kept_as_by_the_reference(logits, temperature, top_k, top_p, min_p):
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    scores = noisy_scores(np.array(logits, np.float32), row(**how))
+    assert set(np.flatnonzero(np.isfinite(scores))) == kept_by_reference(logits, **how)
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.05, 0.4, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_min_p_keeps_what_transformers_keeps(min_p, temperature):
+    from transformers import MinPLogitsWarper
+
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)) * 2
+    warped = MinPLogitsWarper(min_p)(None, logits / temperature)
+    mine = noisy_scores(logits[0], row(temperature=temperature, min_p=min_p))
+    assert np.array_equal(np.isfinite(mine), np.isfinite(warped[0].numpy()))
+
+
+def test_slack_moves_the_border_of_min_p():
+    logits = np.log(np.array([0.5, 0.2, 0.1001, 0.0999], np.float32))
+    kept = [np.isfinite(noisy_scores(logits, row(min_p=0.2), slack=slack)).sum() for slack in (-0.01, 0.0, 0.01)]
+    assert kept == [2, 3, 4]
 
 
 def test_slack_moves_the_borders_of_top_k_and_top_p():
@@ -144,6 +165,7 @@ def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
             temperature=data.draw(st.floats(0.05, 4.0)),
             top_p=data.draw(st.floats(0.01, 1.0)),
             top_k=data.draw(st.integers(0, 2 * vocab)),
+            min_p=data.draw(st.just(0.0) | st.floats(0.0, 1.0)),
             seed=data.draw(st.integers(0, 2**64 - 1)),
             choice=data.draw(word),
             index=data.draw(word),
@@ -152,6 +174,7 @@ def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
     ]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     compiled = torch.from_numpy((rng.normal(size=(2, vocab)) * spread).round(1))
+    compiled[0, data.draw(st.integers(1, vocab)) :] = -torch.inf  # as a grammar leaves them
     tensors = compiled.clone()
     draw_compiled(compiled, rows, [0, 1])
     draw_by_tensors(tensors, rows, [0, 1], 0.0)
@@ -173,6 +196,9 @@ def test_scores_are_in_units_of_logits():
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
         {"index": -1},
         {"choice": 1 << 32},
     ],

@@ -1,0 +1,112 @@
+"""What a request does to its logits before they are sampled: grammar, barred ids, bias, penalties.
+
+Pure: logits and what to do with them in, new logits out, in the order and with the meaning of vLLM. All in float32, one
+operation at a time, so that CPU and CUDA agree. Rows without any of it cost nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import SamplingError
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Lower (or, where negative, raise) the logits of ids that were seen. `ids` are distinct.
+
+    `repetition` divides positive logits of all `ids` and multiplies negative ones; 1 = off. Then `frequency` is
+    subtracted once per time that an id was generated, and `presence` once if it was; 0 = off.
+    """
+
+    ids: Ids  # [n]
+    counts: Floats  # [n]: times generated; 0 for ids that only the prompt holds
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Added to the logits of `ids`, which are distinct."""
+
+    ids: Ids  # [n]
+    values: Floats  # [n]
+
+
+@dataclass(frozen=True)
+class LogitSteering:
+    """What is done to one row's logits, in order of the fields."""
+
+    allowed: Bools | None = None  # [V]; all other ids are excluded
+    barred: Ids | None = None
+    bias: Bias | None = None
+    penalties: Penalties | None = None
+
+
+def steer(logits: torch.Tensor, rows: Sequence[LogitSteering | None]) -> torch.Tensor:
+    """Logits float32 [B, V] as the rows ask; excluded ids are -inf. The given tensor, untouched, if no row asks.
+
+    Raises `SamplingError` for ids outside the vocabulary.
+    """
+    if len(rows) != len(logits):
+        raise SamplingError(f"{len(logits)} rows of logits, but steering for {len(rows)}")
+    steered = [(i, row) for i, row in enumerate(rows) if row is not None]
+    if not steered:
+        return logits
+    out = logits.clone()
+    if masks := [(i, row.allowed) for i, row in steered if row.allowed is not None]:
+        at = torch.tensor([i for i, _ in masks], device=out.device)
+        allowed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(out.device)
+        out[at] = out[at].masked_fill(~allowed, -torch.inf)
+    _change(out, [(i, row.barred) for i, row in steered if row.barred is not None], lambda values: -torch.inf)
+    if biases := [(i, row.bias) for i, row in steered if row.bias is not None]:
+        added = _on(out, np.concatenate([bias.values for _, bias in biases]))
+        _change(out, [(i, bias.ids) for i, bias in biases], lambda values: values + added)
+    if penalties := [(i, row.penalties) for i, row in steered if row.penalties is not None]:
+        _penalise(out, penalties)
+    return out
+
+
+def _penalise(out: torch.Tensor, rows: Sequence[tuple[int, Penalties]]) -> None:
+    lengths = [len(penalties.ids) for _, penalties in rows]
+
+    def spread(values: list[float]) -> torch.Tensor:
+        return _on(out, np.repeat(np.array(values, np.float32), lengths))
+
+    repetition = spread([penalties.repetition for _, penalties in rows])
+    frequency = spread([penalties.frequency for _, penalties in rows])
+    presence = spread([penalties.presence for _, penalties in rows])
+    counts = _on(out, np.concatenate([penalties.counts for _, penalties in rows]))
+
+    def change(values: torch.Tensor) -> torch.Tensor:
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values = values - frequency * counts
+        return values - presence * (counts > 0)
+
+    _change(out, [(i, penalties.ids) for i, penalties in rows], change)
+
+
+def _change(
+    out: torch.Tensor, where: Sequence[tuple[int, Ids]], change: Callable[[torch.Tensor], torch.Tensor | float]
+) -> None:
+    """out[i, ids] = change(out[i, ids]) for all (i, ids) at once."""
+    if not where:
+        return
+    ids = np.concatenate([ids for _, ids in where])
+    if len(ids) and not 0 <= ids.min() <= ids.max() < out.shape[1]:
+        raise SamplingError(f"steered ids must be in 0..{out.shape[1] - 1}, found {ids.min()}..{ids.max()}")
+    rows = np.repeat(np.array([i for i, _ in where], np.int64), [len(ids) for _, ids in where])
+    index = (_on(out, rows), _on(out, ids))
+    out[index] = change(out[index])
+
+
+def _on(like: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)
