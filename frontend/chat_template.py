@@ -8,13 +8,17 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend.errors import InvalidRequest, ModelFolderError
 
 
 class ChatTemplate:
-    """A compiled template. Sandboxed: it comes with the weights, from wherever those came."""
+    """A compiled template. Sandboxed: it comes with the weights, from wherever those came.
+
+    `takes_tools`: whether it looks at the variable `tools`.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -23,6 +27,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"chat template of {origin} does not compile: {error}") from error
         self._variables = dict(variables)

@@ -49,7 +49,6 @@ class FrontendConfig:
     max_prompts: int = 64  # in one completions request
     max_choices: int = 128  # answers of one request: prompts times n
     max_logit_biases: int = 1024
-    max_grammar_nbytes: int = 128 << 10  # of a JSON Schema, grammar or regular expression, and of all tools together
     max_stop_strings: int = 16
     max_stop_chars: int = 256  # of one stop string
     completion_default_tokens: int = 16  # OpenAI's default of max_tokens

@@ -3,34 +3,69 @@
 import json
 from typing import Any, Final, NoReturn
 
-from frontend.api.models import GenerationBody
+from frontend.api.models import ChatBody, GenerationBody
 from frontend.api.structured import ResponseFormat, StructuredOutputs
-from frontend.config import FrontendConfig
 from frontend.errors import InvalidRequest
 from frontend.request import Grammar
+from frontend.tool_choice import tools_of
+from frontend.tools import tools_grammar
 from moonpool_proto.v1 import common_pb2
+from worker.errors import GrammarError
+from worker.grammar import check_grammar
 
 JSON_SCHEMA: Final = common_pb2.Grammar.KIND_JSON_SCHEMA
 LARK: Final = common_pb2.Grammar.KIND_LARK
 REGEX: Final = common_pb2.Grammar.KIND_REGEX
 
 
-def checked_grammar(body: GenerationBody, config: FrontendConfig) -> Grammar | None:
+def checked_grammar(body: GenerationBody) -> Grammar | None:
     """The grammar that `body` asks for, known to be one. Raises InvalidRequest naming what is wrong with it."""
     found = grammar_of(body)
     if found is None:
         return None
     grammar, param = found
-    check(grammar, param, config)
+    check(grammar, param)
     return grammar
 
 
-def check(grammar: Grammar, param: str, config: FrontendConfig) -> None:
-    """Raises InvalidRequest when `grammar` is too large or none."""
-    num_bytes = len(grammar.source.encode())
-    if num_bytes > config.max_grammar_nbytes:
-        most = config.max_grammar_nbytes
-        raise InvalidRequest(f"{param} has {num_bytes} bytes: at most {most} are taken", param=param)
+def checked_chat_grammar(body: ChatBody) -> Grammar | None:
+    """The same for a chat, whose answer may call tools. Raises InvalidRequest also where both cannot go together."""
+    tools = tools_of(body)
+    if tools is None:
+        return checked_grammar(body)
+    for index, tool in enumerate(tools.specs):
+        schema = Grammar(JSON_SCHEMA, json.dumps(tool.parameters))
+        check(schema, f"tools: function.parameters of {tool.name!r} (tool {index})", field="tools")
+    answer = grammar_of(body)
+    if answer is not None:
+        grammar, param = answer
+        if tools.must_call or grammar.kind != JSON_SCHEMA:
+            raise InvalidRequest(
+                f"{param} cannot go with tools here: an answer calls a tool or is a text. With tool_choice 'auto' a "
+                "JSON schema can be given for the text",
+                param=param,
+            )
+        check(grammar, param)
+    lark = tools_grammar(
+        tools.specs,
+        must_call=tools.must_call,
+        parallel=tools.parallel,
+        text_schema=None if answer is None else json.loads(answer[0].source),
+    )
+    whole = Grammar(LARK, lark)
+    check(whole, "tools")
+    return whole
+
+
+def check(grammar: Grammar, name: str, *, field: str | None = None) -> None:
+    """Raises InvalidRequest when `grammar` is too large, not served or none.
+
+    `field`: of the body, where `name` says more than that.
+    """
+    try:
+        check_grammar(grammar.kind, grammar.source)
+    except GrammarError as error:
+        raise InvalidRequest(f"{name}: {error}", param=field or name) from error
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
@@ -93,14 +128,14 @@ def _any_object() -> Grammar:
     return Grammar(JSON_SCHEMA, '{"type":"object"}')
 
 
-def _json(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+def _json(schema: dict[str, Any] | str, param: str) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema, parse_constant=_no_json)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequest(f"{param} is no JSON Schema: expected an object, true or false", param=param)
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} is no JSON Schema: expected an object", param=param)
     return Grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 

@@ -101,10 +101,11 @@ class Output:
         num_top, is_shown = request.sampling.prompt_logprobs, request.text.echo
         if num_top is None and not is_shown:
             return None
-        pieces = [self._detokenizer.feed(token_id) for token_id in request.prompt_ids.tolist()] if is_shown else []
-        if request.text.hides_answer and is_shown:
+        prompt_ids = request.prompt_ids.tolist()
+        pieces = [self._detokenizer.feed(token_id) if is_shown else "" for token_id in prompt_ids]
+        offsets = _starts(pieces)
+        if is_shown and request.text.hides_answer:
             pieces.append(self._detokenizer.flush())
-        offsets = _starts(pieces) if is_shown else [0] * len(request.prompt_ids)
         text = "".join(pieces)
         self._num_chars += len(text)
         if num_top is None:

@@ -59,7 +59,7 @@ class Placer:
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
-            if not self._may_wait(reply.reason) or monotonic() + pause_s > started_s + self._grace_s:
+            if not self._may_wait(reply) or monotonic() + pause_s > started_s + self._grace_s:
                 raise self._refused(reply)
             await asyncio.sleep(pause_s)
             # There is nobody else: those that failed may be asked again, but not in a row.
@@ -110,15 +110,18 @@ class Placer:
             tenant=request.tenant,
         )
 
-    def _may_wait(self, reason: str) -> bool:
-        """A request that was accepted once is not refused for load, and a lost worker is soon replaced."""
-        if reason in _FINAL_REASONS:
+    def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
+        """A request that was accepted once is not refused for load, and a lost worker is soon replaced.
+
+        A new one waits only where silent workers are all that is missing: they come back, or are replaced, as soon.
+        """
+        if rejection.reason in _FINAL_REASONS:
             return False
         if self._request.sampling.choice:  # the prompt's first answer is on its way to the client
             return True
         if self._facts.attempts == 0:
-            return False
-        return bool(self._facts.token_ids) or reason == "no_nodes"
+            return rejection.may_return
+        return bool(self._facts.token_ids) or rejection.reason == "no_nodes"
 
     def _refused(self, rejection: conductor_pb2.Rejection) -> ApiError:
         reason, text = rejection.reason, rejection.message or f"refused by the conductor: {rejection.reason}"

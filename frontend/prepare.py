@@ -18,7 +18,7 @@ from frontend.api.models import (
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
-from frontend.grammars import checked_grammar
+from frontend.grammars import checked_chat_grammar, checked_grammar
 from frontend.prompts import PromptReader
 from frontend.request import GenerationRequest, Grammar
 from frontend.sampling_params import check_choices, sampling_of, text_options
@@ -79,7 +79,7 @@ class Preparer:
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, len(prompts))
-            grammar = checked_grammar(body, self._config)
+            grammar = checked_grammar(body)
             special = body.add_special_tokens is not False
             requests: list[GenerationRequest] = []
             for prompt in prompts:
@@ -97,10 +97,10 @@ class Preparer:
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
-            grammar = checked_grammar(body, self._config)
+            grammar = checked_chat_grammar(body)
             prompt = self._reader.chat(
                 body.messages,
-                body.chat_template_kwargs,
+                body,
                 add_special_tokens=body.add_special_tokens is True,
                 scope=(arrival.tenant, body.cache_salt or ""),
             )
@@ -124,7 +124,7 @@ class Preparer:
         special = body.add_special_tokens
         if messages is not None:
             return await self._threads.run(
-                lambda: self._reader.chat_ids(messages, body.chat_template_kwargs, add_special_tokens=special is True)
+                lambda: self._reader.chat_ids(messages, body, add_special_tokens=special is True)
             )
         return await self._threads.run(
             lambda: self._tokenizer.encode(prompt or "", add_special_tokens=special is not False)

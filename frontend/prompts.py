@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from frontend.answers import AnswerMemory, Spelled, Trail
-from frontend.api.models import ChatMessage
+from frontend.api.models import ChatMessage, ChatRendering
+from frontend.chat_messages import as_plain, native_messages, plain_messages
 from frontend.chat_spans import ContentSpan, Message, content_spans
 from frontend.chat_template import ChatTemplate
 from frontend.errors import InvalidRequest
@@ -45,16 +46,17 @@ class PromptReader:
         return prompt
 
     def chat_ids(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None, *, add_special_tokens: bool
+        self, messages: Sequence[ChatMessage], rendering: ChatRendering, *, add_special_tokens: bool
     ) -> list[int]:
         """The ids of a chat rendered with the model's template, all from its text."""
-        text = self._render(variables)(as_chat(messages))
+        chat, render = self._chat(messages, rendering)
+        text = render(chat)
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        variables: Mapping[str, Any] | None,
+        rendering: ChatRendering,
         *,
         add_special_tokens: bool,
         scope: Sequence[str],
@@ -63,8 +65,7 @@ class PromptReader:
 
         Their text is the template's to the byte: where it would not be, all ids are made from the text.
         """
-        render = self._render(variables)
-        chat = as_chat(messages)
+        chat, render = self._chat(messages, rendering)
         text = render(chat)
         # With BOS or the like from the tokenizer, parts tokenised apart would not be the whole.
         if add_special_tokens or not self._answers.is_on:
@@ -88,14 +89,24 @@ class PromptReader:
             size = self._tokenizer.vocab_size
             raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
 
-    def _render(self, variables: Mapping[str, Any] | None) -> Render:
+    def _chat(self, messages: Sequence[ChatMessage], rendering: ChatRendering) -> tuple[list[dict[str, Any]], Render]:
+        """The chat as the model's template takes it, and what makes its text. Raises InvalidRequest."""
         template: ChatTemplate | None = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequest(
                 f"the model {self._model_name!r} has no chat template: use /v1/completions",
                 code="no_chat_template",
             )
-        return partial(template.render, extra=variables or {}, add_generation_prompt=True)
+        tools, variables = rendering.tools or [], dict(rendering.chat_template_kwargs or {})
+        if template.takes_tools:
+            chat = native_messages(messages)
+            variables["tools"] = [as_plain(tool) for tool in tools] or None
+        else:
+            chat = plain_messages(messages, tools)
+        if rendering.continue_final_message:
+            return chat, partial(_unfinished, template, variables, bool(rendering.add_generation_prompt))
+        opens = rendering.add_generation_prompt is not False
+        return chat, partial(template.render, extra=variables, add_generation_prompt=opens)
 
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         # The template writes the special tokens itself.
@@ -132,11 +143,22 @@ class PromptReader:
         return ids + rest, num_recalled
 
 
-def as_chat(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates take them."""
-    # Templates know no "developer", which is OpenAI's newer word for "system".
-    roles = ("system" if message.role == "developer" else message.role for message in messages)
-    return [{"role": role, "content": message.text} for role, message in zip(roles, messages, strict=True)]
+def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: bool, chat: Sequence[Message]) -> str:
+    """The chat's text up to the end of its last message's content. Raises InvalidRequest where that is not found."""
+    if opens:
+        raise InvalidRequest(
+            "continue_final_message goes on with the last message, add_generation_prompt opens another: one of them at "
+            "most",
+            param="continue_final_message",
+        )
+    text, last = template.render(chat, variables, add_generation_prompt=False), chat[-1]["content"]
+    for content in (last, last.strip()):  # templates strip
+        if content and (start := text.rfind(content)) >= 0:
+            return text[: start + len(content)]
+    raise InvalidRequest(
+        "continue_final_message: the last message has no content, or the model's chat template changes it",
+        param="continue_final_message",
+    )
 
 
 def _has_text(message: Message) -> bool:

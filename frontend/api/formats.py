@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from frontend.api import logprobs
+from frontend.api.tool_calls import ChoiceCalls
 from frontend.api.view import View
 from frontend.driver import Generation
 from frontend.output import Step
@@ -125,12 +126,12 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, generations: Sequence[Generation], model: str, view: View) -> None:
+        super().__init__(generations, model, view)
+        self._calls = [ChoiceCalls() if view.reads_calls else None for _ in generations]
+
     def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
         return super().whole(steps) | self._prompt_ids() | self._prompt_logprobs(steps[0])
-
-    def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
-        message = {"role": "assistant", "content": step.text}
-        return {"index": index, "message": message, **self._end(index, step, with_prompt=False)}
 
     def chunks(self, index: int, step: Step) -> list[dict[str, Any]]:
         is_first = not self._started
@@ -139,12 +140,25 @@ class ChatFormat(Format):
             chunks[0] |= self._prompt_ids()
         return chunks
 
+    def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
+        calls = self._calls[index]
+        message = {"content": step.text} if calls is None else calls.message(step)
+        end = self._end(index, step, with_prompt=False)
+        return {"index": index, "message": {"role": "assistant", **message}, **end}
+
     def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]:
-        choice = {"index": index, "delta": {"content": step.text}, **self._end(index, step, with_prompt=False)}
+        calls = self._calls[index]
+        delta = {"content": step.text} if calls is None else calls.delta(step)
+        choice = {"index": index, "delta": delta, **self._end(index, step, with_prompt=False)}
         if not is_first:
             return [choice]
         # OpenAI's streams open with the role alone.
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, choice]
+
+    def _end(self, index: int, step: Step, *, with_prompt: bool) -> dict[str, Any]:
+        end = super()._end(index, step, with_prompt=with_prompt)
+        calls = self._calls[index]
+        return end if calls is None else end | {"finish_reason": calls.finish_reason(step)}
 
     def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
         return logprobs.of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)

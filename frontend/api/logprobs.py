@@ -71,10 +71,10 @@ def _finite(candidate: Candidate) -> float:
 
 
 def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:
-    """A token's text; of one that is part of a character the bytes, as OpenAI writes them: \\\\xf0\\\\x9f."""
+    """A token's text; of one that is part of a character the bytes, as OpenAI writes them: \\xf0\\x9f."""
     if as_ids:
         return f"token_id:{token_id}"
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return prefix + "".join(f"\\\\x{byte:02x}" for byte in data)
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)

@@ -6,11 +6,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from frontend.api.fields import RequestModel
 
-# A JSON Schema as an object, as true or false, or (vLLM's older clients) as their text.
-JsonSchema = Annotated[
-    dict[str, Any] | bool | str,
-    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}),
-]
+# A JSON Schema as an object or, from vLLM's older clients, as its text.
+JsonSchema = Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
 Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 

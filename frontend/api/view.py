@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
-from frontend.api.models import CompletionBody, GenerationBody
+from frontend.api.models import ChatBody, CompletionBody, GenerationBody
+from frontend.tool_choice import reads_calls
 
 
 @dataclass(frozen=True)
 class View:
-    """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's."""
+    """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's.
+
+    `reads_calls`: calls of tools are told apart from the text.
+    """
 
     include_usage: bool = False
     continuous_usage: bool = False
@@ -16,6 +20,7 @@ class View:
     echo: bool = False
     num_top: int | None = None
     prompt_top: int | None = None
+    reads_calls: bool = False
 
     @classmethod
     def of(cls, body: GenerationBody) -> "View":
@@ -29,4 +34,5 @@ class View:
             echo=isinstance(body, CompletionBody) and bool(body.echo),
             num_top=body.num_top,
             prompt_top=body.prompt_logprobs,
+            reads_calls=isinstance(body, ChatBody) and reads_calls(body),
         )

@@ -105,6 +105,30 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         return await within(self.completed.get())
 
 
+def logprob_of(token_id: int, rank: int) -> float:
+    """What the scripted workers say of a token: a number exact in float32."""
+    return -(token_id % 8) / 8 - rank
+
+
+def add_logprobs(token: worker_pb2.Token, submit: worker_pb2.Submit) -> None:
+    """As far as they were asked for: every token is the second likeliest, after its successor."""
+    sampling = submit.sampling
+    if sampling.HasField("logprobs"):
+        ids = [token.token_id + offset for offset in (1, 0, 2, 3, 4)][: sampling.logprobs]
+        token.logprobs.logprob, token.logprobs.rank = logprob_of(token.token_id, 2), 2
+        token.logprobs.top_ids.extend(ids)
+        token.logprobs.top_logprobs.extend(logprob_of(top, rank) for rank, top in enumerate(ids, start=1))
+    if sampling.HasField("prompt_logprobs") and token.index == 0:
+        prompt = np.frombuffer(submit.prompt_ids, "<i4")[1:]
+        num_top = sampling.prompt_logprobs
+        top = prompt[:, None] + np.arange(1, num_top + 1, dtype="<i4")
+        token.prompt_logprobs.num_top = num_top
+        token.prompt_logprobs.logprobs = np.array([logprob_of(row, 9) for row in prompt.tolist()], "<f4").tobytes()
+        token.prompt_logprobs.ranks = np.full(len(prompt), 9, "<u4").tobytes()
+        token.prompt_logprobs.top_ids = top.tobytes()
+        token.prompt_logprobs.top_logprobs = np.tile(-np.arange(1, num_top + 1, dtype="<f4"), len(prompt)).tobytes()
+
+
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """Answers submits with `on_submit`, or leaves them to the test, which then sends tokens itself."""
 
@@ -172,6 +196,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 token.timing.CopyFrom(
                     worker_pb2.Timing(cached_tokens=cached, queue_s=0.5, load_s=0.25, prefill_s=0.125)
                 )
+            add_logprobs(token, submit)
         if finish:
             message.tokens[-1].finish = finish  # type: ignore[assignment]
         self._outbox.put_nowait(message)
@@ -414,6 +439,11 @@ def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
 @pytest.fixture
 def ids_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(name="logprob_of")
+def logprob_of_fixture() -> Callable[[int, int], float]:
+    return logprob_of
 
 
 @pytest.fixture

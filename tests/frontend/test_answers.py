@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frontend.answers import AnswerMemory, Spelled, spelled
-from frontend.api.models import ChatMessage
+from frontend.api.models import ChatMessage, ChatRendering
 from frontend.detokenizer import byte_alphabet
 from frontend.prompts import ChatPrompt, PromptReader
 from frontend.tokenizer import Tokenizer
@@ -191,12 +191,12 @@ def reader_of(model_path: Path, folder: Path, template: str, nbytes: int = 1 << 
 
 def read(reader: PromptReader, chat: list[dict[str, str]]) -> ChatPrompt:
     messages = [ChatMessage.model_validate(message) for message in chat]
-    return reader.chat(messages, None, add_special_tokens=False, scope=SCOPE)
+    return reader.chat(messages, ChatRendering(), add_special_tokens=False, scope=SCOPE)
 
 
 def plain(reader: PromptReader, chat: list[dict[str, str]]) -> list[int]:
     messages = [ChatMessage.model_validate(message) for message in chat]
-    return reader.chat_ids(messages, None, add_special_tokens=False)
+    return reader.chat_ids(messages, ChatRendering(), add_special_tokens=False)
 
 
 def test_a_template_that_trims_leaves_the_end_of_an_answer_to_its_text(
