@@ -89,7 +89,8 @@ class Bench:
         self.live = live
         self._numbers = itertools.count()
         keys = np.frombuffer(self.prompts[0], "<u8")[::2].tolist()
-        self._arrival = wire.arrived(self.request(0), self.pools.match(NAMESPACE, np.array(keys, np.uint64)), keys)
+        matches = self.pools.match(NAMESPACE, np.array(keys, np.uint64))
+        self._arrival = wire.arrived(self.request(0), NAMESPACE, matches, keys)
 
     def request(self, number: int) -> conductor_pb2.ScheduleRequest:
         """The number-th request of 2,048 tokens."""

@@ -71,9 +71,10 @@ class ConductorService(ConductorServicer):
         problem = _malformed(request, len(keys), peer.spec.block_tokens if peer is not None else 1)
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        matches = self._pools.match(peer.kv_namespace, keys) if peer is not None else {}
+        kv_namespace = peer.kv_namespace if peer is not None else b""
+        matches = self._pools.match(kv_namespace, keys) if peer is not None else {}
         names = keys.tolist()
-        decisions = self._core.handle(wire.arrived(request, matches, names), names)
+        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, names), names)
         self._carry_out(decisions, request)
         return self._reply(decisions)
 

@@ -64,9 +64,13 @@ def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
     )
 
 
-def arrived(request: conductor_pb2.ScheduleRequest, matches: Mapping[str, int], keys: Sequence[int]) -> RequestArrived:
-    """`matches`: pool node -> leading blocks held; `keys`: uint64 per full block."""
+def arrived(
+    request: conductor_pb2.ScheduleRequest, kv_namespace: bytes, matches: Mapping[str, int], keys: Sequence[int]
+) -> RequestArrived:
+    """`matches`: pool node -> leading blocks of `kv_namespace` held; `keys`: uint64 per full block."""
     longest = max(matches.values(), default=0)
+    # The same prompt for another model is another prefix: the namespace tells them apart.
+    match_key = keys[longest - 1] ^ int.from_bytes(kv_namespace[:8], "little") if longest else 0
     return RequestArrived(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -75,7 +79,7 @@ def arrived(request: conductor_pb2.ScheduleRequest, matches: Mapping[str, int], 
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens,
         matches=tuple(sorted(matches.items())),
-        match_key=keys[longest - 1] if longest else 0,
+        match_key=match_key,
         generated=request.generated,
         excluded=tuple(sorted(set(request.exclude_nodes))),
         ttft_objective_s=request.ttft_objective_s,

@@ -120,13 +120,23 @@ class Conductor:
             "requests": len(state.requests),
             "copies_under_way": len(state.copies),
             "counters": dict(sorted(state.counts.items())),
-            "costs": {model: costs.summary() for model, costs in sorted(state.costs.items())},
             "transfers": state.transfers.summary(),
+            "models": {model: self._model_snapshot(model) for model in sorted(state.costs)},
+        }
+
+    def _model_snapshot(self, model: str) -> dict[str, Any]:
+        state = self._state
+        tally, objectives = state.tally_of(model), state.config.objectives_of(model)
+        return {
+            "ready": self._serves(model),
+            "objectives": {"ttft_s": objectives.ttft_s, "tbt_s": objectives.tbt_s},
+            "costs": state.costs[model].summary(),
+            "counters": dict(sorted(tally.counts.items())),
             "prediction_error": {
-                "ttft_s": state.ttft_error.mean_s,
-                "ttft_samples": state.ttft_error.num_samples,
-                "tbt_s": state.tbt_error.mean_s,
-                "tbt_samples": state.tbt_error.num_samples,
+                "ttft_s": tally.ttft_error.mean_s,
+                "ttft_samples": tally.ttft_error.num_samples,
+                "tbt_s": tally.tbt_error.mean_s,
+                "tbt_samples": tally.tbt_error.num_samples,
             },
         }
 
@@ -150,18 +160,19 @@ class Conductor:
         return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
 
     def _count(self, event: Event, decisions: list[Decision]) -> None:
-        counts = self._state.counts
+        count = self._state.count
+        model = event.model if isinstance(event, RequestArrived) else ""
         for decision in decisions:
             match decision:
                 case Place():
-                    counts["placed"] += 1
-                    counts["reused_blocks"] += decision.reuse_blocks
+                    count(model, "placed")
+                    count(model, "reused_blocks", decision.reuse_blocks)
                 case Reject(reason=reason):
-                    counts[f"rejected_{reason}"] += 1
+                    count(model, f"rejected_{reason}")
                 case Copy():
-                    counts["copies"] += 1
+                    count(model, "copies")
                 case ReleaseOrphan():
-                    counts["orphans"] += 1
+                    count(model, "orphans")
         if isinstance(event, RequestArrived):
-            counts["arrived"] += 1
-            counts["replaced"] += event.attempt > 0
+            count(model, "arrived")
+            count(model, "replaced", int(event.attempt > 0))

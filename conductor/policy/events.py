@@ -125,7 +125,7 @@ class RequestArrived:
     """A request, or a further attempt of one, wants a place.
 
     `matches`: (pool node, leading blocks of the prompt that it holds). `match_key`: short key of the longest match's
-    last block, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
+    last block and its KV namespace, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
     """
 
     request_id: str

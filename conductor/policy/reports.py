@@ -40,13 +40,13 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if claim is None:
         recent = state.recent.get(event.request_id)
         claim = recent.claim if recent is not None and recent.claim.attempt == event.attempt else None
-    state.counts[f"completed_{event.outcome}"] += 1
+    state.count(claim.model if claim is not None else "", f"completed_{event.outcome}")
     if claim is None or claim.is_revived or event.outcome != "finished":
         return
     if event.attempt == 0 and event.ttft_s > 0:
-        state.ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
+        state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
-        state.tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
+        state.tally_of(claim.model).tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
 
 
 def lose_node(state: ClusterState, node: NodeView) -> None:

@@ -11,7 +11,7 @@ from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
 from conductor.policy.requests import Claim, RequestTable
 
-__all__ = ["ClusterState", "Recent"]
+__all__ = ["ClusterState", "ModelTally", "Recent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,15 @@ class Recent:
 
     claim: Claim
     at_ns: int
+
+
+@dataclass
+class ModelTally:
+    """What became of one model's requests, and how far predictions were off: |predicted - measured| in seconds."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ttft_error: MeanDuration = field(default_factory=MeanDuration)
+    tbt_error: MeanDuration = field(default_factory=MeanDuration)
 
 
 @dataclass
@@ -33,8 +42,7 @@ class ClusterState:
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
-    ttft_error: MeanDuration = field(default_factory=MeanDuration)  # seconds, |predicted - measured|
-    tbt_error: MeanDuration = field(default_factory=MeanDuration)
+    tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
     started_ns: int | None = None
     copies: Copies = field(init=False)
     liveness: Liveness = field(init=False)
@@ -48,6 +56,16 @@ class ClusterState:
         if model not in self.costs:
             self.costs[model] = ModelCosts()
         return self.costs[model]
+
+    def count(self, model: str, what: str, by: int = 1) -> None:
+        """Add to the cluster's counter and, for a model that has been served (names come from outside), to its own."""
+        self.counts[what] += by
+        if model in self.costs:
+            self.tally_of(model).counts[what] += by
+
+    def tally_of(self, model: str) -> ModelTally:
+        """The model's own counts."""
+        return self.tallies.setdefault(model, ModelTally())
 
     def pass_time(self, now_ns: int) -> None:
         """It is `now_ns`: nodes that have been silent for too long become suspect."""

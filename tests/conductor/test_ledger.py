@@ -139,7 +139,7 @@ def test_prediction_errors_are_measured_against_what_the_client_saw(cluster, mak
     c.progress("prefill-0", "ended")
     c.progress("decode-0", "ended")  # the workers' reports may come before the frontend's
     c.send(RequestCompleted("r", 0, "finished", ttft_s=predicted + 0.5))
-    error = c.conductor.snapshot(c.now_ns)["prediction_error"]
+    error = c.conductor.snapshot(c.now_ns)["models"]["m"]["prediction_error"]
     assert abs(error["ttft_s"] - 0.5) < 1e-9
 
 
@@ -150,4 +150,4 @@ def test_an_aggregated_node_that_reports_its_prefill_late_still_teaches_how_long
     c.progress("a", "prefill_started", "r")
     c.after(5.0).progress("a", "prefill_ended", "r")
     c.progress("a", "ended", "r")
-    assert 3.5 < c.conductor.snapshot(c.now_ns)["costs"]["m"]["decode_time_s"] < 4.5
+    assert 3.5 < c.conductor.snapshot(c.now_ns)["models"]["m"]["costs"]["decode_time_s"] < 4.5

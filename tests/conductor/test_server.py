@@ -107,9 +107,9 @@ class Client:
         self.workers.append(Worker(self.stub, node))
         return self.workers[-1]
 
-    async def schedule(self, request_id="r", *, prompt=256, new=32, **fields):
+    async def schedule(self, request_id="r", *, model="m", prompt=256, new=32, **fields):
         request = conductor_pb2.ScheduleRequest(
-            request_id=request_id, frontend_id="f", model="m", prompt_tokens=prompt, max_new_tokens=new, **fields
+            request_id=request_id, frontend_id="f", model=model, prompt_tokens=prompt, max_new_tokens=new, **fields
         )
         return await self.stub.Schedule(request, timeout=10)
 
@@ -320,7 +320,7 @@ async def test_requests_of_a_frontend_that_never_completes_are_released(conducto
     assert (await client.json("State"))["counters"]["orphans"] == 1
 
 
-async def store(pool_target, chain, fill):
+async def store(pool_target, chain, fill, namespace=NAMESPACE):
     """Put whole blocks into a real pool node through a real messenger."""
     client = PoolClient(pool_target, owner="test", owner_incarnation=1)
     messenger = Messenger(MessengerConfig(transport="tcp"), node_id="test", incarnation=1)
@@ -331,7 +331,7 @@ async def store(pool_target, chain, fill):
     try:
         memory.array[:] = fill
         slots = memory.array.reshape(len(chain), nbytes)
-        ticket = await client.allocate(NAMESPACE, SPEC, chain, parent_keys(chain), ttl_s=10)
+        ticket = await client.allocate(namespace, SPEC, chain, parent_keys(chain), ttl_s=10)
         slices = np.stack(
             [np.arange(len(chain)) * nbytes, ticket.offsets[0], np.full(len(chain), nbytes)], axis=1
         ).astype(np.int64)
@@ -391,6 +391,46 @@ async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_h
     await client.until_joined("prefill-0", "prefill-1", "decode-0")
     lost = (await client.schedule("lost", chain=chain.tobytes())).placement
     assert lost.reuse_blocks == 0
+
+
+async def test_a_prefix_of_one_model_is_none_for_another_with_the_same_chain_but_is_for_its_copy(conductor, tmp_path):
+    """Two models with one tokenizer have equal chains; a model served under a second name has equal KV too."""
+    _, client = await conductor()
+    config = PoolNodeConfig(
+        "pool-0", f"unix:{tmp_path}/pool-0.sock", conductor_target=f"unix:{tmp_path}/c.sock", arena_bytes=4 << 20
+    )
+    pool = Service(lambda stop, ready: serve_pool_node(config, stop, ready))
+    await pool.start()
+    other = bytes(reversed(NAMESPACE))
+    for model, namespace in (("m", NAMESPACE), ("other", other), ("second-name", NAMESPACE)):
+        await client.join(f"{model}-p", common_pb2.ROLE_PREFILL, model=model, namespace=namespace)
+        await client.join(f"{model}-d", common_pb2.ROLE_DECODE, model=model, namespace=namespace)
+    chain = np.random.default_rng(2).integers(0, 256, (10, 16), dtype=np.uint8)
+    await store(config.listen, chain, fill=7)
+
+    async def known():
+        pools = (await client.json("State"))["pools"]
+        return "pool-0" in pools and pools["pool-0"]["blocks"] == 10
+
+    async def reused():
+        replies = [
+            await client.schedule(model, model=model, chain=chain.tobytes()) for model in ("m", "other", "second-name")
+        ]
+        assert [reply.placement.prefill.node_id for reply in replies] == ["m-p", "other-p", "second-name-p"]
+        return [reply.placement.reuse_blocks for reply in replies]
+
+    try:
+        await client.until(known)
+        assert await reused() == [10, 0, 10]
+        await store(config.listen, chain[:4], fill=8, namespace=other)
+
+        async def both_known():
+            return (await client.json("State"))["pools"]["pool-0"]["blocks"] == 14
+
+        await client.until(both_known)
+        assert await reused() == [10, 4, 10]
+    finally:
+        await pool.stop()
 
 
 async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tmp_path):
