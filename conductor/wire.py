@@ -114,7 +114,12 @@ def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conducto
 
 def rejection(reject: Reject) -> conductor_pb2.Rejection:
     """The refusal as sent."""
-    return conductor_pb2.Rejection(reason=reject.reason, message=reject.message, retry_after_s=reject.retry_after_s)
+    return conductor_pb2.Rejection(
+        reason=reject.reason,
+        message=reject.message,
+        retry_after_s=reject.retry_after_s,
+        may_return=reject.may_return,
+    )
 
 
 def _ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:

@@ -39,6 +39,7 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
         },
         balancing_threshold=config.scheduling.balancing_threshold,
         max_queue_s=config.scheduling.max_queue,
+        report_timeout_s=config.scheduling.report_timeout,
         decision_log=config.scheduling.decision_log,
     )
 
@@ -80,6 +81,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         drain_grace_s=config.engine.worker_drain_grace,
         lease_s=config.pool.lease,
         put_ttl_s=config.pool.put_ttl,
+        push_timeout_s=config.transport.push_timeout,
         messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
     )
 
@@ -97,6 +99,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         block_tokens=config.model.block_tokens,
         request_timeout_s=config.http.request_timeout,
         drain_grace_s=config.http.drain_grace,
+        hold_off_s=config.http.hold_off,
         answer_memory_nbytes=config.http.answer_memory,
     )
 

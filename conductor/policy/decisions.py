@@ -48,13 +48,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Do not serve the request now; `retry_after_s` is in whole seconds, 0 where trying again cannot help."""
+    """Do not serve the request now; `retry_after_s` is in whole seconds, 0 where trying again cannot help.
+
+    `may_return`: nothing is missing but nodes that are silent now, which may report again at any moment.
+    """
 
     request_id: str
     attempt: int
     reason: Reason
     message: str
     retry_after_s: float
+    may_return: bool = False
 
 
 @dataclass(frozen=True, slots=True)

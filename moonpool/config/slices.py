@@ -192,7 +192,22 @@ class SchedulingSettings(Slice):
     max_queue: Annotated[
         float, Key("Longest predicted wait, seconds, with which a request is still admitted", low=0.1, high=86400)
     ] = 60.0
+    report_timeout: Annotated[
+        float,
+        Key(
+            "Seconds of silence after which a node gets no work until it reports again, at least 2; 0: never",
+            low=0,
+            high=3600,
+        ),
+    ] = 5.0
     decision_log: Annotated[Path | None, Key("JSONL file of the conductor's events and decisions")] = None
+
+    def check(self) -> None:
+        if 0 < self.report_timeout < 2:
+            raise ConfigError(
+                f"--report-timeout is {self.report_timeout:g}: nodes report every second, so expected at least 2, or 0 "
+                "to suspect none"
+            )
 
 
 @dataclass(frozen=True)
@@ -209,6 +224,14 @@ class HttpSettings(Slice):
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
     ] = 3.0
+    hold_off: Annotated[
+        float,
+        Key(
+            "Seconds before a node that failed a request is asked again, if it is the only one; doubles each time",
+            low=0.01,
+            high=15,
+        ),
+    ] = 1.0
     answer_memory: Annotated[
         int,
         Key(
@@ -233,6 +256,10 @@ class TransportSettings(Slice):
         str, Key("auto: shared memory within a host, TCP between hosts", choices=("auto", "tcp", "shm"))
     ] = "auto"
     data_host: Annotated[str, Key("Address of this host for KV transfers over TCP")] = "127.0.0.1"
+    push_timeout: Annotated[
+        float,
+        Key("Seconds after which a push of KV to a decode worker that takes nothing is given up", low=0.1, high=3600),
+    ] = 10.0
 
 
 @dataclass(frozen=True)

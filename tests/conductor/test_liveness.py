@@ -51,6 +51,18 @@ def test_a_cluster_whose_only_places_hang_is_not_ready_and_says_who(cluster, mak
     assert c.conductor.snapshot(c.now_ns)["nodes"]["decode-0"]["suspect"]
 
 
+def test_a_refusal_says_whether_only_silent_nodes_are_missing(cluster, make):
+    c = cluster(make.node("prefill-0", "prefill"), make.node("decode-0", "decode"), report_timeout_s=5.0)
+    let_pass(c, 6, silent=("decode-0",))
+    assert c.send(make.request())[0].may_return
+    assert not c.send(make.request("r2", excluded=("decode-0",)))[0].may_return
+    c.send(NodeReported("prefill-0", draining=True))
+    assert not c.send(make.request("r3"))[0].may_return
+    c.send(NodeReported("prefill-0"))
+    c.send(NodeLost("decode-0", 1))
+    assert not c.send(make.request("r4"))[0].may_return
+
+
 def test_a_request_that_only_the_silent_nodes_could_take_is_not_called_too_long(cluster, make):
     nodes = make.node("prefill-0", "prefill"), make.node("decode-0", "decode", capacity_tokens=8192)
     c = cluster(*nodes, make.node("decode-1", "decode", capacity_tokens=128), report_timeout_s=5.0)

@@ -134,6 +134,36 @@ async def test_opening_a_stream_to_a_hanging_worker_is_given_up_at_once(
             assert ids_in(await task) == IDS
 
 
+async def test_a_new_request_waits_for_the_silent_workers_that_alone_could_serve_it(cluster: Any, front: Any) -> None:
+    hanging = conductor_pb2.Rejection(reason="no_nodes", message="d0 silent", may_return=True)
+    placed, asked = cluster.placement("p0", "d0"), 0
+
+    def place(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        nonlocal asked
+        asked += 1
+        return placed if asked > 3 else conductor_pb2.ScheduleReply(rejection=hanging)
+
+    cluster.conductor.place = place
+    cluster.answer_with(lambda submit: (IDS, LENGTH))
+    answer = await post(front)
+    assert (ids_in(answer), answer[1]["moonpool"]["attempts"], asked) == (IDS, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "code"),
+    [({"replace_grace_s": 0.3}, 503, "no_nodes"), ({"request_timeout_s": 0.3}, 504, "deadline_exceeded")],
+)
+async def test_that_wait_ends_with_the_grace_or_the_deadline(
+    cluster: Any, start_front: Any, limits: dict[str, float], status: int, code: str
+) -> None:
+    hanging = conductor_pb2.Rejection(reason="no_nodes", message="d0 silent", may_return=True)
+    cluster.conductor.place = lambda request: conductor_pb2.ScheduleReply(rejection=hanging)
+    async with start_front(**limits) as front:
+        answer = await post(front)
+        assert (answer[0], answer[1]["error"]["code"]) == (status, code)
+        assert len(cluster.conductor.scheduled) > 1
+
+
 async def test_a_worker_that_wakes_up_is_used_again_over_its_old_stream(
     cluster: Any, front: Any, exported: Any
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moonpool.config import (
     COMPOSITES,
     ConductorRole,
+    FrontendRole,
     PoolNodeRole,
     ServeConfig,
     WorkerRole,
@@ -22,7 +23,7 @@ from moonpool.config import (
 from moonpool.config.fields import composite_slices, slice_settings
 from moonpool.config.sources import parse_size
 from moonpool.errors import ConfigError, UnknownKey
-from moonpool.role_configs import pool_node_config, worker_config
+from moonpool.role_configs import conductor_config, frontend_config, pool_node_config, worker_config
 
 
 def loaded(
@@ -106,6 +107,17 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(environ={variable: text})
+
+
+def test_the_time_outs_of_operators_reach_who_keeps_them() -> None:
+    environ = {"MOONPOOL_REPORT_TIMEOUT": "9", "MOONPOOL_HOLD_OFF": "0.5", "MOONPOOL_PUSH_TIMEOUT": "4"}
+    flags = {"conductor": "head:7000", "pool": "here:7001"}
+    assert conductor_config(loaded(ConductorRole, environ=environ)).report_timeout_s == 9
+    assert frontend_config(loaded(FrontendRole, flags={"conductor": "x:1"}, environ=environ), "f").hold_off_s == 0.5
+    assert worker_config(loaded(WorkerRole, flags=flags, environ=environ), "w").push_timeout_s == 4
+    assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"})).report_timeout_s == 0
+    with pytest.raises(ConfigError, match=r"--report-timeout is 1\.5: nodes report every second"):
+        loaded(flags={"report_timeout": "1.5"})
 
 
 def test_an_unknown_key_is_its_own_error() -> None:

@@ -545,20 +545,24 @@ class Rejection(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    MAY_RETURN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"ttft" | "tbt" | "decode_capacity" | "queue" | "no_nodes" | "unknown_model" | "too_long" """
     message: _builtins.str
     retry_after_s: _builtins.float
+    may_return: _builtins.bool
+    """of "no_nodes": suspect nodes could have served it, and may report again at any moment"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        may_return: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["may_return", b"may_return", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
