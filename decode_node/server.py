@@ -195,10 +195,11 @@ class DecodeFace(WorkerFace):
         sequence = Sequence.of(request, reservation.slots, num_computed=len(request.prompt), prefill_only=False)
         sequence.append(first_token)
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
-        await node.run_in_engine(sequence)
-        keys = node.all_keys(sequence)
-        node.index_blocks(reservation.slots[: len(keys)], keys)
-        await node.pool.store(keys, reservation.slots, len(request.keys))
+        with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
+            await node.run_in_engine(sequence)
+            keys = node.all_keys(sequence)
+            node.index_blocks(reservation.slots[: len(keys)], keys)
+            await node.pool.store(keys, reservation.slots, len(request.keys))
 
     async def _close_reservation(self, reservation: Reservation) -> None:
         node = self.node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import grpc
@@ -17,6 +18,7 @@ from worker.errors import RequestFailed
 from worker.node import WorkerNode
 from worker.prepare import Prepared
 from worker.request import Request
+from worker.settle import unless_called_off
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class Handoff:
         self._stub = WorkerStub(channel)
         self.reservation: ReserveReply | None = None
         self._may_hold = False  # whether the decode node may hold something that is not committed
+        self._is_called_off = False
+        self._committing: asyncio.Task[None] | None = None
 
     async def reserve(self, work: Prepared) -> None:
         """Take pages there. Raises RequestFailed suspecting the decode node."""
@@ -63,8 +67,19 @@ class Handoff:
         assert self.reservation is not None
         return [np.array(group.offsets, dtype=np.int64) for group in self.reservation.groups]
 
+    def call_off(self) -> None:
+        """The request goes on nowhere: `commit` ends, or will end, without it."""
+        self._is_called_off = True
+        if self._committing is not None:
+            self._committing.cancel()
+
     async def commit(self, pusher: Pusher, first_token: int) -> None:
         """Hand the request over once every block has arrived and was verified there; push again what was not."""
+        if not self._is_called_off:
+            self._committing = asyncio.ensure_future(self._commit(pusher, first_token))
+            await unless_called_off(self._committing)
+
+    async def _commit(self, pusher: Pusher, first_token: int) -> None:
         assert self.reservation is not None
         request = self._request
         for _ in range(COMMIT_ROUNDS):

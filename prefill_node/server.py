@@ -86,7 +86,9 @@ class PrefillFace(WorkerFace):
             if sequence.finish:
                 await store
             else:
-                await both(handoff.commit(pusher, int(sequence.tokens[sequence.prompt_len])), store)
+                # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
+                with node.jobs.ended_by(request, handoff.call_off):
+                    await both(handoff.commit(pusher, int(sequence.tokens[sequence.prompt_len])), store)
         finally:
             await settled(asyncio.ensure_future(self._leave(handoff, pusher)))
 

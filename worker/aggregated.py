@@ -35,10 +35,11 @@ class AggregatedFace(WorkerFace):
                 await load(node, work)
                 sequence = sequence_of(node, work, prefill_only=False)
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
-                await node.run_in_engine(sequence)
-                keys = node.all_keys(sequence)
-                node.index_blocks(work.slots[: len(keys)], keys)
-                await node.pool.store(keys, work.slots, work.pooled_blocks)
+                with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
+                    await node.run_in_engine(sequence)
+                    keys = node.all_keys(sequence)
+                    node.index_blocks(work.slots[: len(keys)], keys)
+                    await node.pool.store(keys, work.slots, work.pooled_blocks)
             finally:
                 report.progress(request.request_id, request.attempt, PHASE_ENDED)
 

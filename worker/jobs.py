@@ -7,9 +7,10 @@ overtake each other: a cancel is remembered, for what it cancels may not have co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from moonpool_proto.v1.worker_pb2 import Failure
@@ -33,6 +34,7 @@ class Jobs:
         self._on_over = on_over
         self._jobs: dict[str, tuple[Request, Job]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
+        self._endings: dict[str, Callable[[], None]] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -56,14 +58,30 @@ class Jobs:
         task.add_done_callback(lambda _: self._over(request, work))
         return task
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Cancel this attempt of a request, or an earlier one, whether it runs here or is still to come."""
+    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool = False) -> None:
+        """Cancel this attempt of a request, or an earlier one, whether it runs here or is still to come.
+
+        With `keep_kv` the attempt has come to a good end: a job inside `ended_by` is told by that.
+        """
         self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, attempt))
         if len(self._cancelled) > MAX_CANCELS:
             self._cancelled.popitem(last=False)
         job = self._jobs.get(request_id)
-        if job is not None and job[0].attempt <= attempt:
+        if job is None or job[0].attempt > attempt:
+            return
+        if keep_kv and job[0].attempt == attempt and request_id in self._endings:
+            self._endings[request_id]()
+        else:
             job[1].cancel()
+
+    @contextlib.contextmanager
+    def ended_by(self, request: Request, end: Callable[[], None]) -> Iterator[None]:
+        """For a job that has KV to keep: a cancel that keeps it calls `end`, and the job finishes by itself."""
+        self._endings[request.request_id] = end
+        try:
+            yield
+        finally:
+            del self._endings[request.request_id]
 
     async def cancel_frontend(self, frontend_id: str) -> None:
         """A frontend is gone: nobody waits for its requests. Returns when they have given everything back."""

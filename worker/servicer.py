@@ -90,7 +90,8 @@ class WorkerFace(WorkerServicer):
                 if message.HasField("submit"):
                     self._submit(message.submit)
                 elif message.HasField("cancel"):
-                    self.node.jobs.cancel(message.cancel.request_id, message.cancel.attempt)
+                    cancel = message.cancel
+                    self.node.jobs.cancel(cancel.request_id, cancel.attempt, keep_kv=cancel.keep_kv)
         finally:
             stream.close()
 

@@ -35,6 +35,18 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     return await settled(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
+async def unless_called_off(task: asyncio.Task[None]) -> None:
+    """The task's end; that somebody has cancelled it is no failure. A cancelled caller cancels it, too, and waits."""
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await settled(asyncio.ensure_future(asyncio.wait([task])))
+        raise
+    if not task.cancelled():
+        task.result()
+
+
 async def both(one: Coroutine[Any, Any, None], two: Coroutine[Any, Any, None]) -> None:
     """Run two coroutines at once. A failure, or the caller's cancellation, cancels the other and waits."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(two)]

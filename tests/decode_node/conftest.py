@@ -110,8 +110,9 @@ class Frontend:
         await self._send("prefill", FrontendMessage(submit=submit))
         return request
 
-    async def cancel(self, node_id: str, request_id: str, attempt: int) -> None:
-        await self._send(node_id, FrontendMessage(cancel=Cancel(request_id=request_id, attempt=attempt)))
+    async def cancel(self, node_id: str, request_id: str, attempt: int, *, keep_kv: bool = False) -> None:
+        cancel = Cancel(request_id=request_id, attempt=attempt, keep_kv=keep_kv)
+        await self._send(node_id, FrontendMessage(cancel=cancel))
 
     async def _send(self, node_id: str, message: FrontendMessage) -> None:
         async with self._writing:  # gRPC takes one write at a time

@@ -38,8 +38,8 @@ async def test_a_cancel_that_overtakes_the_reservation_refuses_it(start_pair: St
     asked = asyncio.Event()
     real = pair.decode.node.jobs.cancel
 
-    def noted(*args: Any) -> None:
-        real(*args)
+    def noted(*args: Any, **options: Any) -> None:
+        real(*args, **options)
         asked.set()
 
     pair.decode.node.jobs.cancel = noted

@@ -74,6 +74,25 @@ async def test_a_job_cancelled_twice_is_not_over_before_its_cleanup() -> None:
     assert (job.done(), work.ended, len(book.jobs)) == (True, True, 0)
 
 
+@pytest.mark.parametrize(("attempt", "keep_kv", "kept"), [(0, True, True), (1, True, False), (0, False, False)])
+async def test_only_a_cancel_that_keeps_this_attempts_kv_leaves_the_job_its_end(
+    attempt: int, keep_kv: bool, kept: bool
+) -> None:
+    book, asked, one = Book(), asyncio.Event(), request()
+
+    async def work() -> None:
+        with book.jobs.ended_by(one, asked.set):
+            await asked.wait()
+
+    job = book.jobs.run(one, work())
+    await asyncio.sleep(0)
+    book.jobs.cancel("r", attempt, keep_kv=keep_kv)
+    await asyncio.wait([job])
+    assert (asked.is_set(), len(book.jobs)) == (kept, 0)
+    with pytest.raises(RequestRefused, match="after attempt"):
+        book.jobs.run(request(0), Work().run())
+
+
 async def test_a_later_attempt_begins_when_the_earlier_one_has_cleaned_up() -> None:
     book, first, second = Book(), Work(), Work()
     book.jobs.run(request(0), first.run())
