@@ -21,24 +21,21 @@ _DRAIN_S = 1.0
 
 @dataclass(frozen=True)
 class ChildPlan:
-    """What to run for one node of the cluster. The same plan is run again after a crash."""
+    """What to run for one node of the cluster."""
 
     node_id: str
-    role: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # over the supervisor's own environment
-    tier: int = 0  # lower tiers start first and stop last
-    stop_grace_s: float = 5.0  # between SIGTERM and SIGKILL
 
 
 class Child:
-    """A running process of a plan. `ready` becomes the JSON of its MOONPOOL_READY line."""
+    """A running process of a plan, and the task that reads it; its result is the exit code."""
 
-    def __init__(self, plan: ChildPlan, process: asyncio.subprocess.Process, log: LogFile) -> None:
-        self.plan = plan
+    def __init__(self, process: asyncio.subprocess.Process, log: LogFile | None) -> None:
         self.pid = process.pid
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.drained = False  # it ends because the cluster no longer wants it
+        self.ended: asyncio.Task[int]
         self._process = process
         self._log = log
 
@@ -46,12 +43,12 @@ class Child:
     async def start(
         cls,
         plan: ChildPlan,
-        log: LogFile,
+        log: LogFile | None,
         *,
-        on_ready: Callable[["Child", dict[str, Any]], None],
+        on_ready: Callable[[dict[str, Any]], None],
         on_line: Callable[[str], None],
-    ) -> tuple["Child", "asyncio.Task[int]"]:
-        """Start it; returns it and the task whose result is its exit code, once its last line was read."""
+    ) -> "Child":
+        """Start it. Raises OSError when it cannot be."""
         process = await asyncio.create_subprocess_exec(
             *plan.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -61,8 +58,9 @@ class Child:
             env=child_environment(os.environ, plan.env),
             process_group=0,  # the terminal's Ctrl-C reaches the supervisor alone
         )
-        child = cls(plan, process, log)
-        return child, asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")
+        child = cls(process, log)
+        child.ended = asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")
+        return child
 
     def terminate(self) -> None:
         """Ask for a clean stop."""
@@ -72,20 +70,21 @@ class Child:
         """End it and whatever it started."""
         self._signal(signal.SIGKILL)
 
-    async def _follow(self, on_ready: Callable[["Child", dict[str, Any]], None], on_line: Callable[[str], None]) -> int:
+    async def _follow(self, on_ready: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> int:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
 
         def take(line: str) -> None:
             announcement = parse_ready(line)
             if announcement is not None:
-                on_ready(self, announcement)
+                on_ready(announcement)
                 return
             if line == DRAINED_LINE:
                 self.drained = True
                 return
             self.tail.append(line)
-            self._log.write(line)
+            if self._log is not None:
+                self._log.write(line)
             on_line(line)
 
         readers = [

@@ -15,6 +15,7 @@ from moonpool.inspection import config_keys, status, validate
 from moonpool.options import configured_command
 from moonpool.replay_command import add_replay
 from moonpool.roles import ROLES, Role, run_role
+from moonpool.scale_commands import drain, scale
 from moonpool.serve import serve
 
 _HELP = """
@@ -76,6 +77,8 @@ app.command("demo")(demo)
 app.command("chat")(chat)
 app.command("status")(status)
 app.command("validate")(validate)
+app.command("scale")(scale)
+app.command("drain")(drain)
 app.command("config")(config_keys)
 for _role in ROLES:
     configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help)

@@ -5,9 +5,12 @@ MoonpoolError               1
 │   ├── UnknownKey          2  a key, flag or variable that nothing reads
 │   ├── PortInUse           2  somebody listens at the address already
 │   ├── RunDirInUse         2  another cluster lives in the run directory
-│   └── ModelFolderError    2  the model folder lacks what a model needs
+│   ├── ModelFolderError    2  the model folder lacks what a model needs
+│   ├── RayUnusable         2  Ray is not installed, not reachable, or lacks resources
+│   └── ScaleRefused        2  a number of workers that cannot be
 ├── RoleFailed              1  a role ended for good; 2 when it refused its configuration
 │   └── StartupFailed       1  the same, or it was not ready in time, while the cluster came up
+├── DrainRefused            1  a node that cannot be drained, or is unknown
 ├── ClusterNotFound         1  no running cluster could be found or asked
 ├── ChatFailed              1  a chat cannot begin, or an answer failed
 │   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
@@ -78,6 +81,18 @@ class ChatFileError(ChatFailed):
 
 class ChatCommandError(ChatFailed):
     """No command of a chat; the message names the nearest."""
+
+
+class RayUnusable(ConfigError):
+    """Ray is not installed, cannot be reached, or lacks the resources that the cluster asks for."""
+
+
+class ScaleRefused(ConfigError):
+    """The counts asked for cannot be; the message says why and what can."""
+
+
+class DrainRefused(MoonpoolError):
+    """The conductor does not let the node go, or does not know it."""
 
 
 class DemoFailed(MoonpoolError):

@@ -46,10 +46,15 @@ async def wait_http_ready(url: str) -> None:
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def _answers_ok(url: str) -> bool:
+async def is_alive(url: str, timeout_s: float) -> bool:
+    """Whether `url`/live answers 200 within `timeout_s`."""
+    return await asyncio.to_thread(_answers_ok, f"{url}/live", timeout_s)
+
+
+def _answers_ok(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=_ANSWER_TIMEOUT_S) as answer:
+        with opener.open(url, timeout=timeout_s) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False

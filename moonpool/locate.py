@@ -6,9 +6,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool.errors import ClusterNotFound, ConfigError
-from moonpool.ready_file import ReadyFile
+from moonpool.ready_file import READY_NAME, ReadyFile
 from moonpool.run_dir import default_run_dir
-from moonpool.serve import READY_NAME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

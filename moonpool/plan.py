@@ -18,7 +18,7 @@ class RolePlan:
     """One process: `settings` are the keys of its role, complete."""
 
     node_id: str
-    command: str  # moonpool's sub-command
+    role: str  # moonpool's sub-command
     settings: dict[str, Any]
     env: dict[str, str]
     tier: int
@@ -27,16 +27,94 @@ class RolePlan:
     model: str = ""  # that a worker serves
 
 
-def plan_cluster(config: ServeConfig, *, run_dir: Path, port: int, cores: int) -> list[RolePlan]:
-    """The cluster's processes, in order of start. `port` is the HTTP port, already chosen."""
-    base = flatten(config)
-    conductor = _target(run_dir, "conductor")
-    pools = [f"pool-{index}" for index in range(config.topology.pool_nodes)]
-    # Alone, the pool node is of this host. Several stand for hosts of their own: names that no other cluster shares.
-    hosts = [""] if len(pools) == 1 else [f"{run_dir}#{pool}" for pool in pools]
-    grace_s = config.supervisor.stop_grace
+@dataclass(frozen=True)
+class Group:
+    """Workers of one role and one model: what is scaled. Their node ids are `name` and a number."""
 
-    def role(
+    name: str  # the role; with the model's prefix where it is not the first model
+    role: str  # prefill, decode, aggregated
+    model: ModelEntry
+
+
+class Planner:
+    """Plans one cluster's processes; asked again when the cluster grows. `port` is the HTTP port, already chosen.
+
+    Without a `conductor` address all lies on this machine and talks over unix sockets in the run directory. With one,
+    somebody else decides where pool nodes and workers lie, completes their settings, and asks for pool nodes.
+    """
+
+    def __init__(self, config: ServeConfig, *, run_dir: Path, port: int, cores: int, conductor: str = "") -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._port = port
+        self._cores = cores
+        self._spread = bool(conductor)
+        self._conductor = conductor or self._target("conductor")
+        self._base = flatten(config)
+        self._num_workers = 0
+        self._next_index: dict[str, int] = {}
+        # Who knows all models is told of each, the first one too, by its entry.
+        entries = [entry.plain() for entry in config.served]
+        self._models: dict[str, Any] = {"models": entries, "model": None, "served_model_name": []}
+        self.groups = {
+            f"{prefix}{role}": Group(f"{prefix}{role}", role, entry)
+            for entry, prefix in node_prefixes(config.served)
+            for role, _ in _counts(TopologySettings())
+        }
+
+    def cluster(self) -> list[RolePlan]:
+        """The processes to begin with, in order of start."""
+        own = {"listen": self._conductor, **self._models}
+        conductor = self._plan("conductor", "conductor", ConductorRole, CONDUCTOR_TIER, own)
+        pools = [] if self._spread else [self.pool(index) for index in range(self._config.topology.pool_nodes)]
+        workers = [self.next_worker(group) for group, count in self._initial_counts() for _ in range(count)]
+        drain_s = self._config.http.drain_grace
+        own = {**self._models, "port": self._port}
+        frontend = self._plan("frontend", "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
+        return [conductor, *pools, *workers, frontend]
+
+    def pool(self, index: int) -> RolePlan:
+        """The pool node of the `index`-th host."""
+        own = {"host_id": self._host_id(index)}
+        return self._plan(f"pool-{index}", "pool-node", PoolNodeRole, POOL_TIER, own)
+
+    def next_worker(self, group: str) -> RolePlan:
+        """A further worker, under an id that none had before."""
+        index = self._next_index[group] = self._next_index.get(group, -1) + 1
+        worker_index, self._num_workers = self._num_workers, self._num_workers + 1
+        entry = self.groups[group].model
+        turn, engine = worker_index % self._config.topology.pool_nodes, entry.engine(self._config.engine)
+        threads = engine_threads(engine.threads, sum(count for _, count in self._initial_counts()), self._cores)
+        own = {
+            **entry.settings,
+            "model": str(entry.path),
+            "served_model_name": list(entry.names),
+            "host_id": self._host_id(turn),
+            "pool": self._target(f"pool-{turn}"),
+            "worker_index": worker_index,
+            "threads": threads,
+        }
+        return self._plan(
+            f"{group}-{index}",
+            f"{self.groups[group].role}-node",
+            WorkerRole,
+            WORKER_TIER,
+            own,
+            threads=threads,
+            drain_s=engine.worker_drain_grace,
+            model=entry.name,
+        )
+
+    def _initial_counts(self) -> list[tuple[str, int]]:
+        """Workers to begin with by group, model by model."""
+        return [
+            (f"{prefix}{role}", count)
+            for entry, prefix in node_prefixes(self._config.served)
+            for role, count in _counts(entry.topology(self._config.topology))
+        ]
+
+    def _plan(
+        self,
         node_id: str,
         command: str,
         composite: type,
@@ -47,39 +125,21 @@ def plan_cluster(config: ServeConfig, *, run_dir: Path, port: int, cores: int) -
         drain_s: float = 0.0,
         model: str = "",
     ) -> RolePlan:
-        target = _target(run_dir, node_id)
-        own = {"node_id": node_id, "socket_dir": str(run_dir), "conductor": conductor, "listen": target, **own}
+        defaults = {"node_id": node_id, "socket_dir": str(self._run_dir), "conductor": self._conductor}
+        own = {**defaults, "listen": self._target(node_id), **own}
         declared = composite_settings(composite)
-        settings = {key: own.get(key, base.get(key, declared[key].default)) for key in declared}
+        settings = {key: own.get(key, self._base.get(key, declared[key].default)) for key in declared}
+        grace_s = self._config.supervisor.stop_grace
         stop_grace_s = max(grace_s, drain_s + _STOP_MARGIN_S) if drain_s else grace_s
+        target = str(own["listen"])
         return RolePlan(node_id, command, settings, thread_environment(threads), tier, target, stop_grace_s, model)
 
-    # Who knows all models is told of each, the first one too, by its entry.
-    models = {"models": [entry.plain() for entry in config.served], "model": None, "served_model_name": []}
-    plans = [role("conductor", "conductor", ConductorRole, CONDUCTOR_TIER, models)]
-    for pool, host in zip(pools, hosts, strict=True):
-        plans.append(role(pool, "pool-node", PoolNodeRole, POOL_TIER, {"host_id": host}))
-    workers = _workers(config)
-    for index, (node_id, command, entry) in enumerate(workers):
-        turn, engine = index % len(pools), entry.engine(config.engine)
-        threads = engine_threads(engine.threads, len(workers), cores)
-        own = {
-            **entry.settings,
-            "model": str(entry.path),
-            "served_model_name": list(entry.names),
-            "host_id": hosts[turn],
-            "pool": _target(run_dir, pools[turn]),
-            "worker_index": index,
-            "threads": threads,
-        }
-        drain_s = engine.worker_drain_grace
-        plans.append(
-            role(node_id, command, WorkerRole, WORKER_TIER, own, threads=threads, drain_s=drain_s, model=entry.name)
-        )
-    front_door = {"port": port, **models}
-    drain_s = config.http.drain_grace
-    plans.append(role("frontend", "frontend", FrontendRole, FRONTEND_TIER, front_door, drain_s=drain_s))
-    return plans
+    def _host_id(self, pool_index: int) -> str:
+        """Alone, the pool node is of this host. Several stand for hosts of their own: names no other cluster shares."""
+        return "" if self._config.topology.pool_nodes == 1 else f"{self._run_dir}#pool-{pool_index}"
+
+    def _target(self, node_id: str) -> str:
+        return f"unix:{self._run_dir / (node_id + '.sock')}"
 
 
 def describe(config: ServeConfig) -> str:
@@ -96,23 +156,9 @@ def _describe_workers(topology: TopologySettings) -> str:
     return ", ".join(f"{count} {name}" for name, count in _counts(topology) if count)
 
 
-def _workers(config: ServeConfig) -> list[tuple[str, str, ModelEntry]]:
-    """(node id, sub-command, model) of every engine process, model by model; the first one's have the plain names."""
-    return [
-        (f"{prefix}{name}-{index}", f"{name}-node", entry)
-        for entry, prefix in node_prefixes(config.served)
-        for name, count in _counts(entry.topology(config.topology))
-        for index in range(count)
-    ]
-
-
 def _counts(topology: TopologySettings) -> tuple[tuple[str, int], ...]:
     return (
         ("prefill", topology.num_prefill),
         ("decode", topology.num_decode),
         ("aggregated", topology.aggregated),
     )
-
-
-def _target(run_dir: Path, node_id: str) -> str:
-    return f"unix:{run_dir / (node_id + '.sock')}"

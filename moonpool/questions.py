@@ -32,16 +32,21 @@ class Answer:
 
 async def ask_cluster(conductor: str) -> conductor_pb2.ClusterReply:
     """The nodes as the conductor sees them. Raises ClusterNotFound when it does not answer."""
+    try:
+        return await ask_conductor(conductor, deadline_s=ANSWER_DEADLINE_S)
+    except ControlError as error:
+        raise ClusterNotFound(f"the conductor does not answer: {error}") from error
+
+
+async def ask_conductor(conductor: str, *, deadline_s: float) -> conductor_pb2.ClusterReply:
+    """The same; raises messenger's ControlError."""
     async with open_channel(conductor) as channel:
-        try:
-            return await call(
-                ConductorStub(channel).Cluster(conductor_pb2.ClusterRequest()),
-                what="Conductor.Cluster",
-                target=conductor,
-                deadline_s=ANSWER_DEADLINE_S,
-            )
-        except ControlError as error:
-            raise ClusterNotFound(f"the conductor does not answer: {error}") from error
+        return await call(
+            ConductorStub(channel).Cluster(conductor_pb2.ClusterRequest()),
+            what="Conductor.Cluster",
+            target=conductor,
+            deadline_s=deadline_s,
+        )
 
 
 async def validate_cluster(located: Located) -> list[Answer]:

@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ClusterNotFound
-from moonpool.supervisor import NodeState
+from moonpool.kept_node import NodeState
+from moonpool.plan import RolePlan
+
+READY_NAME = "serve.json"  # in the run directory
 
 
 @dataclass(frozen=True)
@@ -64,22 +67,17 @@ class ReadyFile:
             raise ClusterNotFound(f"{path} is no ready file of `moonpool serve`: {error}") from error
 
 
-def ready_nodes(
-    states: Sequence[NodeState], targets: Mapping[str, str], models: Mapping[str, str]
-) -> dict[str, ReadyNode]:
-    """The nodes' part of a ready file; `targets` are the planned addresses, a node's own announcement goes first.
-
-    `models`: by node id, "" for those that serve none.
-    """
+def ready_nodes(states: Sequence[NodeState], plans: Mapping[str, RolePlan]) -> dict[str, ReadyNode]:
+    """The nodes' part of a ready file; where a node has announced its address, that goes before the planned one."""
     return {
         state.node_id: ReadyNode(
             role=state.role,
             pid=state.pid,
-            target=str((state.announcement or {}).get("target", targets.get(state.node_id, ""))),
+            target=str((state.announcement or {}).get("target", plans[state.node_id].target)),
             ready=state.announcement is not None,
             restarts=state.restarts,
             log=str(state.log_path),
-            model=models.get(state.node_id, ""),
+            model=plans[state.node_id].model,
         )
         for state in states
     }

@@ -4,7 +4,7 @@ import json
 import re
 from typing import TextIO
 
-from moonpool.supervisor import NodeState, SupervisorEvents
+from moonpool.kept_node import NodeState, SupervisorEvents
 
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d\.\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 _ROUTINE = frozenset({"DEBUG", "INFO"})
@@ -31,6 +31,9 @@ class TerminalView(SupervisorEvents):
     def on_exit(self, state: NodeState, cause: str, restart_in_s: float | None) -> None:
         then = "given up" if restart_in_s is None else f"starting again in {restart_in_s:.1f} s"
         self.show(f"  {state.node_id:<14} ended ({cause}); {then}")
+
+    def on_left(self, state: NodeState) -> None:
+        self.show(f"  {state.node_id:<14} has left")
 
     def on_line(self, node_id: str, line: str) -> None:
         if self._verbose or self._is_worth_showing(node_id, line):

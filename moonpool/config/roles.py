@@ -14,6 +14,7 @@ from moonpool.config.slices import (
     ModelSettings,
     NodeSettings,
     PoolSettings,
+    RuntimeSettings,
     SchedulingSettings,
     SupervisorSettings,
     TopologySettings,
@@ -38,6 +39,7 @@ class ServeConfig:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     supervisor: SupervisorSettings = field(default_factory=SupervisorSettings)
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     logs: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,11 @@ class ServeConfig:
             raise ConfigError(
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
                 "several hosts, which share no memory; take transport auto or tcp"
+            )
+        if self.runtime.is_ray and self.topology.pool_nodes > 1:
+            raise ConfigError(
+                f"pool_nodes is {self.topology.pool_nodes} with the runtime ray, which starts one pool node on each "
+                "host that has workers: leave --pool-nodes out"
             )
         if is_wildcard(self.transport.data_host) and self.transport.transport != "shm":
             raise ConfigError(

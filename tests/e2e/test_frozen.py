@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "seed": 42}
+NO_RESTART = ("--hang-timeout", "0")  # what hangs here wakes up again
 NOTICED_S = 25.0  # 5 s of silence, a tick, a look, and a busy machine; the idle limit alone would take 60
 
 
@@ -27,7 +28,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
-    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--block-tokens", "8"]
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--block-tokens", "8", *NO_RESTART]
     with start_cluster(random_model, *flags) as running:
         yield running
 
@@ -141,7 +142,7 @@ async def test_new_requests_are_served_while_a_prefill_node_hangs(
 async def test_a_request_waits_for_the_only_prefill_node_to_wake_up(
     random_model: Path, start_cluster: Callable[..., Any], session: aiohttp.ClientSession
 ) -> None:
-    with start_cluster(random_model, "--block-tokens", "8") as single:
+    with start_cluster(random_model, "--block-tokens", "8", *NO_RESTART) as single:
         pid = single.pid("prefill-0")
         with stopped(pid):
             # Asked before anybody has noticed, of a frontend that never spoke to the node.

@@ -4,24 +4,70 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from moonpool.child import ChildPlan
+from moonpool.child import Child, ChildPlan
+from moonpool.log_file import LogFile
 
 ROLE_SCRIPT = Path(__file__).parent / "role_script.py"
 
 
+@dataclass(frozen=True)
+class ScriptPlan:
+    """A node that is any program."""
+
+    node_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    tier: int = 0
+    stop_grace_s: float = 20.0
+    role: str = "test"
+
+
+class Scripts:
+    """A runtime that runs those programs; keeps who was released."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def launch(
+        self,
+        plan: ScriptPlan,
+        log: LogFile,
+        *,
+        on_ready: Callable[[dict[str, Any]], None],
+        on_line: Callable[[str], None],
+    ) -> Child:
+        return await Child.start(ChildPlan(plan.node_id, plan.argv, plan.env), log, on_ready=on_ready, on_line=on_line)
+
+    def release(self, node_id: str) -> None:
+        self.released.append(node_id)
+
+
 @pytest.fixture
-def plan() -> Callable[..., ChildPlan]:
+def scripts() -> Scripts:
+    return Scripts()
+
+
+@pytest.fixture
+def program() -> type[ScriptPlan]:
+    """(node_id, argv, env, tier, stop_grace_s) of a program of the test's own."""
+    return ScriptPlan
+
+
+@pytest.fixture
+def plan() -> Callable[..., ScriptPlan]:
     """A plan that runs the stand-in role in the given mode."""
 
-    def make(mode: str, *arguments: str, node_id: str = "", tier: int = 0, stop_grace_s: float = 20.0) -> ChildPlan:
+    def make(mode: str, *arguments: str, node_id: str = "", tier: int = 0, stop_grace_s: float = 20.0) -> ScriptPlan:
         argv = (sys.executable, str(ROLE_SCRIPT), mode, *arguments)
-        return ChildPlan(node_id or f"{mode}-0", "test", argv, {}, tier, stop_grace_s)
+        return ScriptPlan(node_id or f"{mode}-0", argv, {}, tier, stop_grace_s)
 
     return make
 

@@ -7,6 +7,7 @@ deaf            ready, and ignores SIGTERM
 parent          as `deaf`, with a child process of its own whose pid it announces
 silent          never ready
 chatty          ready, then one very long line and a warning in the log format
+drained         as `serve`; at SIGUSR1 it says that it was drained, and ends with 0
 once MARKER     crashes if the file MARKER does not exist, and makes it; else as `serve`
 """
 
@@ -45,6 +46,8 @@ def main(mode: str, *arguments: str) -> int:
     if mode == "once" and not Path(arguments[0]).exists():
         Path(arguments[0]).touch()
         return 1
+    if mode == "drained":
+        signal.signal(signal.SIGUSR1, lambda *_: (print("MOONPOOL_DRAINED", flush=True), sys.exit(0)))
     if mode == "silent":
         print("thinking", flush=True)
     elif mode == "parent":

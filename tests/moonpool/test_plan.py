@@ -4,12 +4,13 @@ from typing import Any
 
 import yaml
 
+from moonpool.child import ChildPlan
 from moonpool.config import ConductorRole, FrontendRole, ServeConfig, WorkerRole, all_settings, load
-from moonpool.plan import describe, plan_cluster
+from moonpool.plan import Planner, RolePlan, describe
 from moonpool.role_configs import conductor_config, frontend_config
 from moonpool.roles import ROLES
 from moonpool.run_dir import LONGEST_SOCKET_NAME
-from moonpool.serve import child_plan
+from moonpool.runtime.processes import child_plan
 
 RUN_DIR = Path("/run/moonpool-test")
 
@@ -20,8 +21,12 @@ def config(**flags: Any) -> ServeConfig:
 
 
 def plans(cores: int = 8, **flags: Any) -> dict[str, Any]:
-    planned = plan_cluster(config(**flags), run_dir=RUN_DIR, port=8123, cores=cores)
+    planned = Planner(config(**flags), run_dir=RUN_DIR, port=8123, cores=cores).cluster()
     return {plan.node_id: plan for plan in planned}
+
+
+def command(plan: RolePlan, folder: Path) -> ChildPlan:
+    return child_plan(plan.node_id, plan.role, plan.settings, plan.env, folder)
 
 
 def test_the_default_cluster_is_one_of_each() -> None:
@@ -67,11 +72,13 @@ def test_addresses_are_distinct_unix_sockets_in_the_run_directory() -> None:
 
 def test_every_planned_role_starts_from_its_file_as_planned(tmp_path: Path) -> None:
     composites = {role.command: role.composite for role in ROLES}
-    for plan in plan_cluster(config(aggregated=1, prefill_nodes=1, decode_nodes=1), run_dir=RUN_DIR, port=1, cores=2):
-        child = child_plan(plan, tmp_path)
+    for plan in Planner(
+        config(aggregated=1, prefill_nodes=1, decode_nodes=1), run_dir=RUN_DIR, port=1, cores=2
+    ).cluster():
+        child = command(plan, tmp_path)
         path = Path(child.argv[-1])
         assert path.stat().st_mode & 0o077 == 0, "the file may hold API keys"
-        composite = composites[plan.command]
+        composite = composites[plan.role]
         loaded: Any = load(composite, flags={}, environ={}, config_file=path, known=all_settings())
         assert loaded.node.node_id == plan.node_id
         if composite is WorkerRole:
@@ -86,8 +93,8 @@ def test_the_front_door_gets_its_keys_and_the_chosen_port() -> None:
 
 
 def test_no_argument_list_holds_an_api_key(tmp_path: Path) -> None:
-    planned = plan_cluster(config(api_key="secret"), run_dir=tmp_path, port=1, cores=1)
-    assert not any("secret" in word for plan in planned for word in child_plan(plan, tmp_path).argv)
+    planned = Planner(config(api_key="secret"), run_dir=tmp_path, port=1, cores=1).cluster()
+    assert not any("secret" in word for plan in planned for word in command(plan, tmp_path).argv)
 
 
 def two_models(**flags: Any) -> ServeConfig:
@@ -97,7 +104,7 @@ def two_models(**flags: Any) -> ServeConfig:
 
 
 def test_each_model_has_workers_of_its_own_and_the_first_ones_keep_the_plain_names() -> None:
-    planned = {plan.node_id: plan for plan in plan_cluster(two_models(), run_dir=RUN_DIR, port=1, cores=8)}
+    planned = {plan.node_id: plan for plan in Planner(two_models(), run_dir=RUN_DIR, port=1, cores=8).cluster()}
     workers = {node_id: plan.model for node_id, plan in planned.items() if plan.model}
     assert workers == {
         "prefill-0": "first",
@@ -116,10 +123,10 @@ def test_each_model_has_workers_of_its_own_and_the_first_ones_keep_the_plain_nam
 
 
 def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> None:
-    planned = {plan.node_id: plan for plan in plan_cluster(two_models(), run_dir=RUN_DIR, port=1, cores=1)}
+    planned = {plan.node_id: plan for plan in Planner(two_models(), run_dir=RUN_DIR, port=1, cores=1).cluster()}
 
     def settings_of(node_id: str, composite: type) -> Any:
-        path = Path(child_plan(planned[node_id], tmp_path).argv[-1])
+        path = Path(command(planned[node_id], tmp_path).argv[-1])
         return load(composite, flags={}, environ={}, config_file=path, known=all_settings())
 
     front_door = frontend_config(settings_of("frontend", FrontendRole), "frontend")
@@ -141,7 +148,7 @@ def test_models_whose_names_shorten_alike_have_workers_of_different_names() -> N
         config_file=None,
         known=all_settings(),
     )
-    planned = [plan.node_id for plan in plan_cluster(config, run_dir=RUN_DIR, port=1, cores=1) if plan.model]
+    planned = [plan.node_id for plan in Planner(config, run_dir=RUN_DIR, port=1, cores=1).cluster() if plan.model]
     assert len(planned) == len(set(planned)) == 10
     assert planned[:2] == ["prefill-0", "decode-0"]
     assert max(len(node_id) for node_id in planned) <= LONGEST_SOCKET_NAME - len(".sock")

@@ -11,12 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from moonpool.child import ChildPlan
 from moonpool.errors import RoleFailed, StartupFailed
+from moonpool.kept_node import NodeState, SupervisorEvents
 from moonpool.restart import RestartPolicy
-from moonpool.supervisor import NodeState, Supervisor, SupervisorEvents
+from moonpool.supervisor import Supervisor
 
-Plan = Callable[..., ChildPlan]
+Plan = Callable[..., Any]
+Start = Callable[..., Supervisor[Any]]
 FAST = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, healthy_after_s=60.0, startup_attempts=3)
 
 
@@ -27,6 +28,7 @@ class Recorder(SupervisorEvents):
         self.ready: list[NodeState] = []
         self.exits: list[tuple[str, str, float | None]] = []
         self.lines: list[tuple[str, str]] = []
+        self.left: list[NodeState] = []
         self.happened = asyncio.Event()
 
     def on_ready(self, state: NodeState, seconds: float) -> None:
@@ -35,6 +37,10 @@ class Recorder(SupervisorEvents):
 
     def on_exit(self, state: NodeState, cause: str, restart_in_s: float | None) -> None:
         self.exits.append((state.node_id, cause, restart_in_s))
+        self.happened.set()
+
+    def on_left(self, state: NodeState) -> None:
+        self.left.append(state)
         self.happened.set()
 
     def on_line(self, node_id: str, line: str) -> None:
@@ -48,15 +54,21 @@ class Recorder(SupervisorEvents):
                 await self.happened.wait()
 
 
-def supervisor(plans: list[ChildPlan], log_dir: Path, recorder: Recorder | None = None) -> Supervisor:
-    return Supervisor(plans, log_dir=log_dir, events=recorder, policy=FAST)
+@pytest.fixture
+def supervisor(scripts: Any) -> Callable[..., Supervisor[Any]]:
+    def make(plans: list[Any], log_dir: Path, recorder: Recorder | None = None) -> Supervisor[Any]:
+        return Supervisor(plans, runtime=scripts, log_dir=log_dir, events=recorder, policy=FAST)
+
+    return make
 
 
-def pids(running: Supervisor) -> dict[str, int]:
+def pids(running: Supervisor[Any]) -> dict[str, int]:
     return {state.node_id: state.pid for state in running.states() if state.pid is not None}
 
 
-async def test_all_processes_are_ready_and_none_is_left_after_the_block(plan: Plan, tmp_path: Path) -> None:
+async def test_all_processes_are_ready_and_none_is_left_after_the_block(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     async with supervisor([plan("serve", node_id="a"), plan("serve", node_id="b", tier=1)], tmp_path) as running:
         await running.wait_ready(30)
         started = pids(running)
@@ -65,7 +77,9 @@ async def test_all_processes_are_ready_and_none_is_left_after_the_block(plan: Pl
     assert not any(psutil.pid_exists(pid) for pid in started.values())
 
 
-async def test_a_killed_process_comes_back_under_the_same_node_id(plan: Plan, tmp_path: Path) -> None:
+async def test_a_killed_process_comes_back_under_the_same_node_id(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     recorder = Recorder()
     async with supervisor([plan("serve", node_id="a")], tmp_path, recorder) as running:
         await running.wait_ready(30)
@@ -78,13 +92,15 @@ async def test_a_killed_process_comes_back_under_the_same_node_id(plan: Plan, tm
         assert running.states()[0].restarts == 1
 
 
-async def test_a_crash_at_the_first_start_is_tried_again(plan: Plan, tmp_path: Path) -> None:
+async def test_a_crash_at_the_first_start_is_tried_again(supervisor: Start, plan: Plan, tmp_path: Path) -> None:
     async with supervisor([plan("once", str(tmp_path / "marker"))], tmp_path) as running:
         await running.wait_ready(30)
         assert running.states()[0].restarts == 1
 
 
-async def test_a_refused_configuration_fails_the_start_at_once_with_the_last_lines(plan: Plan, tmp_path: Path) -> None:
+async def test_a_refused_configuration_fails_the_start_at_once_with_the_last_lines(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     async with supervisor([plan("serve", node_id="good"), plan("refuse", node_id="bad")], tmp_path) as running:
         with pytest.raises(StartupFailed, match="the frobnicator is missing") as failure:
             await running.wait_ready(30)
@@ -96,7 +112,9 @@ async def test_a_refused_configuration_fails_the_start_at_once_with_the_last_lin
     assert good is None or not psutil.pid_exists(good)
 
 
-async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts(plan: Plan, tmp_path: Path) -> None:
+async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     recorder = Recorder()
     async with supervisor([plan("crash")], tmp_path, recorder) as running:
         with pytest.raises(StartupFailed, match="3 times without becoming ready") as failure:
@@ -105,20 +123,24 @@ async def test_a_process_that_never_becomes_ready_is_given_up_after_the_attempts
     assert [delay for _, _, delay in recorder.exits] == [pytest.approx(0.01), pytest.approx(0.02), None]
 
 
-async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
-    plans = [ChildPlan("a", "test", (str(tmp_path / "no-such-program"),))]
+async def test_a_command_that_cannot_be_executed_is_named(supervisor: Start, program: Any, tmp_path: Path) -> None:
+    plans = [program("a", (str(tmp_path / "no-such-program"),))]
     async with supervisor(plans, tmp_path) as running:
         with pytest.raises(StartupFailed, match=r"cannot start .*no-such-program"):
             await running.wait_ready(30)
 
 
-async def test_a_process_that_is_silent_fails_the_start_at_the_deadline(plan: Plan, tmp_path: Path) -> None:
+async def test_a_process_that_is_silent_fails_the_start_at_the_deadline(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     async with supervisor([plan("silent")], tmp_path) as running:
         with pytest.raises(StartupFailed, match=r"silent-0 was not ready within 0\.2 s"):
             await running.wait_ready(0.2)
 
 
-async def test_a_refusal_after_the_start_ends_wait_failed(plan: Plan, tmp_path: Path) -> None:
+async def test_a_refusal_after_the_start_ends_wait_failed(
+    supervisor: Start, program: Any, plan: Plan, tmp_path: Path
+) -> None:
     # Ready once, then refused: the marker turns the second start into mode `refuse`.
     script = f"""
 import sys, os
@@ -129,7 +151,7 @@ mode = "refuse" if os.path.exists(marker) else "serve"
 open(marker, "w").close()
 sys.exit(role_script.main(mode))
 """
-    plans = [ChildPlan("a", "test", (sys.executable, "-c", script))]
+    plans = [program("a", (sys.executable, "-c", script))]
     async with supervisor(plans, tmp_path) as running:
         await running.wait_ready(30)
         os.kill(pids(running)["a"], signal.SIGKILL)
@@ -139,14 +161,16 @@ sys.exit(role_script.main(mode))
         assert failure.value.exit_code == 2
 
 
-async def test_a_process_deaf_to_sigterm_is_killed_after_the_grace(plan: Plan, tmp_path: Path) -> None:
+async def test_a_process_deaf_to_sigterm_is_killed_after_the_grace(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     async with supervisor([plan("deaf", stop_grace_s=0.2)], tmp_path) as running:
         await running.wait_ready(30)
         pid = pids(running)["deaf-0"]
     assert not psutil.pid_exists(pid)
 
 
-async def test_hurry_kills_without_waiting_for_the_grace(plan: Plan, tmp_path: Path) -> None:
+async def test_hurry_kills_without_waiting_for_the_grace(supervisor: Start, plan: Plan, tmp_path: Path) -> None:
     async with supervisor([plan("deaf", stop_grace_s=3600.0)], tmp_path) as running:
         await running.wait_ready(30)
         pid = pids(running)["deaf-0"]
@@ -155,7 +179,7 @@ async def test_hurry_kills_without_waiting_for_the_grace(plan: Plan, tmp_path: P
 
 
 async def test_what_a_process_started_itself_ends_with_it(
-    plan: Plan, tmp_path: Path, track: Callable[[int], psutil.Process]
+    supervisor: Start, plan: Plan, tmp_path: Path, track: Callable[[int], psutil.Process]
 ) -> None:
     async with supervisor([plan("parent", stop_grace_s=0.2)], tmp_path) as running:
         await running.wait_ready(30)
@@ -166,14 +190,16 @@ async def test_what_a_process_started_itself_ends_with_it(
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_stopping_while_processes_are_being_started_leaves_none(plan: Plan, tmp_path: Path) -> None:
+async def test_stopping_while_processes_are_being_started_leaves_none(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     before = set(psutil.Process().children())
     async with supervisor([plan("serve", node_id=f"n{index}") for index in range(3)], tmp_path):
         await asyncio.sleep(0)
     assert set(psutil.Process().children()) <= before
 
 
-async def test_higher_tiers_stop_first(plan: Plan, tmp_path: Path) -> None:
+async def test_higher_tiers_stop_first(supervisor: Start, program: Any, tmp_path: Path) -> None:
     script = """
 import signal, sys, time
 from pathlib import Path
@@ -186,7 +212,7 @@ while True: time.sleep(60)
 """
     order = tmp_path / "order"
     plans = [
-        ChildPlan(name, "test", (sys.executable, "-c", script, str(order), name), {}, tier, 20.0)
+        program(name, (sys.executable, "-c", script, str(order), name), {}, tier, 20.0)
         for name, tier in (("frontend", 2), ("conductor", 0), ("worker", 1))
     ]
     async with supervisor(plans, tmp_path) as running:
@@ -194,7 +220,9 @@ while True: time.sleep(60)
     assert order.read_text().split() == ["frontend", "worker", "conductor"]
 
 
-async def test_output_is_logged_whole_whatever_the_length_of_its_lines(plan: Plan, tmp_path: Path) -> None:
+async def test_output_is_logged_whole_whatever_the_length_of_its_lines(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
     recorder = Recorder()
     async with supervisor([plan("chatty")], tmp_path, recorder) as running:
         await running.wait_ready(30)
@@ -207,10 +235,10 @@ async def test_output_is_logged_whole_whatever_the_length_of_its_lines(plan: Pla
 
 
 async def test_the_supervisors_own_settings_do_not_reach_its_children(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: Start, program: Any, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONPOOL_PORT", "1234")
-    child = ChildPlan("a", "test", plan("serve").argv, {"OMP_NUM_THREADS": "1"})
+    child = program("a", plan("serve").argv, {"OMP_NUM_THREADS": "1"})
     async with supervisor([child], tmp_path) as running:
         await running.wait_ready(30)
         announcement: dict[str, Any] | None = running.states()[0].announcement
@@ -221,18 +249,94 @@ async def test_the_supervisors_own_settings_do_not_reach_its_children(
     }
 
 
-def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path, track: Callable[[int], psutil.Process]) -> None:
+async def test_a_node_that_says_it_was_drained_is_let_go(
+    supervisor: Start, plan: Plan, scripts: Any, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    plans = [plan("serve", node_id="stays"), plan("drained", node_id="leaves")]
+    async with supervisor(plans, tmp_path, recorder) as running:
+        await running.wait_ready(30)
+        os.kill(pids(running)["leaves"], signal.SIGUSR1)
+        await recorder.until(lambda: bool(recorder.left))
+        assert [state.node_id for state in recorder.left] == ["leaves"]
+        assert [state.node_id for state in running.states()] == ["stays"]
+    assert recorder.exits == []
+    assert scripts.released == ["leaves"]
+
+
+async def test_a_clean_end_that_nobody_asked_for_is_followed_by_a_restart(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    async with supervisor([plan("serve", node_id="a")], tmp_path, recorder) as running:
+        await running.wait_ready(30)
+        os.kill(pids(running)["a"], signal.SIGTERM)
+        await recorder.until(lambda: len(recorder.ready) == 2)
+        assert recorder.exits[0][:2] == ("a", "exit code 0")
+
+
+async def test_a_node_can_be_added_to_and_removed_from_a_running_cluster(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
+    async with supervisor([plan("serve", node_id="a")], tmp_path) as running:
+        await running.wait_ready(30)
+        running.add(plan("serve", node_id="b"))
+        await running.wait_node_ready("b", 30)
+        added = pids(running)["b"]
+        removing = asyncio.create_task(running.remove("b", grace_s=30.0))
+        await asyncio.sleep(0)
+        running.terminate("b")
+        await removing
+        assert list(pids(running)) == ["a"]
+        assert not psutil.pid_exists(added)
+
+
+async def test_a_node_that_does_not_leave_within_its_grace_is_killed(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
+    async with supervisor([plan("serve", node_id="a"), plan("deaf", node_id="b")], tmp_path) as running:
+        await running.wait_ready(30)
+        deaf = pids(running)["b"]
+        await running.remove("b", grace_s=0.1)
+        assert list(pids(running)) == ["a"]
+        assert not psutil.pid_exists(deaf)
+
+
+async def test_an_added_node_that_does_not_come_up_fails_alone(supervisor: Start, plan: Plan, tmp_path: Path) -> None:
+    async with supervisor([plan("serve", node_id="a")], tmp_path) as running:
+        await running.wait_ready(30)
+        running.add(plan("refuse", node_id="b"), on_trial=True)
+        with pytest.raises(StartupFailed, match="the frobnicator is missing"):
+            await running.wait_node_ready("b", 30)
+        await running.remove("b", grace_s=0.0)
+        watching = asyncio.create_task(running.wait_failed())
+        await asyncio.sleep(0)
+        assert list(pids(running)) == ["a"]
+        assert not watching.done()
+        watching.cancel()
+
+
+async def test_a_process_that_hangs_is_killed_and_comes_back(supervisor: Start, plan: Plan, tmp_path: Path) -> None:
+    recorder = Recorder()
+    async with supervisor([plan("serve", node_id="a")], tmp_path, recorder) as running:
+        await running.wait_ready(30)
+        os.kill(pids(running)["a"], signal.SIGSTOP)
+        running.restart("a", "it hung")
+        await recorder.until(lambda: len(recorder.ready) == 2)
+        assert recorder.exits == [("a", "it hung", pytest.approx(0.01))]
+
+
+def test_children_die_with_a_supervisor_that_is_killed(track: Callable[[int], psutil.Process]) -> None:
     script = f"""
 import asyncio, sys
-from pathlib import Path
-from moonpool.child import ChildPlan
-from moonpool.supervisor import Supervisor
+from moonpool.child import Child, ChildPlan
 async def main():
-    plan = ChildPlan("a", "test", (sys.executable, {str(Path(__file__).parent / "role_script.py")!r}, "deaf"))
-    async with Supervisor([plan], log_dir=Path({str(tmp_path)!r})) as running:
-        await running.wait_ready(30)
-        print(running.states()[0].pid, flush=True)
-        await asyncio.sleep(600)
+    plan = ChildPlan("a", (sys.executable, {str(Path(__file__).parent / "role_script.py")!r}, "deaf"))
+    ready = asyncio.Event()
+    child = await Child.start(plan, None, on_ready=lambda _: ready.set(), on_line=print)
+    await ready.wait()
+    print(child.pid, flush=True)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:

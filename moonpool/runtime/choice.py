@@ -1,0 +1,33 @@
+"""Which runtime a cluster runs in, from its configuration; opened and closed here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from moonpool.config import ServeConfig
+from moonpool.errors import RayUnusable
+from moonpool.plan import RolePlan
+from moonpool.runtime.processes import Processes
+from moonpool.runtime.seam import Runtime
+
+
+class ClusterRuntime(Runtime[RolePlan], Protocol):
+    """A runtime of whole clusters."""
+
+    @property
+    def conductor(self) -> str:
+        """The conductor's address where nodes lie on several hosts; empty on one machine."""
+        ...
+
+    def bind(self, add_pool: Callable[[int], None]) -> None:
+        """Called once, before the first launch: `add_pool(index)` has the pool node of a further host started."""
+
+
+@contextmanager
+def chosen_runtime(config: ServeConfig, run_dir: Path) -> Iterator[ClusterRuntime]:
+    """Raises RayUnusable. What the runtime itself started is ended on exit."""
+    if not config.runtime.is_ray:
+        yield Processes(run_dir)
+        return
+    raise RayUnusable("this version cannot run in Ray yet: leave --runtime and --ray-address out")

@@ -1,0 +1,48 @@
+"""The runtime of one machine: a node is a child process. Its settings go into a file in the run directory."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moonpool.child import Child, ChildPlan
+from moonpool.log_file import LogFile
+from moonpool.plan import RolePlan
+
+
+class Processes:
+    """Runs `plan`'s role as `moonpool ROLE --config FILE`."""
+
+    conductor = ""  # all is here
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    async def launch(
+        self,
+        plan: RolePlan,
+        log: LogFile,
+        *,
+        on_ready: Callable[[dict[str, Any]], None],
+        on_line: Callable[[str], None],
+    ) -> Child:
+        """As Runtime.launch."""
+        child = child_plan(plan.node_id, plan.role, plan.settings, plan.env, self._run_dir)
+        return await Child.start(child, log, on_ready=on_ready, on_line=on_line)
+
+    def bind(self, add_pool: Callable[[int], None]) -> None:
+        """As ClusterRuntime.bind: the pool nodes are planned from the start."""
+
+    def release(self, node_id: str) -> None:
+        """As Runtime.release: nothing is kept but the file, which a look at the run directory may want."""
+
+
+def child_plan(node_id: str, role: str, settings: dict[str, Any], env: dict[str, str], folder: Path) -> ChildPlan:
+    """The command that runs a role; the settings are in a file of their own, for no key may show in a process list."""
+    path = folder / f"{node_id}.yaml"
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    return ChildPlan(node_id, (sys.executable, "-m", "moonpool", role, "--config", str(path)), env)
