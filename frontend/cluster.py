@@ -143,6 +143,7 @@ def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
     return NodeSample(
         node_id=node.node_id,
         role=_ROLES.get(node.role, "unknown"),
+        model=node.model,
         num_running=report.num_running,
         num_waiting=report.num_waiting,
         capacity_tokens=node.capacity_tokens,

@@ -35,16 +35,21 @@ def status(
     """
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        rows, ready = asyncio.run(_status(located))
+        rows, models = asyncio.run(_status(located))
+        ready = bool(models) and all(models.values())
         if as_json:
-            print(json.dumps({"ready": ready, "nodes": rows}, indent=2))
+            print(json.dumps({"ready": ready, "models": models, "nodes": rows}, indent=2))
             return
-        table = Table("node", "role", "pid", "restarts", "waiting", "running", "free tokens", "address", box=None)
+        table = Table(
+            "node", "role", "model", "pid", "restarts", "waiting", "running", "free tokens", "address", box=None
+        )
         for row in rows:
             table.add_row(*("" if row[key] is None else str(row[key]) for key in row))
         console = _console()
         console.print(table)
-        console.print("ready" if ready else "not ready: no place can serve a request")
+        waiting = [model for model, is_ready in models.items() if not is_ready]
+        of_these = f" of {' or '.join(waiting)}" if waiting else ""
+        console.print("ready" if ready else f"not ready: no place can serve a request{of_these}")
 
 
 def validate(
@@ -101,7 +106,8 @@ def _console() -> Console:
     return Console(width=max(Console().width, _WIDE))
 
 
-async def _status(located: Located) -> tuple[list[dict[str, object]], bool]:
+async def _status(located: Located) -> tuple[list[dict[str, object]], dict[str, bool]]:
+    """The nodes, and which models can serve a request."""
     from moonpool.questions import ask_cluster, role_name
 
     cluster = await ask_cluster(located.conductor)
@@ -115,6 +121,7 @@ async def _status(located: Located) -> tuple[list[dict[str, object]], bool]:
             {
                 "node": node_id,
                 "role": role_name(item.node.role) if item is not None else process.role if process else "",
+                "model": item.node.model if item is not None else process.model if process else "",
                 "pid": process.pid if process else None,
                 "restarts": process.restarts if process else None,
                 "waiting": item.report.num_waiting if item is not None and is_worker else None,
@@ -123,4 +130,6 @@ async def _status(located: Located) -> tuple[list[dict[str, object]], bool]:
                 "address": item.node.target if item is not None else process.target if process else "",
             }
         )
-    return rows, bool(cluster.ready_models)
+    served = [str(row["model"]) for row in rows if row["model"]]
+    models = {model: model in cluster.ready_models for model in served}
+    return rows, models

@@ -1,4 +1,4 @@
-"""Export of what the cluster's nodes report, with labels node and role, as one Prometheus collector.
+"""Export of what the cluster's nodes report, with labels node, role and model_name, as one Prometheus collector.
 
 The numbers are the nodes' own; nothing is accumulated here, so a node that restarts shows as a counter reset.
 """
@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-_LABELS: Final = ("node", "role")
+_LABELS: Final = ("node", "role", "model_name")
 _MOVED_BYTES: Final = re.compile(r"kv_([a-z]+)_bytes")
 GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes")
 _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
@@ -20,10 +20,11 @@ _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(frozen=True)
 class NodeSample:
-    """One node's last report. `capacity_tokens` 0: the node holds no KV pages of its own."""
+    """One node's last report. `capacity_tokens` 0: the node holds no KV pages of its own; `model` "": it serves none."""
 
     node_id: str
     role: str
+    model: str = ""
     num_running: int = 0
     num_waiting: int = 0
     capacity_tokens: int = 0
@@ -33,9 +34,9 @@ class NodeSample:
     counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def labels(self) -> tuple[str, str]:
-        """Values of the labels node and role."""
-        return self.node_id, self.role
+    def labels(self) -> tuple[str, str, str]:
+        """Values of the labels node, role and model_name."""
+        return self.node_id, self.role, self.model
 
 
 class NodesCollector(Collector):

@@ -32,7 +32,7 @@ def tokens(count: int) -> str:
 
 
 def up(node_id: str, role: str, value: int) -> str:
-    return f'moonpool:node_up{{node="{node_id}",role="{role}"}} {value}.0'
+    return f'moonpool:node_up{{model_name="tiny",node="{node_id}",role="{role}"}} {value}.0'
 
 
 def post(front: Any) -> asyncio.Task[Any]:

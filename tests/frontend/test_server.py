@@ -160,9 +160,9 @@ async def test_metrics_tell_of_requests_and_nodes(cluster: Any, front: Any) -> N
         'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
         'moonpool:request_attempts_total{model_name="tiny"} 1.0',
         'moonpool:requests_in_flight{model_name="tiny"} 0.0',
-        'vllm:num_requests_running{node="p0",role="prefill"} 1.0',
-        'vllm:kv_cache_usage_perc{node="p0",role="prefill"} 0.75',
-        'moonpool:kv_bytes_moved_total{node="p0",path="push",role="prefill"} 7.0',
+        'vllm:num_requests_running{model_name="tiny",node="p0",role="prefill"} 1.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny",node="p0",role="prefill"} 0.75',
+        'moonpool:kv_bytes_moved_total{model_name="tiny",node="p0",path="push",role="prefill"} 7.0',
     ):
         assert line in text.splitlines()
 

@@ -143,8 +143,11 @@ def test_a_process_killed_comes_back_with_its_name_and_address_and_the_cluster_s
 def test_status_shows_every_node(served: Served) -> None:
     shown = served.moonpool("status", "--json")
     assert shown.returncode == 0, shown.stderr
-    rows = {row["node"]: row for row in json.loads(shown.stdout)["nodes"]}
+    told = json.loads(shown.stdout)
+    assert (told["ready"], told["models"]) == (True, {"moonpool": True})
+    rows = {row["node"]: row for row in told["nodes"]}
     assert set(rows) == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+    assert (rows["decode-0"]["model"], rows["pool-0"]["model"]) == ("moonpool", "")
     assert rows["decode-0"]["free_tokens"] == 8192
     assert rows["prefill-0"]["pid"] == served.ready.nodes["prefill-0"].pid
 

@@ -64,12 +64,13 @@ def test_openmetrics_is_served_when_asked_for() -> None:
     assert text.endswith(b"# EOF\n")
 
 
-def test_nodes_are_exported_with_node_and_role() -> None:
+def test_nodes_are_exported_with_node_role_and_model() -> None:
     samples = [
-        NodeSample("p0", "prefill", num_running=1, num_waiting=3, capacity_tokens=100, free_tokens=25),
+        NodeSample("p0", "prefill", "tiny", num_running=1, num_waiting=3, capacity_tokens=100, free_tokens=25),
         NodeSample(
             "d0",
             "decode",
+            "tiny",
             suspect=True,
             counters={"kv_pull_bytes": 10.0, "digest_mismatches": 2.0, "regions_open": 3.0},
         ),
@@ -78,18 +79,22 @@ def test_nodes_are_exported_with_node_and_role() -> None:
     registry = new_registry()
     registry.register(NodesCollector(lambda: samples))
     seen = scrape(registry)
-    assert seen[key("vllm:num_requests_waiting", node="p0", role="prefill")] == 3
-    assert seen[key("vllm:kv_cache_usage_perc", node="p0", role="prefill")] == 0.75
-    assert key("vllm:kv_cache_usage_perc", node="d0", role="decode") not in seen
-    assert seen[key("moonpool:kv_bytes_moved_total", node="d0", role="decode", path="pull")] == 10
-    assert seen[key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", path="pull")] == 5
-    assert seen[key("moonpool:digest_mismatches_total", node="d0", role="decode")] == 2
-    assert seen[key("moonpool:regions_open", node="d0", role="decode")] == 3
-    assert seen[key("moonpool:blocks_evicted_total", node="pool0", role="pool")] == 1
-    assert seen[key("moonpool:node_draining", node="pool0", role="pool")] == 1
-    assert [seen[key("moonpool:node_up", node=s.node_id, role=s.role)] for s in samples] == [1, 0, 1]
+    assert seen[key("vllm:num_requests_waiting", node="p0", role="prefill", model_name="tiny")] == 3
+    assert seen[key("vllm:kv_cache_usage_perc", node="p0", role="prefill", model_name="tiny")] == 0.75
+    assert key("vllm:kv_cache_usage_perc", node="d0", role="decode", model_name="tiny") not in seen
+    assert seen[key("moonpool:kv_bytes_moved_total", node="d0", role="decode", model_name="tiny", path="pull")] == 10
+    assert seen[key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", model_name="", path="pull")] == 5
+    assert seen[key("moonpool:digest_mismatches_total", node="d0", role="decode", model_name="tiny")] == 2
+    assert seen[key("moonpool:regions_open", node="d0", role="decode", model_name="tiny")] == 3
+    assert seen[key("moonpool:blocks_evicted_total", node="pool0", role="pool", model_name="")] == 1
+    assert seen[key("moonpool:node_draining", node="pool0", role="pool", model_name="")] == 1
+    assert [seen[key("moonpool:node_up", node=s.node_id, role=s.role, model_name=s.model)] for s in samples] == [
+        1,
+        0,
+        1,
+    ]
     samples.clear()
-    assert key("moonpool:node_up", node="p0", role="prefill") not in scrape(registry)
+    assert key("moonpool:node_up", node="p0", role="prefill", model_name="tiny") not in scrape(registry)
 
 
 def test_what_there_is_now_is_a_gauge() -> None:
@@ -99,17 +104,19 @@ def test_what_there_is_now_is_a_gauge() -> None:
     text = exposition(registry, "text/plain")[0].decode()
     for name, value in values.items():
         assert f"# TYPE moonpool:{name} gauge" in text
-        assert scrape(registry)[key(f"moonpool:{name}", node="pool0", role="pool")] == value
-    assert key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", path="used") not in scrape(registry)
+        assert scrape(registry)[key(f"moonpool:{name}", node="pool0", role="pool", model_name="")] == value
+    assert key("moonpool:kv_bytes_moved_total", node="pool0", role="pool", model_name="", path="used") not in scrape(
+        registry
+    )
 
 
 def test_counters_of_one_name_from_several_nodes_form_one_family() -> None:
-    samples = [NodeSample(f"d{i}", "decode", counters={"generation_tokens": float(i)}) for i in range(3)]
+    samples = [NodeSample(f"d{i}", "decode", "tiny", counters={"generation_tokens": float(i)}) for i in range(3)]
     registry = new_registry()
     registry.register(NodesCollector(lambda: samples))
     text, _ = exposition(registry, "text/plain")
     assert text.count(b"# TYPE moonpool:generation_tokens_total counter") == 1
-    assert scrape(registry)[key("moonpool:generation_tokens_total", node="d2", role="decode")] == 2
+    assert scrape(registry)[key("moonpool:generation_tokens_total", node="d2", role="decode", model_name="tiny")] == 2
 
 
 def test_two_models_of_one_front_door_have_series_of_their_own() -> None:
