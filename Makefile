@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check format proto train bench clients clean distclean
+.PHONY: help setup demo test check format proto train bench clients compare clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -27,6 +27,7 @@ help:
 	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
+	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
 setup: $(STAMP)
@@ -66,6 +67,9 @@ bench: $(STAMP)
 
 clients: $(STAMP)
 	$(BIN)/python -m benchmarks.clients $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+
+compare: $(STAMP)
+	$(BIN)/python -m benchmarks.disaggregation
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
