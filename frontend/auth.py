@@ -13,6 +13,11 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._hashes = [_hash(key.encode()) for key in keys]
 
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether anybody needs one."""
+        return bool(self._hashes)
+
     def check(self, authorization: str | None) -> str:
         """The tenant that an Authorization header stands for, "" for everybody. Raises Unauthorized."""
         if not self._hashes:

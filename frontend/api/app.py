@@ -14,6 +14,7 @@ from frontend.api.body import parse_body, read_body
 from frontend.api.fields import RequestModel
 from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer
+from frontend.api.openapi import describe
 from frontend.api.stream import encode
 from frontend.errors import ApiError, ClientGone
 from frontend.prepare import Arrival
@@ -36,6 +37,7 @@ def build_app(service: Service) -> FastAPI:
         "/ready": routes.ready,
         "/metrics": routes.metrics,
         "/validate": routes.validate,
+        "/openapi.json": routes.openapi,
     }
     guarded: dict[str, tuple[str, Handler]] = {
         "/v1/models": ("GET", routes.models),
@@ -61,6 +63,7 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._description = describe(asks_for_key=service.keys.are_asked_for)
 
     async def completions(self, http: Request) -> Response:
         arrival, body, model = await self._generation(http, models.CompletionBody)
@@ -112,6 +115,9 @@ class _Routes:
 
     async def validate(self, http: Request) -> Response:
         return _json(self._service.validate())
+
+    async def openapi(self, http: Request) -> Response:
+        return _json(self._description)
 
     async def _generation(self, http: Request, kind: type[G]) -> tuple[Arrival, G, ServedModel]:
         at_s = monotonic()

@@ -1,6 +1,6 @@
 """The requests that clients send, as pydantic models. Types are strict: "16" is no number here."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, WithJsonSchema, field_validator
 
@@ -82,6 +82,17 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
+_PARTS: Final = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+
+
 class ContentPart(RequestModel):
     """A piece of a message's content. Only text is served."""
 
@@ -99,9 +110,7 @@ class ChatMessage(RequestModel):
     content: Annotated[
         Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None,
         BeforeValidator(_as_parts),
-        WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"$ref": "#/components/schemas/ContentParts"}, {"type": "null"}]}
-        ),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}),
         Field(validate_default=True),
     ] = None
 

@@ -1,6 +1,6 @@
 """Fields of OpenAI's and vLLM's that are not served yet: accepted at their neutral value, else refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 # Any of these values (and null) asks for nothing.
@@ -42,3 +42,8 @@ def unsupported_field(fields: Mapping[str, Any]) -> str | None:
         ):
             return name
     return None
+
+
+def refused_fields() -> Mapping[str, Sequence[Any]]:
+    """The fields by name, each with the values that ask for nothing."""
+    return _NEUTRAL

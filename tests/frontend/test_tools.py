@@ -237,8 +237,8 @@ async def test_a_template_without_tools_is_given_them_as_a_system_text(
 def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
     source = (
         "{{ tools | tojson }}{% for message in messages %}[{{ message.role }}:{{ message.content }}"
-        "{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}"
-        "]{% endfor %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.a }})"
+        "{% endfor %}]{% endfor %}"
     )
     template = ChatTemplate(source, {}, "here")
     assert template.takes_tools

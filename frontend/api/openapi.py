@@ -1,0 +1,144 @@
+"""The OpenAPI description of what is served, made of the models that requests are checked by."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from frontend.api import answer_models, models
+from frontend.api.unsupported import refused_fields
+
+_ERRORS: Final = {
+    400: "The request cannot be served as it stands; `param` names the field at fault.",
+    401: "No API key, or a wrong one.",
+    404: "No such model.",
+    405: "No such method here.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The cluster cannot meet its objectives for this request now; Retry-After says when to ask again.",
+    500: "The cluster accepted the request and could not finish it.",
+    503: "Nothing can serve the request now.",
+    504: "The request did not end within its deadline.",
+}
+_GENERATION: Final = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
+_TEXT: Final = (400, 401, 404, 405, 408, 413)
+_OBJECTIVES: Final = [
+    {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": f"Objective in milliseconds: {what}.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    for name, what in (("x-slo-ttft-ms", "time to the first token"), ("x-slo-tpot-ms", "time between tokens"))
+]
+_NAME: Final = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+
+
+_BODIES: Final = (models.CompletionBody, models.ChatBody, models.TokenizeBody, models.DetokenizeBody)
+_ANSWERS: Final = (
+    answer_models.Completion,
+    answer_models.ChatCompletion,
+    answer_models.ChatChunk,
+    answer_models.ModelList,
+    answer_models.Tokenized,
+    answer_models.Detokenized,
+    answer_models.Status,
+    answer_models.SelfCheck,
+    answer_models.ErrorAnswer,
+)
+
+
+def describe(*, asks_for_key: bool) -> dict[str, Any]:
+    """The description, as served at /openapi.json."""
+    paths = {
+        "/v1/completions": _post(
+            "Continue prompts", models.CompletionBody, answer_models.Completion, _GENERATION, answer_models.Completion
+        ),
+        "/v1/chat/completions": _post(
+            "Answer a chat", models.ChatBody, answer_models.ChatCompletion, _GENERATION, answer_models.ChatChunk
+        ),
+        "/tokenize": _post("Token ids of a text or chat", models.TokenizeBody, answer_models.Tokenized, _TEXT),
+        "/detokenize": _post("Text of token ids", models.DetokenizeBody, answer_models.Detokenized, _TEXT),
+        "/v1/models": _get("The models served", answer_models.ModelList, (401, 405)),
+        "/v1/models/{name}": _get("One model", answer_models.ModelCard, (401, 404, 405)) | {"parameters": _NAME},
+        "/health": _get("Whether the process answers", answer_models.Status, (405,)),
+        "/live": _get("Whether the process answers", answer_models.Status, (405,)),
+        "/ready": _get("Whether the cluster can serve", answer_models.Status, (405,)),
+        "/validate": _get("What the process holds", answer_models.SelfCheck, (405,)),
+        "/metrics": {"get": _operation("Prometheus metrics", _media("text/plain", {"type": "string"}), (405,))},
+        "/openapi.json": {
+            "get": _operation("This description", _media("application/json", {"type": "object"}), (405,))
+        },
+    }
+    paths["/ready"]["get"]["responses"]["503"] = _response("It cannot.", answer_models.Status)
+    if asks_for_key:
+        for path, item in paths.items():
+            if path.startswith("/v1/") or path.endswith("tokenize"):
+                _operation_of(item)["security"] = [{"key": []}]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        paths[path]["parameters"] = _OBJECTIVES
+    components: dict[str, Any] = {"schemas": _schemas()}
+    if asks_for_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Moonpool", "version": "1"},  # of the interface
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _schemas() -> dict[str, Any]:
+    """Of all requests and answers, by name."""
+    both = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
+    _, schema = models_json_schema(both, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    definitions: dict[str, Any] = schema["$defs"]
+    for body in (models.CompletionBody, models.ChatBody):
+        properties = definitions[body.__name__]["properties"]
+        for name, neutral in refused_fields().items():
+            properties.setdefault(name, {"enum": [*neutral, None], "description": "Not served."})
+    return definitions
+
+
+def _post(
+    summary: str,
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    errors: Iterable[int],
+    event: type[BaseModel] | None = None,
+) -> dict[str, Any]:
+    content = _media("application/json", _ref(answer))
+    if event is not None:
+        text = f"Events; the data of each is a {event.__name__} or an ErrorAnswer, of the last one [DONE]."
+        content |= _media("text/event-stream", {"type": "string", "description": text})
+    operation = _operation(summary, content, errors)
+    operation["requestBody"] = {"required": True, "content": _media("application/json", _ref(body))}
+    return {"post": operation}
+
+
+def _get(summary: str, answer: type[BaseModel], errors: Iterable[int]) -> dict[str, Any]:
+    return {"get": _operation(summary, _media("application/json", _ref(answer)), errors)}
+
+
+def _operation(summary: str, content: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
+    failures = {str(status): _response(_ERRORS[status], answer_models.ErrorAnswer) for status in errors}
+    return {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}, **failures}}
+
+
+def _operation_of(item: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = item.get("post") or item["get"]
+    return operation
+
+
+def _response(description: str, answer: type[BaseModel]) -> dict[str, Any]:
+    return {"description": description, "content": _media("application/json", _ref(answer))}
+
+
+def _media(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: {"schema": schema}}
+
+
+def _ref(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
