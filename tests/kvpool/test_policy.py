@@ -299,3 +299,79 @@ def test_sizes_share_the_arena_and_slabs_change_hands() -> None:
         if spec is large:
             assert len(got.new_blocks) >= 14
         assert core.validate() == []
+
+
+class Models:
+    """A core with blocks of two models that have one tokenizer: equal chains, other slots. Blocks are put whole."""
+
+    SMALL = KvSpec((KvGroup("full", 0, (0, 1), 2, 16, "float32"),), 8)
+    LARGE = KvSpec((KvGroup("full", 0, (0, 1, 2), 8, 32, "float32"),), 8)
+
+    def __init__(self, arena_nbytes: int) -> None:
+        self.core = PoolCore(PoolLimits(arena_nbytes, 16 << 10, S, S), incarnation=1)
+
+    def store(self, spec: KvSpec, chain: list[bytes]) -> list[SlotStatus]:
+        parents = [ROOT, *chain[:-1]]
+        ns = kv_namespace("w", spec)
+        got = self.core.allocate(0, ns, spec, chain, parents, owner="w", owner_incarnation=1, ttl_ns=S)
+        if got.put_id:
+            self.core.seal(0, got.put_id, [(bytes(8 * spec.num_layers(0)),)] * len(got.new_blocks))
+            self.core.fence_revoked(got.put_id)
+        assert self.core.validate() == []
+        return list(got.status)
+
+    def held(self, spec: KvSpec, chain: list[bytes]) -> int:
+        return len(self.core.store.leading_run(kv_namespace("w", spec), chain))
+
+
+def test_equal_chains_of_two_models_are_different_blocks() -> None:
+    models = Models(1 << 20)
+    chain = keys(4)
+    assert models.store(Models.SMALL, chain) == [NEW] * 4
+    assert models.held(Models.LARGE, chain) == 0
+    assert models.store(Models.LARGE, chain[:2]) == [NEW] * 2
+    assert (models.held(Models.SMALL, chain), models.held(Models.LARGE, chain)) == (4, 2)
+    models.core.quarantine(kv_namespace("w", Models.LARGE), chain)
+    assert (models.held(Models.SMALL, chain), models.held(Models.LARGE, chain)) == (4, 0)
+
+
+@pytest.mark.parametrize("first", [Models.SMALL, Models.LARGE])
+def test_a_model_takes_the_room_of_the_others_least_recently_used_blocks(first: KvSpec) -> None:
+    models = Models(1 << 20)
+    second = Models.LARGE if first is Models.SMALL else Models.SMALL
+    chains = [keys(4, salt) for salt in range(120)]
+    for chain in chains:
+        models.store(first, chain)
+    kept = sum(models.held(first, chain) for chain in chains)
+    assert models.core.counters["evicted_blocks"] == 480 - kept > 0, "the arena is full of the first model"
+    fresh = chains[-1]
+    for chain in (keys(4, 200), keys(4, 201), fresh):
+        assert models.store(second, chain) == [NEW] * 4
+        assert models.held(second, chain) == 4
+    assert models.held(first, fresh) == 4, "what was used last is still there"
+    assert 0 < sum(models.held(first, chain) for chain in chains) < kept
+
+
+def test_a_leased_prefix_of_one_model_survives_a_flood_of_another() -> None:
+    models = Models(1 << 20)
+    chain = keys(5, 1)
+    models.store(Models.SMALL, chain)
+    grant = models.core.pin(0, kv_namespace("w", Models.SMALL), chain, owner="r", owner_incarnation=1, lease_ns=S)
+    assert grant is not None
+    for salt in range(2, 60):
+        assert NO_SPACE not in models.store(Models.LARGE, keys(4, salt))
+    assert models.held(Models.SMALL, chain) == 5
+    models.core.unpin(grant.lease_id)
+    for salt in range(60, 120):
+        models.store(Models.LARGE, keys(4, salt))
+    assert models.held(Models.SMALL, chain) == 0
+
+
+def test_two_models_used_in_turns_both_stay() -> None:
+    models = Models(1 << 20)
+    hot = keys(6, 200)
+    for salt in range(100):
+        models.store(Models.SMALL, hot)
+        models.store(Models.LARGE, hot[:3])
+        models.store(Models.SMALL if salt % 2 else Models.LARGE, keys(4, salt))
+    assert (models.held(Models.SMALL, hot), models.held(Models.LARGE, hot)) == (6, 3)

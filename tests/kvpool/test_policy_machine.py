@@ -9,8 +9,11 @@ from kvpool.errors import PutLost
 from kvpool.policy import PoolCore, PoolLimits, SlotStatus
 
 SPEC = KvSpec((KvGroup("full", 0, (0,), 1, 4, "float32"), KvGroup("window", 4, (1, 2), 1, 4, "float16")), 2)
-NAMESPACES = [b"a" * 16, b"b" * 16]
-DIGESTS = (bytes(8), bytes(16))
+# Of another model: slots of another size, which take two adjoining units of the arena.
+WIDE = KvSpec((KvGroup("full", 0, (0, 1), 1, 4, "float32"),), 2)
+SPECS = {b"a" * 16: SPEC, b"b" * 16: SPEC, b"c" * 16: WIDE}
+NAMESPACES = sorted(SPECS)
+DIGESTS = {ns: tuple(bytes(8 * spec.num_layers(g)) for g in range(spec.num_groups)) for ns, spec in SPECS.items()}
 OPERATION_NS = 20
 
 
@@ -56,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
         parents = [bytes(16), *chain[:-1]]
         leased = {address for until, addresses, _ in self.leases.values() if self.now < until for address in addresses}
         protected = self.protected()
-        got = self.core.allocate(self.now, ns, SPEC, chain, parents, owner="w", owner_incarnation=1, ttl_ns=ttl)
+        got = self.core.allocate(self.now, ns, SPECS[ns], chain, parents, owner="w", owner_incarnation=1, ttl_ns=ttl)
         remaining = {(b.kv_namespace, b.chain_key) for b in self.core.store.index if b.sealed}
         evicted = self.visible.keys() - remaining
         assert remaining <= self.visible.keys()
@@ -92,11 +95,11 @@ class PoolMachine(RuleBasedStateMachine):
         if until <= self.now:
             self.puts[put_id] = (until, blocks)
             try:
-                self.core.seal(self.now, put_id, [DIGESTS] * len(blocks), keep)
+                self.core.seal(self.now, put_id, [DIGESTS[ns] for ns, _, _ in blocks], keep)
             except PutLost:
                 return
             raise AssertionError("an expired put was sealed")
-        assert self.core.seal(self.now, put_id, [DIGESTS] * len(blocks), keep) == sum(keep)
+        assert self.core.seal(self.now, put_id, [DIGESTS[ns] for ns, _, _ in blocks], keep) == sum(keep)
         for (ns, key, parent), keep_block in zip(blocks, keep, strict=True):
             if keep_block:
                 self.visible[ns, key] = parent
@@ -214,7 +217,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
         assert (self.core.puts, self.core.leases, self.core.fenced) == ({}, {}, {})
-        assert self.core.store.slabs.num_slots_used == SPEC.num_groups * len(self.visible)
+        assert self.core.store.slabs.num_slots_used == sum(SPECS[ns].num_groups for ns, _ in self.visible)
         assert self.core.validate() == []
 
 
