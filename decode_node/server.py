@@ -27,6 +27,7 @@ from moonpool_proto.v1.worker_pb2 import (
     ReserveRequest,
 )
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from worker.choosing import append
 from worker.config import WorkerConfig
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
@@ -124,6 +125,7 @@ class DecodeFace(WorkerFace):
 
     async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
         node = self.node
+        node.begin_grammar(request)
         block_tokens = node.config.block_tokens
         slots, num_shared = await node.take_slots(request.keys, -(-request.peak_tokens // block_tokens))
         reservation: Reservation | None = None
@@ -186,14 +188,19 @@ class DecodeFace(WorkerFace):
         node, request = self.node, reservation.request
         if first_index != request.generated:
             raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
+        matcher = await node.matcher(request)
         # The writer is done: fenced off now, the slots need no quarantine later.
         await in_thread(node.messenger.revoke, reservation.key)
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
         await in_thread(node.memory.to_device, blocks)
         node.index_blocks(reservation.slots, request.keys)
-        sequence = Sequence.of(request, reservation.slots, num_computed=len(request.prompt), prefill_only=False)
-        sequence.append(first_token)
+        sequence = Sequence.of(
+            request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
+        )
+        if not append(sequence, first_token):
+            assert sequence.error is not None
+            raise sequence.error
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
         with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
             await node.run_in_engine(sequence)

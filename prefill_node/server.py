@@ -19,6 +19,7 @@ from prefill_node.push import Pusher
 from prefill_node.turns import Turn, Turns
 from worker.config import WorkerConfig
 from worker.errors import RequestFailed
+from worker.matchers import Matcher
 from worker.node import WorkerNode
 from worker.prepare import Prepared, load, prepared, sequence_of
 from worker.request import Request, Sequence
@@ -55,6 +56,7 @@ class PrefillFace(WorkerFace):
 
     async def _serve(self, request: Request) -> None:
         node = self.node
+        node.begin_grammar(request)
         node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
         )
@@ -63,25 +65,26 @@ class PrefillFace(WorkerFace):
                 self._turns.take() as turn,
                 prepared(node, request, peak_tokens=len(request.prompt)) as work,
             ):
+                matcher = await node.matcher(request)
                 if request.placement.HasField("decode"):
-                    await self._prefill_and_hand_off(work, turn)
+                    await self._prefill_and_hand_off(work, turn, matcher)
                 else:
                     await load(node, work)
-                    sequence = await self._prefill(work, turn, None)
+                    sequence = await self._prefill(work, turn, matcher, None)
                     await self._store(work, sequence)
                     if not sequence.finish:
                         raise RequestFailed("placement", "the request goes on, but no decode node was named")
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
-    async def _prefill_and_hand_off(self, work: Prepared, turn: Turn) -> None:
+    async def _prefill_and_hand_off(self, work: Prepared, turn: Turn, matcher: Matcher | None) -> None:
         node, request = self.node, work.request
         handoff = Handoff(node, request, self._channel(request.placement.decode.target))
         pusher: Pusher | None = None
         try:
             await both(load(node, work), handoff.reserve(work))
             pusher = self._pusher(work, handoff)
-            sequence = await self._prefill(work, turn, pusher)
+            sequence = await self._prefill(work, turn, matcher, pusher)
             store = self._store(work, sequence)
             if sequence.finish:
                 await store
@@ -120,10 +123,10 @@ class PrefillFace(WorkerFace):
         pusher.push_blocks(range(push_from, work.reused_blocks))
         return pusher
 
-    async def _prefill(self, work: Prepared, turn: Turn, pusher: Pusher | None) -> Sequence:
+    async def _prefill(self, work: Prepared, turn: Turn, matcher: Matcher | None, pusher: Pusher | None) -> Sequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
-        sequence = sequence_of(node, work, prefill_only=True)
+        sequence = sequence_of(node, work, matcher, prefill_only=True)
         if pusher is not None:
             self._pushers[id(sequence)] = pusher
         node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)

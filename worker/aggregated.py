@@ -25,6 +25,7 @@ class AggregatedFace(WorkerFace):
 
     async def _serve(self, request: Request) -> None:
         node = self.node
+        node.begin_grammar(request)
         report = node.reporter
         held = node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
@@ -32,8 +33,9 @@ class AggregatedFace(WorkerFace):
         async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
             held.committed_tokens = len(work.slots) * node.config.block_tokens
             try:
+                matcher = await node.matcher(request)
                 await load(node, work)
-                sequence = sequence_of(node, work, prefill_only=False)
+                sequence = sequence_of(node, work, matcher, prefill_only=False)
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
                 with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
                     await node.run_in_engine(sequence)

@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from engine import ForwardBatch, Model, PagedCache, SequenceChunk, sample
-from moonpool_proto.v1.worker_pb2 import Finish
+from engine import ForwardBatch, Model, PagedCache, SequenceChunk
+from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
+from worker.choosing import append, choose, score_prompts
 from worker.policy import BatchLimits, BatchPlan, PrefillChunk, plan_step
 from worker.request import Sequence
 
@@ -31,6 +32,7 @@ class Generated:
     index: int
     token: int
     finish: Finish.ValueType
+    logprobs: LogProbs | None = None  # if asked for
 
 
 @dataclass(slots=True)
@@ -38,7 +40,9 @@ class StepResult:
     """One step, or the removal of cancelled sequences."""
 
     tokens: list[Generated] = field(default_factory=list)
-    left: list[Sequence] = field(default_factory=list)  # out of the loop: finished, handed over or cancelled
+    left: list[Sequence] = field(
+        default_factory=list
+    )  # out of the loop: finished, handed over, cancelled or failed (`Sequence.error`)
     error: BaseException | None = None  # the step failed; `left` are its victims
     is_end: bool = False  # the thread has ended by that error: nothing more will be computed
     decode_batch: int = 0
@@ -178,7 +182,7 @@ class EngineLoop:
                 report(layer, spans)
 
         logits = self._model.forward(batch, self._cache, hook)
-        tokens: Iterable[int] = sample(logits, [s.sampling_row() for s in rows]) if rows else []
+        chosen = choose(score_prompts(logits, len(decoding), chunks), rows)
         ended = time.monotonic()
         result.seconds = ended - began
         for sequence in decoding:
@@ -187,17 +191,17 @@ class EngineLoop:
         for sequence, chunk in chunks:
             sequence.num_computed = chunk.end
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
-        for sequence, token in zip(rows, tokens, strict=True):
+        for sequence, row in zip(rows, chosen, strict=True):
             index = sequence.next_index
-            sequence.first_token_at = sequence.first_token_at or ended
-            sequence.append(int(token))
-            result.tokens.append(Generated(sequence, index, int(token), sequence.finish))
+            if row is not None and append(sequence, row.token):
+                sequence.first_token_at = sequence.first_token_at or ended
+                result.tokens.append(Generated(sequence, index, row.token, sequence.finish, row.logprobs))
         for sequence, chunk in chunks:
-            if chunk.last and not sequence.prefill_only and not sequence.finish:
+            if chunk.last and not sequence.prefill_only and not sequence.has_ended:
                 self._prefilling.remove(sequence)
                 self._decoding.append(sequence)
-        result.left = [s for s in decoding if s.finish]
-        result.left += [s for s, c in chunks if c.last and (s.prefill_only or s.finish)]
+        result.left = [s for s in decoding if s.has_ended]
+        result.left += [s for s, c in chunks if (c.last and s.prefill_only) or s.has_ended]
         return result
 
     def _chunk(self, sequence: Sequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
@@ -206,5 +210,6 @@ class EngineLoop:
             token_ids=sequence.tokens[start:end],
             start=start,
             slot_tables=(sequence.table[:used],) * len(self._model.kv_groups),
-            want_logits=want_logits,
+            want_logits=want_logits or sequence.prompt_scores is not None,
+            every=sequence.prompt_scores is not None and start < sequence.prompt_len,
         )

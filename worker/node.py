@@ -27,9 +27,10 @@ from moonpool_proto.v1.worker_pb2 import Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
-from worker.errors import RequestFailed, RequestRefused, StartupError
+from worker.errors import RequestFailed, RequestRefused, StartupError, WorkerError
 from worker.jobs import Jobs
 from worker.kv_memory import KvMemory
+from worker.matchers import Matcher, Matchers
 from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
@@ -58,6 +59,7 @@ class WorkerNode:
         except EngineError as error:
             raise StartupError(str(error)) from error
         own = self.model.config.max_model_len
+        self.matchers = Matchers(config.model_path, self.model.config.vocab_size, self.model.config.eos_token_ids)
         self.max_model_len = min(own, config.max_model_len or own, config.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
@@ -96,6 +98,7 @@ class WorkerNode:
     def warm_up(self) -> None:
         """Compile, or load from the cache, all kernels, so that the first request does not pay for it."""
         self.model.warm_up()
+        self.matchers.warm_up()
         digest.warm_up()
 
     async def start(self, target: str) -> None:
@@ -132,6 +135,7 @@ class WorkerNode:
             await asyncio.gather(self._reporting, return_exceptions=True)
         self.streams.close()
         await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self.matchers.close)
         await self.pool.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
@@ -205,12 +209,23 @@ class WorkerNode:
                     return
             self._slot_queue.popleft()
 
+    # Grammars.
+
+    def begin_grammar(self, request: Request) -> None:
+        """Compile the request's grammar, if it has one, while the request waits for other things."""
+        self.matchers.begin(request.sampling.grammar)
+
+    async def matcher(self, request: Request) -> Matcher | None:
+        """Where the request's generated ids lead in its grammar. Raises RequestRefused; None without a grammar."""
+        return await self.matchers.matcher(request.sampling.grammar, request.generated_ids)
+
     # Engine.
 
     async def run_in_engine(self, sequence: EngineSequence) -> None:
         """Give a sequence to the engine until it leaves: finished, handed over, or cancelled with the caller.
 
-        On return (also by exception) the engine no longer touches its slots. Raises RequestFailed on an engine error.
+        On return (also by exception) the engine no longer touches its slots. Raises RequestFailed on an engine error,
+        and what the sequence itself failed by.
         """
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
@@ -219,7 +234,7 @@ class WorkerNode:
             await asyncio.shield(leaving)
         except asyncio.CancelledError:
             self.engine.cancel(sequence)
-            with contextlib.suppress(asyncio.CancelledError, RequestFailed):
+            with contextlib.suppress(asyncio.CancelledError, WorkerError):
                 await settled(leaving)
             raise
         finally:
@@ -252,6 +267,8 @@ class WorkerNode:
                 continue
             if result.error is not None:
                 leaving.set_exception(RequestFailed("engine", f"the engine failed: {result.error}"))
+            elif sequence.error is not None:
+                leaving.set_exception(sequence.error)
             else:
                 leaving.set_result(None)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from moonpool_proto.v1.worker_pb2 import Timing
+from worker.matchers import Matcher
 from worker.node import WorkerNode
 from worker.pool_glue import Pinned
 from worker.request import Request, Sequence
@@ -36,8 +37,8 @@ class Prepared:
 async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> AsyncIterator[Prepared]:
     """Slots and leases for `request`, given back at the end. Load the KV with `load`."""
     block_tokens = node.config.block_tokens
-    # The last prompt token is always computed: its logits are wanted.
-    reusable = request.keys[: (len(request.prompt) - 1) // block_tokens]
+    # The last prompt token is always computed, and all of a prompt that is to be scored: their logits are wanted.
+    reusable = request.keys[: 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens]
     slots, num_shared = await node.take_slots(reusable, -(-peak_tokens // block_tokens))
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
     pinning = asyncio.ensure_future(node.pool.pin(reusable, request.placement))
@@ -69,10 +70,10 @@ async def load(node: WorkerNode, work: Prepared) -> None:
     work.load_s = time.monotonic() - began
 
 
-def sequence_of(node: WorkerNode, work: Prepared, *, prefill_only: bool) -> Sequence:
+def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, prefill_only: bool) -> Sequence:
     """The engine's sequence for prepared work, with its timing noted for the first token."""
     cached = work.reused_blocks * node.config.block_tokens
-    sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only)
+    sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher)
     node.timings[id(sequence)] = Timing(cached_tokens=cached, load_s=work.load_s)
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)

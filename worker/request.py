@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from engine import SamplingRow
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
-from worker.errors import RequestRefused
+from worker.errors import RequestRefused, WorkerError
+from worker.matchers import Matcher
+from worker.sampling import Sampling
+from worker.scores import PromptScores
+from worker.steering import Steering
 
 KEY_NBYTES = 16
 
@@ -27,12 +31,9 @@ class Request:
     generated: int
     keys: tuple[bytes, ...]  # chain key per full block of the prompt
     chain_seed: bytes
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
+    sampling: Sampling
     max_tokens: int  # over all attempts
-    stop_ids: frozenset[int]
+    vocab_size: int
     placement: Placement
     submitted: float  # time.monotonic() instants
     deadline: float
@@ -58,17 +59,14 @@ class Request:
                 f"{len(submit.chain)} bytes of chain keys for {len(prompt)} tokens in blocks of {block_tokens}: "
                 "frontend and worker disagree about block_tokens",
             )
+        if submit.generated >= len(prompt):
+            raise RequestRefused(
+                "bad_prompt",
+                f"{submit.generated} of {len(prompt)} ids cannot all have been generated: there is no prompt",
+            )
         if submit.sampling.max_tokens <= submit.generated:
             raise RequestRefused("bad_sampling", "no token is left to generate")
-        sampling = submit.sampling
         now = time.monotonic()
-        # Checked here, since a bad row would fail the whole step that it is part of.
-        if not (0 <= sampling.temperature < float("inf") and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
-            raise RequestRefused(
-                "bad_sampling",
-                f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: expected "
-                "temperature >= 0, 0 < top_p <= 1, top_k >= 0",
-            )
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
         return cls(
             request_id=submit.request_id,
@@ -78,12 +76,9 @@ class Request:
             generated=submit.generated,
             keys=keys,
             chain_seed=submit.chain_seed,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            max_tokens=min(sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
-            stop_ids=frozenset(sampling.stop_token_ids),
+            sampling=Sampling.from_proto(submit.sampling, vocab_size=vocab_size),
+            max_tokens=min(submit.sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
+            vocab_size=vocab_size,
             placement=submit.placement,
             submitted=now,
             deadline=now + (submit.timeout_s or 600.0),
@@ -99,6 +94,16 @@ class Request:
     def time_left_s(self) -> float:
         return self.deadline - time.monotonic()
 
+    @property
+    def generated_ids(self) -> NDArray[np.int32]:
+        """What earlier attempts generated."""
+        return self.prompt[len(self.prompt) - self.generated :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of all of the prompt are still to be told: nothing of it is reused then."""
+        return self.sampling.prompt_logprobs is not None and self.generated == 0
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -110,7 +115,10 @@ class Sequence:
     num_tokens: int
     num_computed: int
     prefill_only: bool  # leaves the loop with its first token
+    steering: Steering | None = None  # None: tokens are drawn as the model gives them
+    prompt_scores: PromptScores | None = None
     table: NDArray[np.int32] = field(init=False)
+    error: WorkerError | None = None  # why it left unfinished, when that was its own fault
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     compute_s: float = 0.0  # its share of the steps that computed its prompt
@@ -121,11 +129,32 @@ class Sequence:
         self.table = np.array(self.slots, dtype=np.int32)
 
     @classmethod
-    def of(cls, request: Request, slots: list[int], *, num_computed: int, prefill_only: bool) -> Sequence:
+    def of(
+        cls,
+        request: Request,
+        slots: list[int],
+        *,
+        num_computed: int,
+        prefill_only: bool,
+        matcher: Matcher | None = None,
+    ) -> Sequence:
+        """`matcher` stands where the request's generated ids lead in its grammar, if it has one."""
         n = len(request.prompt)
         tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
         tokens[:n] = request.prompt
-        return cls(request, slots, tokens, n, num_computed, prefill_only)
+        sequence = cls(request, slots, tokens, n, num_computed, prefill_only)
+        if Steering.is_wanted(request.sampling):
+            sequence.steering = Steering(
+                request.sampling,
+                request.prompt,
+                request.generated,
+                capacity=len(tokens),
+                vocab_size=request.vocab_size,
+                matcher=matcher,
+            )
+        if request.scores_prompt and num_computed == 0:
+            sequence.prompt_scores = PromptScores(request.prompt, request.sampling.prompt_logprobs or 0)
+        return sequence
 
     @property
     def prompt_len(self) -> int:
@@ -140,15 +169,24 @@ class Sequence:
     def remaining(self) -> int:
         return self.request.max_tokens - self.next_index
 
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more is generated: finished, or failed by its own fault."""
+        return bool(self.finish) or self.error is not None
+
     def append(self, token: int) -> None:
-        """Take a generated token and decide whether it ends the request."""
+        """Take a generated token and decide whether it ends the request. Raises GrammarError."""
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
-        if token in self.request.stop_ids:
+        if self.steering is not None:
+            self.steering.take(token)
+        if token in self.request.sampling.stop_ids:
             self.finish = FINISH_STOP
+        elif self.steering is not None and (finish := self.steering.finish):
+            self.finish = finish
         elif self.remaining <= 0:
             self.finish = FINISH_LENGTH
 
     def sampling_row(self) -> SamplingRow:
-        r = self.request
-        return SamplingRow(r.temperature, r.top_p, r.top_k, r.seed, 0, self.next_index)
+        s = self.request.sampling
+        return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, self.next_index, s.min_p)

@@ -94,6 +94,11 @@ class TokenStreams:
                 token_id=generated.token,
                 finish=generated.finish,
             )
+            if generated.logprobs is not None:
+                message.logprobs.CopyFrom(generated.logprobs)
+            scores = generated.sequence.prompt_scores
+            if scores is not None and generated.index == 0:
+                message.prompt_logprobs.CopyFrom(scores.to_proto())
             if request.request_id in timing:
                 message.timing.CopyFrom(timing[request.request_id])
             by_frontend[request.frontend_id].tokens.append(message)

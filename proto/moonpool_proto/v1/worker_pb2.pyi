@@ -30,12 +30,16 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     FINISH_NONE: _Finish.ValueType  # 0
     FINISH_STOP: _Finish.ValueType  # 1
     FINISH_LENGTH: _Finish.ValueType  # 2
+    FINISH_COMPLETE: _Finish.ValueType  # 3
+    """the grammar ends with this token, a part of the answer: the model has no end token"""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper): ...
 
 FINISH_NONE: Finish.ValueType  # 0
 FINISH_STOP: Finish.ValueType  # 1
 FINISH_LENGTH: Finish.ValueType  # 2
+FINISH_COMPLETE: Finish.ValueType  # 3
+"""the grammar ends with this token, a part of the answer: the model has no end token"""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final

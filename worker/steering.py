@@ -1,0 +1,114 @@
+"""What steers a sequence's next token and depends on the tokens before it. Rebuilt from those on any node.
+
+So a request that moves goes on exactly as it would have: counts and matcher follow from the prompt's ids alone, whose
+last `generated` were generated before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import Bias, LogitSteering, Penalties
+from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Finish
+from worker.matchers import Matcher
+from worker.sampling import Sampling
+
+
+class SeenTokens:
+    """How often each id that was seen was generated; ids that only the prompt holds count 0."""
+
+    def __init__(
+        self, prompt: NDArray[np.int32], generated: NDArray[np.int32], *, capacity: int, vocab_size: int
+    ) -> None:
+        """`capacity`: of distinct ids that may come to be seen."""
+        self._place = np.full(vocab_size, -1, np.int32)
+        self._ids = np.empty(min(capacity, vocab_size), np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        distinct = np.unique(np.concatenate([prompt, generated]))
+        self._num = len(distinct)
+        self._ids[: self._num] = distinct
+        self._place[distinct] = np.arange(self._num)
+        ids, counts = np.unique(generated, return_counts=True)
+        self._counts[self._place[ids]] = counts
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: self._num]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: self._num]
+
+    def take(self, token: int) -> None:
+        """One more token was generated."""
+        if self._place[token] < 0:
+            self._place[token] = self._num
+            self._ids[self._num] = token
+            self._num += 1
+        self._counts[self._place[token]] += 1
+
+
+class Steering:
+    """Of one sequence. Lives where the sequence lives: on the engine's thread while it is in the loop."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: NDArray[np.int32],
+        generated: int,
+        *,
+        capacity: int,
+        vocab_size: int,
+        matcher: Matcher | None,
+    ) -> None:
+        """The last `generated` of the ids in `prompt` were generated before, and the matcher has taken them."""
+        self._sampling = sampling
+        self._matcher = matcher
+        self._bias = Bias(sampling.bias_ids, sampling.bias_values) if len(sampling.bias_ids) else None
+        self._barred = np.array(sorted(i for i in sampling.stop_ids if i < vocab_size), np.int64)
+        self._seen: SeenTokens | None = None
+        if sampling.has_penalties:
+            split = len(prompt) - generated
+            # Only repetition looks at the client's own prompt.
+            own = prompt[:split] if sampling.repetition_penalty != 1 else prompt[:0]
+            self._seen = SeenTokens(own, prompt[split:], capacity=capacity, vocab_size=vocab_size)
+
+    @staticmethod
+    def is_wanted(sampling: Sampling) -> bool:
+        """Whether anything steers the tokens of such a request."""
+        return bool(
+            sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None
+        )
+
+    def row(self, index: int) -> LogitSteering | None:
+        """For the token of this index; None if it is not steered. Raises GrammarError."""
+        allowed = self._matcher.allowed() if self._matcher is not None else None
+        barred = self._barred if index < self._sampling.min_tokens and len(self._barred) else None
+        if allowed is not None and barred is not None and np.count_nonzero(allowed) == allowed[barred].sum():
+            barred = None  # the grammar admits nothing but the end
+        penalties = None
+        if self._seen is not None:
+            sampling = self._sampling
+            penalties = Penalties(
+                self._seen.ids,
+                self._seen.counts,
+                sampling.repetition_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        if allowed is None and barred is None and self._bias is None and penalties is None:
+            return None
+        return LogitSteering(allowed, barred, self._bias, penalties)
+
+    def take(self, token: int) -> None:
+        """The sequence goes on with this token. Raises GrammarError."""
+        if self._seen is not None:
+            self._seen.take(token)
+        if self._matcher is not None:
+            self._matcher.take(token)
+
+    @property
+    def finish(self) -> Finish.ValueType:
+        """Whether and how the grammar has come to its end."""
+        return self._matcher.finish if self._matcher is not None else FINISH_NONE
