@@ -12,7 +12,7 @@ from frontend.avoiding import Avoided
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
-from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, RequestDeadline, WorkerLost
+from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, InvalidRequest, RequestDeadline, WorkerLost
 from frontend.inbox import Inbox, TokenArrived
 from frontend.output import FinishReason, Output, Step
 from frontend.placing import Placer
@@ -24,6 +24,7 @@ from telemetry import RequestMetrics, logs
 _log = logging.getLogger(__name__)
 _FINISH: Final[dict[int, FinishReason]] = {worker_pb2.FINISH_STOP: "stop", worker_pb2.FINISH_LENGTH: "length"}
 _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
+_GRAMMAR_CODES: Final = frozenset({"bad_grammar", "grammar"})
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,8 @@ class Generation:
         text = f"{setback.suspect}: {setback.message}"
         if setback.code in _DEADLINE_CODES:
             raise RequestDeadline(f"{self._deadline_text()} ({text})")
+        if setback.code in _GRAMMAR_CODES:  # only the model's own tokens show that it cannot follow it
+            raise InvalidRequest(text, code=setback.code)
         if not setback.retryable:
             raise GenerationFailed(text, code=setback.code or None)
         if self.facts.attempts >= self._context.config.max_attempts:

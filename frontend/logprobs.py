@@ -36,7 +36,7 @@ class Scored:
 def scored(token: worker_pb2.Token, num_top: int, token_bytes: TokenBytes, text_offset: int) -> Scored:
     """A generated token. Raises GenerationFailed when the worker has not told what it was asked for."""
     told = token.logprobs
-    if not token.HasField("logprobs") or not len(told.top_ids) == len(told.top_logprobs) >= num_top:
+    if not token.HasField("logprobs") or len(told.top_ids) != len(told.top_logprobs):
         raise GenerationFailed(f"token {token.index} came without its log-probabilities", code="no_logprobs")
     top = _candidates(told.top_ids[:num_top], told.top_logprobs[:num_top], token_bytes)
     data = token_bytes(token.token_id)
@@ -60,7 +60,7 @@ def scored_prompt(
     logprobs, ranks = np.frombuffer(told.logprobs, "<f4"), np.frombuffer(told.ranks, "<u4")
     top_ids, top_logprobs = np.frombuffer(told.top_ids, "<i4"), np.frombuffer(told.top_logprobs, "<f4")
     fits = len(logprobs) == len(ranks) == num and len(top_ids) == len(top_logprobs) == num * told.num_top
-    if not fits or told.num_top < num_top:
+    if not fits:
         raise GenerationFailed("the prompt's log-probabilities do not fit the prompt", code="no_logprobs")
     shape = num, told.num_top
     rows = zip(

@@ -111,3 +111,15 @@ async def test_what_asks_for_nothing_is_no_grammar(cluster: Any, front: Any) -> 
     body = {"prompt": "a", "max_tokens": 1, "response_format": {"type": "text"}, "structured_outputs": {}}
     assert (await front.post(COMPLETIONS, {**body, "guided_choice": [], "guided_json": None}))[0] == 200
     assert seen == [False]
+
+
+async def test_a_grammar_that_the_model_cannot_follow_is_the_requests_fault(cluster: Any, front: Any) -> None:
+    prefill = cluster.workers["p0"]
+
+    async def on_submit(submit: worker_pb2.Submit) -> None:
+        prefill.fail(submit, "grammar", retryable=False)
+
+    prefill.on_submit = on_submit
+    status, body = await front.post(COMPLETIONS, {"prompt": "a", "guided_regex": "a+"})
+    assert (status, body["error"]["code"]) == (400, "grammar")
+    assert len(cluster.conductor.scheduled) == 1
