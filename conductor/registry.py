@@ -112,8 +112,10 @@ def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
         what = f"block_tokens {node.spec.block_tokens}, not {peer.spec.block_tokens}"
     elif node.spec != peer.spec:
         what = "another KV spec (layers, heads, dtype or windows)"
+    elif node.model_fingerprint != peer.model_fingerprint:
+        what = f"model fingerprint {node.model_fingerprint}, not {peer.model_fingerprint}: other weights"
     elif node.kv_namespace != peer.kv_namespace:
-        what = f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: other weights or provenance"
+        what = f"KV namespace {node.kv_namespace.hex()}, not {peer.kv_namespace.hex()}: another provenance"
     else:
         return
     raise JoinRefused(

@@ -41,6 +41,8 @@ Start a whole cluster on this machine: conductor, KV pool, workers, OpenAI API. 
 
   [cyan]moonpool serve --aggregated 2[/cyan]  (both phases in each worker: the baseline)
 
+  [cyan]moonpool serve ./large --add-model small=./small,aggregated=1[/cyan]  (two models, one front door)
+
   [cyan]moonpool serve --pool-nodes 2[/cyan]  (as if on two hosts: KV goes over TCP)
 
   [cyan]moonpool serve --config cluster.yaml --ttft-slo 2[/cyan]  (a flag wins over the file)

@@ -48,6 +48,23 @@ def test_a_refused_node_changes_nothing():
     assert list(registry) == [member]
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"spec": common_pb2.KvSpec(block_tokens=8)}, "block_tokens 8, not 16"),
+        ({"model_fingerprint": "bb"}, "model fingerprint bb, not aa: other weights"),
+        ({"kv_namespace": b"n" * 16}, "another provenance"),
+    ],
+)
+def test_a_worker_whose_kv_is_not_its_models_is_refused_and_another_models_is_not(other, said):
+    registry = Registry()
+    registry.admit(node(model_fingerprint="aa"))
+    described = {"node_id": "b", "model_fingerprint": "aa", **other}
+    with pytest.raises(JoinRefused, match=rf"'b' has .*{said}.* as node 'a' of the same model 'm'"):
+        registry.admit(node(**described))
+    registry.admit(node(**described, model="n"))
+
+
 def test_a_model_may_change_once_its_last_worker_has_left():
     registry = Registry()
     assert registry.remove(registry.admit(node()))
