@@ -22,7 +22,11 @@ from moonpool_proto.v1 import conductor_pb2, worker_pb2
 from telemetry import RequestMetrics, logs
 
 _log = logging.getLogger(__name__)
-_FINISH: Final[dict[int, FinishReason]] = {worker_pb2.FINISH_STOP: "stop", worker_pb2.FINISH_LENGTH: "length"}
+_FINISH: Final[dict[int, FinishReason]] = {
+    worker_pb2.FINISH_STOP: "stop",
+    worker_pb2.FINISH_LENGTH: "length",
+    worker_pb2.FINISH_COMPLETE: "stop",
+}
 _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
 _GRAMMAR_CODES: Final = frozenset({"bad_grammar", "grammar"})
 

@@ -74,17 +74,17 @@ class Output:
             return Step((), "", "length", echo=echo)
         num_top, offset = self._request.sampling.logprobs, self._num_chars
         scores = () if num_top is None else (scored(token, num_top, self._token_bytes, offset),)
-        text, stop = self._text(token.token_id, finish)
+        text, stop = self._text(token, finish)
         if stop is not None:
             return Step((token.token_id,), text, "stop", stop, scores, echo)
         is_own_stop = finish == "stop" and token.token_id in self._stop_token_ids
         return Step((token.token_id,), text, finish, token.token_id if is_own_stop else None, scores, echo)
 
-    def _text(self, token_id: int, finish: FinishReason | None) -> tuple[str, str | None]:
+    def _text(self, token: worker_pb2.Token, finish: FinishReason | None) -> tuple[str, str | None]:
         """(text that can go out, the stop string found or None)"""
         options, sampling = self._request.text, self._request.sampling
-        is_shown = finish != "stop" or options.include_stop
-        text = self._detokenizer.feed(token_id) if is_shown else ""
+        is_stop_token = finish == "stop" and token.finish != worker_pb2.FINISH_COMPLETE
+        text = self._detokenizer.feed(token.token_id) if options.include_stop or not is_stop_token else ""
         if finish is not None:
             text += self._detokenizer.flush()
         self._num_chars += len(text)
