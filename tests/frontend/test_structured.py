@@ -127,7 +127,7 @@ async def test_a_grammar_that_the_model_cannot_follow_is_the_requests_fault(clus
 
 async def test_the_token_that_completes_a_grammar_is_shown(cluster: Any, front: Any, tokenizer: Tokenizer) -> None:
     """A model without an end token ends where its grammar does, with a token that is a part of the answer."""
-    ids = tokenizer.encode(" and the cat").tolist()
+    ids = list(tokenizer.encode(" and the cat", add_special_tokens=False))
     cluster.answer_with(lambda submit: (ids, worker_pb2.FINISH_COMPLETE))
     _, body = await front.post(COMPLETIONS, {"prompt": "a", "max_tokens": 50, "guided_regex": " and the cat"})
     choice = body["choices"][0]
