@@ -18,8 +18,9 @@ from frontend.api.models import (
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
+from frontend.fitting import ChatFitter
 from frontend.grammars import checked_chat_grammar, checked_grammar
-from frontend.prompts import PromptReader
+from frontend.prompts import ChatPrompt, PromptReader
 from frontend.request import GenerationRequest, Grammar
 from frontend.sampling_params import check_choices, sampling_of, text_options
 from frontend.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._cluster = cluster
         self._reader = PromptReader(tokenizer, model.name, answers)
+        self._fitter = ChatFitter(self._reader, tokenizer)
         self._metrics = metrics
         self._threads = threads
 
@@ -98,21 +100,15 @@ class Preparer:
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
             grammar = checked_chat_grammar(body)
-            prompt = self._reader.chat(
-                body.messages,
-                body,
-                add_special_tokens=body.add_special_tokens is True,
-                scope=(arrival.tenant, body.cache_salt or ""),
-            )
+            named = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+            asked = self._asked(body, named)
+            prompt, num_dropped = self._chat_prompt(body, arrival, asked)
             self._metrics.answer_memory_hits.inc(prompt.num_recalled)
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
             ids = prompt.token_ids
-            asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-            max_tokens = self._max_tokens(
-                len(ids), self._asked(body, asked), self._config.chat_default_tokens, param="messages"
-            )
+            max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
-            return [replace(request, place=prompt.place) for request in requests]
+            return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
 
         return await self._threads.run(prepare)
 
@@ -134,6 +130,17 @@ class Preparer:
         """The text of ids."""
         self._reader.check_ids(token_ids, "tokens")
         return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _chat_prompt(self, body: ChatBody, arrival: Arrival, asked: int | None) -> tuple[ChatPrompt, int]:
+        """(the chat's prompt, how many of its messages were left out)"""
+        special, scope = body.add_special_tokens is True, (arrival.tenant, body.cache_salt or "")
+        limit = self.max_model_len
+        if body.truncation != "auto" or not limit:
+            return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope), 0
+        wanted = asked or min(self._config.chat_default_tokens, max(1, limit // 8))
+        return self._fitter.fitting(
+            body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope
+        )
 
     def _requests(
         self,
@@ -208,7 +215,8 @@ class Preparer:
         if num_prompt + wanted > limit:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
-                f"tokens ({num_prompt} in the {param}, {wanted} in the completion).",
+                f"tokens ({num_prompt} in the {param}, {wanted} in the completion). Shorten the prompt"
+                + (' or send truncation "auto", which drops the oldest turns.' if param == "messages" else "."),
                 param=param,
             )
         return asked or min(default, limit - num_prompt)

@@ -183,6 +183,7 @@ def _facts(generation: Generation) -> dict[str, Any]:
         "prefill_s": facts.prefill_s,
         "ttft_s": round((facts.first_token_s or request.arrival_s) - request.arrival_s, 6),
         "cached_tokens": facts.cached_tokens,
+        "dropped_messages": request.dropped_messages,
         "attempts": facts.attempts,
         "prefill_node": facts.prefill_node,
         "decode_node": facts.decode_node,

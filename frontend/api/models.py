@@ -156,6 +156,7 @@ class ChatBody(GenerationBody, ChatRendering):
     top_logprobs: NumTop | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @property
     def num_top(self) -> int | None:

@@ -27,6 +27,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "tools": ([],),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "web_search_options": (),
 }

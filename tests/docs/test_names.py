@@ -118,7 +118,12 @@ def test_every_report_key_is_documented_and_no_other(page: Page, documented: Fir
 
 def test_every_key_of_the_extension_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
     request = SimpleNamespace(
-        request_id="r", tokenize_s=0.0, arrival_s=0.0, prompt_ids=np.zeros(1), sampling=SimpleNamespace(seed=1)
+        request_id="r",
+        tokenize_s=0.0,
+        arrival_s=0.0,
+        prompt_ids=np.zeros(1),
+        dropped_messages=0,
+        sampling=SimpleNamespace(seed=1),
     )
     generation: Any = SimpleNamespace(facts=Facts(), request=request, leader=None)
     form = CompletionFormat([generation], "m", View())
