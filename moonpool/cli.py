@@ -11,6 +11,7 @@ import typer
 from moonpool.chat.command import chat
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
+from moonpool.doctor.command import doctor
 from moonpool.inspection import config_keys, status, validate
 from moonpool.options import configured_command
 from moonpool.replay_command import add_replay
@@ -77,6 +78,7 @@ configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument=
 add_replay(app)
 app.command("demo")(demo)
 app.command("chat")(chat)
+app.command("doctor")(doctor)
 app.command("status")(status)
 app.command("validate")(validate)
 app.command("scale")(scale)

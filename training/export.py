@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder. ``python -m training.export CHECKPOINT FOLDER``."""
+"""A checkpoint as a Hugging Face folder with its files' hashes. ``python -m training.export CHECKPOINT FOLDER``."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from training import checkpoint
 from training import tokenizer as bpe
 from training.model import Shape
 from training.prepare import CACHE
+from training.sources import sha256_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -57,6 +58,13 @@ def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}, indent=2) + "\n")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, folder / name)
+    write_sums(folder)
+
+
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS as ``sha256sum --check`` reads it, of every file that the model is read from."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    (folder / "SHA256SUMS").write_text("".join(f"{sha256_of(folder / name)}  {name}\n" for name in names))
 
 
 def main() -> None:

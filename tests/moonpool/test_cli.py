@@ -34,7 +34,7 @@ def test_help_names_every_command_and_an_example(run: Run) -> None:
     shown = run("--help")
     assert shown.returncode == 0
     roles = "conductor pool-node prefill-node decode-node aggregated-node frontend"
-    for command in f"serve replay demo chat status validate config {roles}".split():
+    for command in f"serve replay demo chat doctor status validate config {roles}".split():
         assert f" {command} " in shown.stdout
     assert "moonpool serve" in shown.stdout
 

@@ -67,7 +67,7 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 def test_the_wheel_holds_model_trace_and_their_notices(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for needed in ("model.safetensors", "config.json", "tokenizer.json", "LICENSE", "NOTICE"):
+    for needed in ("model.safetensors", "config.json", "tokenizer.json", "SHA256SUMS", "LICENSE", "NOTICE"):
         assert f"moonpool/data/model/{needed}" in names
     trace_files = [name for name in names if name.startswith("traces/data/")]
     assert any("conversation" in name for name in trace_files)

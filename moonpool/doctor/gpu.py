@@ -1,0 +1,178 @@
+"""NVIDIA GPUs: the driver by its own library, torch's view of it, and who reaches whose memory.
+
+Libraries are loaded in processes of their own, for a driver in trouble can hang or kill who asks it.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional, size_text
+
+_ASK_S: Final = 3.5
+_DRIVER_SCRIPT: Final = """
+import ctypes, json
+cuda = ctypes.CDLL("libcuda.so.1")
+def call(name, *arguments):
+    code = getattr(cuda, name)(*arguments)
+    if code:
+        raise SystemExit(f"{name} fails with CUDA error {code}")
+def number(name, *arguments):
+    value = ctypes.c_int()
+    call(name, ctypes.byref(value), *arguments)
+    return value.value
+call("cuInit", 0)
+gpus = []
+for index in range(number("cuDeviceGetCount")):
+    device, name, nbytes = number("cuDeviceGet", index), ctypes.create_string_buffer(128), ctypes.c_size_t()
+    call("cuDeviceGetName", name, 128, device)
+    call("cuDeviceTotalMem_v2", ctypes.byref(nbytes), device)
+    gpus.append([name.value.decode(), nbytes.value])
+pairs = [[a, b] for a in range(len(gpus)) for b in range(a)]
+p2p = [pair for pair in pairs if number("cuDeviceCanAccessPeer", *pair)]
+print(json.dumps({"cuda": number("cuDriverGetVersion"), "gpus": gpus, "pairs": len(pairs), "p2p": len(p2p)}))
+"""
+_TORCH_SCRIPT: Final = (
+    "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda]))"
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the driver tells. `has_device`: the kernel shows an NVIDIA device; `problem`: why the library is mute."""
+
+    has_device: bool
+    version: str = ""  # of the kernel module
+    cuda: int = 0  # newest CUDA version it supports: 12040 is 12.4
+    gpus: tuple[Gpu, ...] = ()
+    num_pairs: int = 0
+    num_p2p_pairs: int = 0  # of them, with direct access to each other's memory
+    problem: str = ""
+
+
+def observe_driver() -> Driver:
+    has_device = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").is_file()
+    if not has_device:
+        return Driver(False)
+    told = re.search(r"Module(?: for \w+)?\s+([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
+    version = told.group(1) if told else ""
+    answer, problem = _ask(_DRIVER_SCRIPT)
+    if answer is None:
+        return Driver(True, version, problem=problem)
+    gpus = tuple(Gpu(str(name), int(nbytes)) for name, nbytes in answer["gpus"])
+    return Driver(True, version, answer["cuda"], gpus, answer["pairs"], answer["p2p"])
+
+
+def judge_driver(seen: Driver, needs: Needs) -> Verdict:
+    if not seen.has_device:
+        advice = "Serving on the CPU needs none; for a container with GPUs give docker run --gpus all."
+        return optional(needs, Purpose.GPU), "no NVIDIA GPU is to be seen", advice
+    if seen.problem or not seen.gpus:
+        advice = "Install the driver's user-space part in the same version, or serve with --device cpu."
+        level = Level.FAIL if Purpose.GPU in needs else Level.WARN
+        return level, f"driver {seen.version}: {seen.problem or 'it shows no GPU'}", advice
+    names = ", ".join(f"{gpu.name} ({size_text(gpu.nbytes)})" for gpu in seen.gpus)
+    supports = f"{seen.cuda // 1000}.{seen.cuda % 1000 // 10}"
+    return Level.OK, f"{names}; driver {seen.version}, CUDA up to {supports}", ""
+
+
+def judge_p2p(seen: Driver, needs: Needs) -> Verdict:
+    if len(seen.gpus) < 2:
+        return Level.OK, "needs two GPUs", ""
+    found = f"{seen.num_p2p_pairs} of {seen.num_pairs} pairs reach each other's memory"
+    if seen.num_p2p_pairs < seen.num_pairs:
+        advice = "KV moves through host memory, which works everywhere; for direct access check NVLink, ACS and IOMMU."
+        return Level.NOTE, found, advice
+    return Level.OK, found, ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """torch's view of the GPUs; `cuda` "" for a build without it. `num_gpus` None: not asked or no answer in time."""
+
+    version: str
+    cuda: str
+    has_device: bool
+    num_gpus: int | None
+    problem: str = ""
+
+
+def observe_torch() -> Torch:
+    """Loads torch only where there is a GPU to ask it for: that takes seconds."""
+    version = importlib.metadata.version("torch")
+    spec = importlib.util.find_spec("torch")
+    text = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
+    told = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    cuda = told.group(1) if told else ""
+    has_device = any(Path("/dev").glob("nvidia[0-9]*"))
+    if not has_device or not cuda:
+        return Torch(version, cuda, has_device, None)
+    answer, problem = _ask(_TORCH_SCRIPT)
+    return Torch(version, cuda, has_device, int(answer[1]) if answer is not None else None, problem)
+
+
+def judge_torch(seen: Torch, needs: Needs) -> Verdict:
+    built = f"built for CUDA {seen.cuda}" if seen.cuda else "built without CUDA"
+    found = f"torch {seen.version}, {built}"
+    needed = Purpose.GPU in needs
+    if not seen.cuda:
+        advice = "For GPUs install torch's CUDA build: pip install torch from PyPI's own index."
+        if not (needed or seen.has_device):
+            return Level.OK, found, ""
+        return (Level.FAIL if needed else Level.WARN), found, advice
+    if not seen.has_device:
+        return Level.OK, found, ""
+    if seen.num_gpus is None:
+        advice = "Ask again on a quiet machine, or by hand: python -c 'import torch; torch.cuda.init()'."
+        return Level.WARN, f"{found}; {seen.problem}", advice
+    if seen.num_gpus == 0:
+        level = Level.FAIL if needed else Level.WARN
+        return level, f"{found}; it finds no GPU", "Take a torch built for a CUDA version that the driver supports."
+    return Level.OK, f"{found}; it finds {seen.num_gpus}", ""
+
+
+def _ask(script: str) -> tuple[Any, str]:
+    """(the JSON that a Python script printed, "") or (None, what went wrong)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {_ASK_S:g} s"
+    except OSError as error:
+        return None, str(error)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+        return None, last
+    try:
+        return json.loads(done.stdout), ""
+    except ValueError:
+        return None, f"an answer that makes no sense: {done.stdout[:80]!r}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+CHECKS: Final = (
+    Check("GPU", observe_driver, judge_driver),
+    Check("GPU peer access", observe_driver, judge_p2p),
+    Check("torch", observe_torch, judge_torch),
+)

@@ -1,0 +1,249 @@
+"""The machine and what its operator lets this process have: cores, memory, limits, kernel settings, clock."""
+
+import ctypes
+import os
+import resource
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional, size_text
+from moonpool.threads import usable_cores
+
+GIB: Final = 1 << 30
+# A cluster of the bundled model by default: 5 processes of 0.1 to 0.4 GiB, two engines' KV, and a pool of up to 1 GiB.
+LEAST_MEMORY_NBYTES: Final = 2 * GIB
+GOOD_MEMORY_NBYTES: Final = 4 * GIB
+LEAST_FILES: Final = 512
+GOOD_FILES: Final = 4096
+_STA_UNSYNC: Final = 0x40
+_TIMEX_NBYTES: Final = 512  # more than struct timex has on any platform
+_TIMEX_MAXERROR, _TIMEX_STATUS = 24, 40  # offsets on 64-bit Linux
+_UNLIMITED: Final = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
+
+
+@dataclass(frozen=True)
+class Cores:
+    """CPU cores; `usable` after affinity and the container's quota."""
+
+    total: int
+    usable: int
+    load: float  # runnable threads over the last minute
+
+
+def observe_cores() -> Cores:
+    return Cores(os.cpu_count() or 1, usable_cores(), os.getloadavg()[0])
+
+
+def judge_cores(seen: Cores, needs: Needs) -> Verdict:
+    found = f"{seen.usable} usable of {seen.total}, load {seen.load:.1f}"
+    if seen.usable < 2:
+        return Level.WARN, found, "Give it 2 cores or more: on one, prefill and decode take turns."
+    if seen.load > seen.usable:
+        return Level.WARN, found, "Other programs keep the cores busy: latencies will be theirs as much as the model's."
+    return Level.OK, found, ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes; `limit` is the container's (0: none), `used` what counts towards it."""
+
+    total: int
+    available: int
+    limit: int
+    used: int
+    swap_used: int
+
+    @property
+    def usable(self) -> int:
+        return min(self.available, self.limit - self.used) if self.limit else self.available
+
+
+def observe_memory() -> Memory:
+    info = meminfo(Path("/proc/meminfo").read_text())
+    limit, used = _cgroup_memory(Path("/sys/fs/cgroup"))
+    swap_used = info.get("SwapTotal", 0) - info.get("SwapFree", 0)
+    return Memory(info["MemTotal"], info["MemAvailable"], limit, used, swap_used)
+
+
+def judge_memory(seen: Memory, needs: Needs) -> Verdict:
+    limit = f"; this container's limit is {size_text(seen.limit)}" if seen.limit else ""
+    found = f"{size_text(max(0, seen.usable))} free of {size_text(seen.total)}{limit}"
+    advice = "Free some, raise the container's limit, or serve with a smaller --pool-bytes and --capacity-tokens."
+    if seen.usable < LEAST_MEMORY_NBYTES:
+        return Level.FAIL, found, advice
+    if seen.usable < GOOD_MEMORY_NBYTES:
+        return Level.WARN, found, advice
+    if seen.swap_used > seen.total // 20:
+        swapped = f"{found}; {size_text(seen.swap_used)} swapped out"
+        return Level.WARN, swapped, "Turn swap off: a node whose memory is swapped out answers late and is given up."
+    return Level.OK, found, ""
+
+
+def meminfo(text: str) -> dict[str, int]:
+    """/proc/meminfo in bytes (counts stay counts)."""
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found
+
+
+def _cgroup_memory(root: Path) -> tuple[int, int]:
+    """(limit, used) bytes of this container, cgroup v2 or v1; limit 0 for none."""
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = int((root / limit_name).read_text()), int((root / used_name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return (limit, used) if limit < _UNLIMITED else (0, 0)
+    return 0, 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """This process's resource limits; -1 is unlimited."""
+
+    files: int
+    files_hard: int
+    memlock: int
+
+
+def observe_limits() -> Limits:
+    def limit(which: int, index: int) -> int:
+        value = resource.getrlimit(which)[index]
+        return -1 if value == resource.RLIM_INFINITY else value
+
+    return Limits(limit(resource.RLIMIT_NOFILE, 0), limit(resource.RLIMIT_NOFILE, 1), limit(resource.RLIMIT_MEMLOCK, 0))
+
+
+def judge_files(seen: Limits, needs: Needs) -> Verdict:
+    found = "unlimited" if seen.files == -1 else f"{seen.files} (hard limit {_count_text(seen.files_hard)})"
+    advice = f"Raise it (ulimit -n {GOOD_FILES}): every client's connection is an open file."
+    if 0 <= seen.files < LEAST_FILES:
+        return Level.FAIL, found, advice
+    return (Level.NOTE, found, advice) if 0 <= seen.files < GOOD_FILES else (Level.OK, found, "")
+
+
+def judge_memlock(seen: Limits, needs: Needs) -> Verdict:
+    if seen.memlock == -1:
+        return Level.OK, "unlimited", ""
+    advice = "RDMA pins the memory it reaches: ulimit -l unlimited (in a container --ulimit memlock=-1)."
+    return optional(needs, Purpose.RDMA), size_text(seen.memlock), advice
+
+
+def _count_text(count: int) -> str:
+    return "unlimited" if count == -1 else str(count)
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """Reserved huge pages, and whether the kernel makes them by itself ("always", "madvise", "never")."""
+
+    reserved: int
+    free: int
+    transparent: str
+
+
+def observe_huge_pages() -> HugePages:
+    info = meminfo(Path("/proc/meminfo").read_text())
+    text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
+    return HugePages(info.get("HugePages_Total", 0), info.get("HugePages_Free", 0), chosen)
+
+
+def judge_huge_pages(seen: HugePages, needs: Needs) -> Verdict:
+    found = f"{seen.reserved} reserved, {seen.free} free; transparent: {seen.transparent}"
+    if seen.reserved and seen.free == seen.reserved:
+        advice = "Moonpool uses none of them: unless another program does, that memory is lost (vm.nr_hugepages=0)."
+        return Level.NOTE, found, advice
+    return Level.OK, found, ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Settings that decide whether large memory can be had and kept; -1 where one cannot be read."""
+
+    release: str
+    overcommit: int
+    swappiness: int
+    max_map_count: int
+    somaxconn: int
+
+
+def observe_kernel() -> Kernel:
+    def number(path: str) -> int:
+        text = _read(Path("/proc/sys") / path).strip()
+        return int(text) if text.isdigit() else -1
+
+    return Kernel(
+        os.uname().release,
+        number("vm/overcommit_memory"),
+        number("vm/swappiness"),
+        number("vm/max_map_count"),
+        number("net/core/somaxconn"),
+    )
+
+
+def judge_kernel(seen: Kernel, needs: Needs) -> Verdict:
+    if seen.overcommit == 2:
+        found = f"Linux {seen.release}; memory is not overcommitted (vm.overcommit_memory=2)"
+        return (
+            Level.WARN,
+            found,
+            "Set vm.overcommit_memory=0: a pool reserves its whole arena and takes it as it fills.",
+        )
+    if 0 <= seen.somaxconn < 1024:
+        found = f"Linux {seen.release}; net.core.somaxconn is {seen.somaxconn}"
+        return Level.NOTE, found, "Set net.core.somaxconn=4096: a burst of new connections waits in that queue."
+    return Level.OK, f"Linux {seen.release}", ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Whether the kernel's clock is disciplined; None where it does not say."""
+
+    is_synchronised: bool | None
+    max_error_s: float
+
+
+def observe_clock() -> Clock:
+    buffer = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: read only
+    if ctypes.CDLL(None).adjtimex(buffer) < 0:
+        return Clock(None, 0.0)
+    (status,) = struct.unpack_from("<i", buffer, _TIMEX_STATUS)
+    (microseconds,) = struct.unpack_from("<q", buffer, _TIMEX_MAXERROR)
+    return Clock(not status & _STA_UNSYNC, microseconds / 1e6)
+
+
+def judge_clock(seen: Clock, needs: Needs) -> Verdict:
+    if seen.is_synchronised is None:
+        return Level.NOTE, "the kernel does not say", ""
+    if not seen.is_synchronised:
+        advice = "Run chrony or systemd-timesyncd on every host: logs of several are compared by their time."
+        return Level.NOTE, "not synchronised", advice
+    return Level.OK, f"synchronised, within {seen.max_error_s:.3g} s", ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+CHECKS: Final = (
+    Check("cores", observe_cores, judge_cores),
+    Check("memory", observe_memory, judge_memory),
+    Check("open files", observe_limits, judge_files),
+    Check("locked memory", observe_limits, judge_memlock),
+    Check("huge pages", observe_huge_pages, judge_huge_pages),
+    Check("kernel", observe_kernel, judge_kernel),
+    Check("clock", observe_clock, judge_clock),
+)

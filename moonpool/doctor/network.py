@@ -1,0 +1,153 @@
+"""Loopback, the port of the API, and the interfaces that other hosts could reach this one by."""
+
+import errno
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
+
+DEFAULT_PORT: Final = 8000
+_CONNECT_S: Final = 2.0
+_ETHERNET_MTU: Final = 1500
+_JUMBO_MTU: Final = 9000
+
+
+@dataclass(frozen=True)
+class Port:
+    """A TCP port of 127.0.0.1; `problem` "" when it can be listened at."""
+
+    number: int
+    problem: str
+
+
+def observe_port(number: int) -> Port:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", number))
+            probe.listen(1)
+    except OSError as error:
+        return Port(number, "in use" if error.errno == errno.EADDRINUSE else str(error.strerror))
+    return Port(number, "")
+
+
+def judge_port(seen: Port, needs: Needs) -> Verdict:
+    if seen.problem:
+        advice = "If it is not a Moonpool that you started, stop that program or serve at another --port."
+        return Level.WARN, f"{seen.number}: {seen.problem}", advice
+    return Level.OK, f"{seen.number} is free", ""
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """Whether processes of this machine can talk: over TCP to 127.0.0.1 and over unix sockets; "" if so."""
+
+    tcp_problem: str
+    unix_problem: str
+
+
+def observe_loopback() -> Loopback:
+    return Loopback(_problem_of(_talk_tcp), _problem_of(_talk_unix))
+
+
+def judge_loopback(seen: Loopback, needs: Needs) -> Verdict:
+    if seen.tcp_problem:
+        return Level.FAIL, f"127.0.0.1: {seen.tcp_problem}", "Bring the loopback interface up: ip link set lo up."
+    if seen.unix_problem:
+        advice = "Allow unix sockets in the container's security profile: the processes of a host talk over them."
+        return Level.FAIL, f"unix sockets: {seen.unix_problem}", advice
+    return Level.OK, "TCP and unix sockets work", ""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface other than loopback."""
+
+    name: str
+    is_up: bool
+    mtu: int
+    speed_mbit: int  # -1: not told, as by virtual ones
+
+
+def observe_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
+    """Only those with hardware or a peer behind them: what the kernel makes of itself carries nothing to others."""
+    found = []
+    for folder in sorted(root.glob("*")) if root.is_dir() else []:
+        if folder.name == "lo" or not (folder / "mtu").is_file():
+            continue
+        state = _read(folder / "operstate")
+        carrier = _read(folder / "carrier")
+        found.append(
+            Interface(
+                folder.name,
+                state == "up" or (state == "unknown" and carrier == "1"),
+                int(_read(folder / "mtu") or 0),
+                int(_read(folder / "speed") or -1),
+            )
+        )
+    return tuple(found)
+
+
+def judge_interfaces(seen: tuple[Interface, ...], needs: Needs) -> Verdict:
+    up = [interface for interface in seen if interface.is_up]
+    if not up:
+        level = optional(needs, Purpose.PREFILL, Purpose.DECODE, Purpose.POOL, Purpose.RDMA)
+        return level, "none is up but loopback", "Bring one up to serve on several hosts; one host needs none."
+    found = ", ".join(
+        f"{each.name} MTU {each.mtu}{f', {each.speed_mbit / 1000:g} Gbit/s' if each.speed_mbit > 0 else ''}"
+        for each in up
+    )
+    if any(each.mtu < _ETHERNET_MTU for each in up):
+        return Level.NOTE, found, f"An MTU below {_ETHERNET_MTU}, as of a tunnel, costs throughput between hosts."
+    if any(each.speed_mbit >= 10_000 and each.mtu < _JUMBO_MTU for each in up):
+        advice = f"Between hosts raise the MTU to {_JUMBO_MTU} on every hop: KV moves in large pieces."
+        return Level.NOTE, found, advice
+    return Level.OK, found, ""
+
+
+def _talk_tcp() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), _CONNECT_S) as client,
+    ):
+        server.settimeout(_CONNECT_S)
+        accepted, _ = server.accept()
+        with accepted:
+            client.sendall(b"x")
+            accepted.settimeout(_CONNECT_S)
+            accepted.recv(1)
+
+
+def _talk_unix() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with one, other:
+        one.sendall(b"x")
+        other.settimeout(_CONNECT_S)
+        other.recv(1)
+
+
+def _problem_of(talk: object) -> str:
+    assert callable(talk)
+    try:
+        talk()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # EINVAL for an interface that is down
+        return ""
+
+
+def checks(port: int) -> tuple[Check, ...]:
+    """With the port that is to be served at."""
+    return (
+        Check("port", lambda: observe_port(port), judge_port),
+        Check("loopback", observe_loopback, judge_loopback),
+        Check("interfaces", observe_interfaces, judge_interfaces),
+    )

@@ -1,0 +1,223 @@
+"""Python, the packages that serving needs and those it can use, compiled kernels, and the bundled model."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from moonpool.config.slices import BUNDLED_MODEL
+from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
+
+LEAST_PYTHON: Final = (3, 11)
+SUMS_NAME: Final = "SHA256SUMS"
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
+KERNELS: Final = (  # the modules whose functions numba compiles and keeps
+    "engine/kernels.py",
+    "engine/sampling_kernels.py",
+    "kvpool/digest_kernels.py",
+    "kvpool/directory_kernels.py",
+    "messenger/copying.py",
+)
+
+
+@dataclass(frozen=True)
+class Python:
+    """The interpreter."""
+
+    version: tuple[int, ...]
+    platform: str  # sys.platform
+    is_virtual: bool
+
+
+def observe_python() -> Python:
+    return Python(sys.version_info[:3], sys.platform, sys.prefix != sys.base_prefix)
+
+
+def judge_python(seen: Python, needs: Needs) -> Verdict:
+    version = ".".join(map(str, seen.version))
+    found = f"{version} on {seen.platform}{', in a virtual environment' if seen.is_virtual else ''}"
+    if seen.version < LEAST_PYTHON:
+        least = ".".join(map(str, LEAST_PYTHON))
+        return Level.FAIL, found, f"Install Python {least} or newer and make the environment anew with it."
+    if not seen.platform.startswith("linux"):
+        return Level.FAIL, found, "Serve on Linux: shared memory and the supervision of processes need it."
+    return Level.OK, found, ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution; `version` "" when it is not installed."""
+
+    name: str
+    version: str
+    least: str = ""
+
+
+def observe_packages() -> tuple[Package, ...]:
+    """What this installation says that it requires, extras left out. Imports none of it."""
+    needed = importlib.metadata.requires("moonpool") or []
+    parsed = [found for line in needed if (found := _REQUIREMENT.match(line))]
+    return tuple(
+        Package(name, _version(name), least or "")
+        for name, least, marker in (found.groups() for found in parsed)
+        if "extra" not in (marker or "")
+    )
+
+
+def judge_packages(seen: tuple[Package, ...], needs: Needs) -> Verdict:
+    missing = [package.name for package in seen if not package.version]
+    old = [
+        f"{package.name} {package.version} (needs {package.least})"
+        for package in seen
+        if package.version and is_older(package.version, package.least)
+    ]
+    main = ", ".join(f"{package.name} {package.version}" for package in seen if package.name in ("torch", "numba"))
+    if missing or old:
+        return Level.FAIL, f"missing or too old: {', '.join([*missing, *old])}", "Install again: pip install moonpool."
+    return Level.OK, f"all {len(seen)} are there: {main}", ""
+
+
+def is_older(version: str, least: str) -> bool:
+    """Compares the leading numbers of two versions: "2.13.0+cpu" is not older than "2.6"."""
+    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (version, least)]
+    length = max(map(len, numbers))
+    mine, wanted = ([*each, *[0] * (length - len(each))] for each in numbers)
+    return mine < wanted
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A package that is used where it is there."""
+
+    name: str
+    module: str
+    what_for: str
+    purposes: tuple[Purpose, ...] = ()
+
+
+EXTRAS: Final = (
+    Extra("ray", "ray", "run a cluster on Ray"),
+    Extra("redis", "redis", "share state between several conductors"),
+    Extra("triton", "triton", "compute with Triton kernels on a GPU"),
+    Extra("flash-attn", "flash_attn", "compute attention with flash-attn on a GPU"),
+)
+
+
+def observe_extra(extra: Extra) -> Package:
+    there = importlib.util.find_spec(extra.module) is not None
+    return Package(extra.name, (_version(extra.name) or "of unknown version") if there else "")
+
+
+def judge_extra(seen: Package, needs: Needs, extra: Extra) -> Verdict:
+    if seen.version:
+        return Level.OK, seen.version, ""
+    advice = f"Only to {extra.what_for}: pip install {extra.name}."
+    return optional(needs, *extra.purposes), "not installed", advice
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Compiled CPU kernels on the disk: how many modules the cache has, and whether it can be written."""
+
+    num_modules: int
+    num_compiled: int
+    is_writable: bool
+
+
+def observe_kernels() -> Kernels:
+    """Looks for numba's index files where numba keeps them; loads no kernel."""
+    sources = [_ROOT / name for name in KERNELS]
+    is_writable = all(_can_write(cache_folder(source, os.environ)) for source in sources)
+    return Kernels(len(sources), sum(_is_compiled(source) for source in sources), is_writable)
+
+
+def judge_kernels(seen: Kernels, needs: Needs) -> Verdict:
+    found = f"{seen.num_compiled} of {seen.num_modules} modules are compiled"
+    if seen.num_compiled == seen.num_modules:
+        return Level.OK, found, ""
+    if not seen.is_writable:
+        advice = "Set NUMBA_CACHE_DIR to a folder that can be written: otherwise each process compiles for itself."
+        return Level.WARN, f"{found}; the cache cannot be written", advice
+    return Level.NOTE, found, "The first start compiles the others, which takes about a minute, and keeps them."
+
+
+def _is_compiled(source: Path) -> bool:
+    indices = list(cache_folder(source, os.environ).rglob(f"{source.stem}.*.nbi"))
+    return bool(indices) and max(path.stat().st_mtime for path in indices) >= source.stat().st_mtime
+
+
+def cache_folder(source: Path, environ: Mapping[str, str]) -> Path:
+    """Where numba keeps what it compiled of `source`: where it is told to, beside it, or with the user's caches."""
+    if chosen := environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    beside = source.parent / "__pycache__"
+    if _can_write(beside):
+        return beside
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be made there, or the folder itself."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The bundled model's files against their recorded hashes."""
+
+    is_there: bool
+    num_recorded: int
+    damaged: tuple[str, ...]  # missing, or another content
+
+
+def observe_model(folder: Path = BUNDLED_MODEL) -> Model:
+    sums = folder / SUMS_NAME
+    recorded = [line.split(maxsplit=1) for line in sums.read_text().splitlines()] if sums.is_file() else []
+    damaged = [name for expected, name in recorded if _sha256(folder / name) != expected]
+    return Model(folder.is_dir(), len(recorded), tuple(damaged))
+
+
+def judge_model(seen: Model, needs: Needs) -> Verdict:
+    if not seen.is_there or seen.damaged:
+        found = f"damaged: {', '.join(seen.damaged)}" if seen.is_there else "not installed"
+        advice = "Install again (pip install --force-reinstall moonpool), or serve a model folder of your own."
+        return Level.FAIL, found, advice
+    if not seen.num_recorded:
+        return Level.WARN, f"there, but without {SUMS_NAME}: cannot be told from a damaged one", "Install again."
+    return Level.OK, f"intact ({seen.num_recorded} files)", ""
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _extra_check(extra: Extra) -> Check:
+    return Check(extra.name, lambda: observe_extra(extra), lambda seen, needs: judge_extra(seen, needs, extra))
+
+
+CHECKS: Final = (
+    Check("python", observe_python, judge_python),
+    Check("packages", observe_packages, judge_packages),
+    Check("compiled kernels", observe_kernels, judge_kernels),
+    Check("bundled model", observe_model, judge_model),
+)
+EXTRA_CHECKS: Final = tuple(_extra_check(extra) for extra in EXTRAS)
