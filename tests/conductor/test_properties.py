@@ -30,14 +30,16 @@ from conductor.policy.events import (
 
 BLOCK = 16
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0")
+OTHERS = ("prefill-0.n", "decode-0.n")  # of another model
 POOLS = ("pool-0", "pool-1")
 CAPACITY = 2048
 
 
 def view(node_id, incarnation):
-    role = {"prefill": "prefill", "decode": "decode", "both": "aggregated", "pool": "pool"}[node_id.split("-")[0]]
-    pool = "" if role == "pool" else f"pool-{node_id[-1]}"
-    return NodeView(node_id, role, incarnation, "h", pool, "m", BLOCK, CAPACITY, 4096, 4, 1000)
+    name, _, model = node_id.partition(".")
+    role = {"prefill": "prefill", "decode": "decode", "both": "aggregated", "pool": "pool"}[name.split("-")[0]]
+    pool = "" if role == "pool" else f"pool-{name[-1]}"
+    return NodeView(node_id, role, incarnation, "h", pool, model or "m", BLOCK, CAPACITY, 4096, 4, 1000)
 
 
 names = st.sampled_from([f"r{i}" for i in range(12)])
@@ -81,10 +83,27 @@ histories = st.lists(
     st.tuples(st.integers(0, 3_000_000_000), st.one_of(arrivals, arrivals, reports, others)), min_size=1, max_size=60
 )
 
+others_names = st.sampled_from([f"n{i}" for i in range(4)])
+of_another_model = st.one_of(
+    st.builds(
+        RequestArrived, others_names, attempts, st.just("f"), st.just("n"), st.integers(1, 2000), st.integers(1, 600)
+    ),
+    st.builds(
+        NodeReported,
+        st.sampled_from(OTHERS),
+        held=st.lists(st.builds(Held, others_names, attempts, st.integers(0, 200)), max_size=2).map(tuple),
+        progress=st.lists(st.builds(Progress, others_names, attempts, phases), max_size=2).map(tuple),
+        prefills=st.lists(st.builds(PrefillSample, st.integers(0, 2000), st.just(0), seconds), max_size=2).map(tuple),
+    ),
+    st.builds(RequestCompleted, others_names, attempts, st.just("finished"), seconds, seconds),
+    st.builds(lambda n, i: NodeJoined(view(n, i)), st.sampled_from(OTHERS), st.integers(1, 2)),
+    st.builds(NodeLost, st.sampled_from(OTHERS), st.integers(1, 2)),
+)
+
 
 def start(**config):
     conductor = Conductor(PolicyConfig(explain=True, **config))
-    for node_id in POOLS + WORKERS:
+    for node_id in POOLS + WORKERS + OTHERS:
         conductor.on_event(0, NodeJoined(view(node_id, 1)))
     return conductor
 
@@ -115,6 +134,7 @@ def test_any_history_leaves_claims_that_fit_together_and_answers_that_hold(histo
 
 
 def check_place(event, place):
+    assert place.prefill in WORKERS
     assert place.prefill not in event.excluded
     assert place.decode not in event.excluded
     assert (place.decode == "") == (place.prefill.startswith("both") or event.max_new_tokens == 1)
@@ -129,6 +149,26 @@ def check_place(event, place):
     chosen = next(score for score in place.scores if score.node_id == place.prefill)
     totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.scores]
     assert (chosen.transfer_s + chosen.queue_s + chosen.prefill_s, chosen.node_id) == min(totals)
+
+
+@settings(max_examples=80, deadline=None)
+@given(histories, st.lists(st.tuples(st.integers(0, 59), of_another_model), min_size=1, max_size=30))
+def test_what_happens_to_another_model_changes_no_decision(history, elsewhere):
+    config = {"ttft_objective_s": 20.0, "tbt_objective_s": 1.0}
+    alone = [decisions for _, _, decisions in run(start(**config), history)]
+    conductor, beside, now_ns = start(**config), [], 0
+    for index, (gap_ns, event) in enumerate(history):
+        now_ns += gap_ns
+        for at, other in elsewhere:
+            if at == index:
+                for decision in conductor.on_event(now_ns, other):
+                    assert not isinstance(decision, Place) or {decision.prefill, decision.decode} <= {*OTHERS, ""}
+        decisions = conductor.on_event(now_ns, event)
+        if isinstance(event, Tick):  # which tells of whatever is an orphan by now
+            decisions = [d for d in decisions if not d.request_id.startswith("n")]
+        beside.append(decisions)
+    assert beside == alone
+    assert conductor.validate()[0] == []
 
 
 @settings(max_examples=80, deadline=None)
