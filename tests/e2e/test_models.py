@@ -131,3 +131,22 @@ def test_a_replay_does_not_verify_one_model_against_the_other(cluster: Any, fold
     said = " ".join(done.stderr.split())
     assert "cannot verify: the server's 's' has fingerprint" in said
     assert all(load_model(folder, threads=1).fingerprint in said for folder in folders.values())
+
+
+async def test_a_model_that_lost_its_worker_is_named_while_the_other_is_served(
+    cluster: Any, folders: dict[str, Path], judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    worker = "org-second-aggregated-0"
+    old = cluster.kill(worker)
+    async with asyncio.timeout(60):
+        while (found := await get(session, f"{cluster.url}/ready"))[0] == 200:
+            await asyncio.sleep(0.05)
+    assert "'org/second'" in found[1]
+    assert "'first'" not in found[1]
+    prompt = list(range(200, 260))
+    answer = await cluster.complete(session, prompt, model="first", **ASK)
+    assert judge_of(folders["first"]).wrong_tokens(answer) == []
+    await cluster.wait_restarted(worker, old)
+    answer = await cluster.complete(session, prompt, model="s", **ASK)
+    assert judge_of(folders["org/second"]).wrong_tokens(answer) == []
+    await cluster.validate()
