@@ -17,6 +17,7 @@ from typing import Any, Final
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
+_MAX_CALLS: Final = 16  # of one answer: a model that repeats itself must come to an end
 _HEAD: Final = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
 # As Python writes JSON: what templates and training data have.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -61,7 +62,7 @@ def tools_grammar(
         # The schema by itself, so that references within it still begin at its root.
         lines.append(f"call_{number}: {head} %json {_spaced(tool.parameters, _SPACING)} {tail}")
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    called = f'call ("\\n{OPEN}" call)*' if parallel else "call"
+    called = f'call ("\\n{OPEN}" call){{0,{_MAX_CALLS - 1}}}' if parallel else "call"
     if must_call:
         lines.append(f'start: "{OPEN}" {called}')
     elif text_schema is not None:

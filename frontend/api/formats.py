@@ -151,7 +151,9 @@ class ChatFormat(Format):
         delta = {"content": step.text} if calls is None else calls.delta(step)
         choice = {"index": index, "delta": delta, **self._end(index, step, with_prompt=False)}
         if not is_first:
-            return [choice]
+            # What is written around a call's name and arguments is told to nobody.
+            tells = delta or step.finish_reason or step.scores or self._view.return_token_ids
+            return [choice] if tells else []
         # OpenAI's streams open with the role alone.
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, choice]
 

@@ -91,6 +91,12 @@ def test_the_text_of_an_answer_that_calls_nothing_can_be_held_to_a_schema(accept
     assert not accepts(lark, '{"a": 5}')  # no space: a model could pad for ever
 
 
+def test_an_answer_calls_sixteen_times_at_most(accepts: Callable[[str, str], bool]) -> None:
+    lark = tools_grammar(SPECS, must_call=True, parallel=True)
+    assert accepts(lark, "\n".join([NOW] * 16))
+    assert not accepts(lark, "\n".join([NOW] * 17))
+
+
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """(content, (name, arguments) of every call) of an answer that came in pieces."""
     reader = ToolReader()
@@ -178,6 +184,12 @@ async def test_the_openai_client_puts_streamed_calls_together(cluster: Any, fron
     arguments = ["".join(call.function.arguments for call in calls) for calls in pieces.values()]
     assert [json.loads(text) for text in arguments] == [{"city": 'a "}{\\', "days": 3}, {}]
     assert len(pieces[0]) > 5  # arguments come as they are generated
+
+
+async def test_no_event_of_a_stream_is_empty(cluster: Any, front: Any, ids_of: IdsOf) -> None:
+    answering(cluster, ids_of, f"{CALL}\n{NOW}")
+    _, *chunks = await front.events(CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "required"})
+    assert all(chunk["choices"][0]["delta"] or chunk["choices"][0]["finish_reason"] for chunk in chunks[1:])
 
 
 async def test_a_text_without_calls_is_an_answer_like_any(cluster: Any, front: Any, ids_of: IdsOf) -> None:
