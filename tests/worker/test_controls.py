@@ -28,7 +28,7 @@ BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 VOCAB, BLOCK, END = 2048, 8, 1
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "string", "pattern": "^[abc]{6}$"}, "b": {"enum": ["x", "yy"]}},
+    "properties": {"a": {"type": "string", "pattern": "^[abc]{10}$"}, "b": {"enum": ["x", "yy"]}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -42,7 +42,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 2.0, "logit_bias": {17: 30.0, 18: 29.0, 400: -100.0}},
     "presence": {**SAMPLED, "top_k": 3, "presence_penalty": 2.0, "logit_bias": {17: 9.0, 18: 9.0}},
     "min_tokens": {**SAMPLED, "logit_bias": {END: 60.0}, "min_tokens": 7, "stop_token_ids": [END]},
-    "grammar": {"temperature": 3.0, "seed": 5, "grammar": GRAMMAR, "stop_token_ids": [END], "repetition_penalty": 0.05},
+    "grammar": {"temperature": 2.0, "seed": 5, "grammar": GRAMMAR, "stop_token_ids": [END], "frequency_penalty": 2.0},
     "grammar, greedy": {"grammar": GRAMMAR},  # the client ignores the end token: it ends all the same
 }
 
