@@ -191,6 +191,13 @@ class Judge:
     def __init__(self, model: Model) -> None:
         self._model = model
 
+    def logprobs(self, ids: Sequence[int]) -> list[list[float]]:
+        """Row i: of every token that could follow ids[: i + 1]."""
+        logits = self._model.score(np.array(ids, dtype=np.int32)).astype(np.float64)
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        found: list[list[float]] = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).tolist()
+        return found
+
     def wrong_tokens(self, answer: Answer, **sampling: Any) -> list[int]:
         """Indices of tokens that lie more than the tolerance below the best."""
         ids = np.array([*answer.prompt_ids, *answer.token_ids], dtype=np.int32)

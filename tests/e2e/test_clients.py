@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, ConfigDict, Field
 
 TEXT = "The old miller carried a copper lantern beyond the northern gate, and the children followed him. " * 3
 USER = [{"role": "user", "content": TEXT}]
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+TOLERANCE = 1e-3
 GREEDY: dict[str, Any] = {**SEEDED, "temperature": 0.0}
 
 
@@ -214,3 +216,119 @@ async def test_an_objective_that_cannot_be_met_is_a_429_with_retry_after(
         rejected = await metrics(strict.url, session)
         assert rejected["moonpool:requests_rejected_total"] == 3
         await strict.validate()
+
+
+async def test_several_answers_share_a_prompt_and_differ(client: openai.AsyncOpenAI) -> None:
+    prompt = "Several answers: " + TEXT
+    options = {**SEEDED, "temperature": 1.5, "n": 3}
+    whole = await client.completions.create(model="tiny", prompt=prompt, **options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 3 * 24
+    assert whole.model_extra is not None
+    # The later ones found what the first one had computed.
+    first, *others = [facts["cached_tokens"] for facts in whole.model_extra["moonpool"]]
+    assert first == 0
+    assert all(cached == (whole.usage.prompt_tokens - 1) // 8 * 8 for cached in others)
+    streamed = ["", "", ""]
+    async for chunk in await client.completions.create(model="tiny", prompt=prompt, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    alone = await client.completions.create(model="tiny", prompt=prompt, **{**options, "n": 1})
+    assert alone.choices[0].text == texts[0]
+
+
+async def test_log_probabilities_are_the_models_own(
+    cluster: Any, client: openai.AsyncOpenAI, random_model: Path, judge_of: Callable[[Path], Any]
+) -> None:
+    prompt = list(range(100, 140))
+    options = {**SEEDED, "temperature": 0.7, "logprobs": 3, "echo": True}
+    extra = {"ignore_eos": True, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    whole = await client.completions.create(model="tiny", prompt=prompt, **{**options, "extra_body": extra})
+    choice = whole.choices[0]
+    told = choice.logprobs
+    assert told is not None
+    assert choice.model_extra is not None
+    ids = prompt + choice.model_extra["token_ids"]
+    expected = judge_of(random_model).logprobs(ids)
+    assert told.tokens == [f"token_id:{token_id}" for token_id in ids]
+    assert told.token_logprobs is not None
+    assert told.token_logprobs[0] is None
+    own = [row[token] for row, token in zip(expected, ids[1:], strict=False)]
+    assert told.token_logprobs[1:] == pytest.approx(own, abs=TOLERANCE)
+    assert told.top_logprobs is not None
+    for row, top, token in zip(expected, told.top_logprobs[1:], ids[1:], strict=False):
+        best = sorted(row, reverse=True)[:3]
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(best, abs=TOLERANCE)
+        assert f"token_id:{token}" in top
+    stream = await client.completions.create(
+        model="tiny", prompt=prompt, stream=True, **{**options, "extra_body": extra}
+    )
+    parts = [choice.logprobs for chunk in [chunk async for chunk in stream] for choice in chunk.choices]
+    assert [token for part in parts if part for token in part.tokens or ()] == told.tokens
+    alone = await client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=0, logprobs=0, echo=True, extra_body=extra
+    )
+    assert alone.choices[0].logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own[: len(prompt) - 1], abs=TOLERANCE)
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
+
+
+async def test_a_chats_log_probabilities_spell_its_text(client: openai.AsyncOpenAI) -> None:
+    options = {**SEEDED, "logprobs": True, "top_logprobs": 2}
+    whole = await client.chat.completions.create(model="tiny", messages=USER, **options)
+    told = whole.choices[0].logprobs
+    assert told is not None
+    content = told.content or []
+    assert len(content) == 24
+    spelled = bytes(byte for entry in content for byte in entry.bytes or ())
+    assert spelled.decode(errors="replace") == whole.choices[0].message.content
+    assert all(entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
+
+
+class Person(BaseModel):
+    """As a client of OpenAI's structured outputs would have it."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=150)]
+
+
+async def test_openais_parse_gives_an_object_of_the_clients_own(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.parse(
+        model="tiny", messages=USER, response_format=Person, temperature=1.0, seed=3, max_tokens=300
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_conversation_with_tools_goes_round(client: openai.AsyncOpenAI) -> None:
+    parameters = Person.model_json_schema()
+    tools: Any = [{"type": "function", "function": {"name": "greet", "parameters": parameters}}]
+    options: dict[str, Any] = {"model": "tiny", "tools": tools, "temperature": 1.0, "seed": 4, "max_tokens": 400}
+    forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = await client.chat.completions.create(messages=USER, **options, **forced)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    Person.model_validate_json(call.function.arguments)
+    async with client.chat.completions.stream(messages=USER, **options, **forced) as stream:
+        final = await stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls or ()
+    assert streamed.function.arguments == call.function.arguments
+    history: Any = [
+        *USER,
+        answer.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Hello!"},
+    ]
+    after = await client.chat.completions.create(messages=history, **options, tool_choice="none")
+    assert after.choices[0].message.content is not None
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    # Prompt and call are found in the cache: the history reads as it was generated.
+    assert after.usage.prompt_tokens_details.cached_tokens >= (answer.usage.prompt_tokens // 8) * 8  # type: ignore[union-attr]
