@@ -111,8 +111,9 @@ def _post(
 ) -> dict[str, Any]:
     content = _media("application/json", _ref(answer))
     if event is not None:
-        text = f"Events; the data of each is a {event.__name__} or an ErrorAnswer, of the last one [DONE]."
-        content |= _media("text/event-stream", {"type": "string", "description": text})
+        text = f"A {event.__name__} or an ErrorAnswer as JSON; of the last event [DONE]."
+        one = {"type": "object", "properties": {"data": {"type": "string", "description": text}}, "required": ["data"]}
+        content |= _media("text/event-stream", one | {"description": "One server-sent event."})
     operation = _operation(summary, content, errors)
     operation["requestBody"] = {"required": True, "content": _media("application/json", _ref(body))}
     return {"post": operation}
