@@ -9,7 +9,7 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.errors import ConfigError, LogFormatError
 from conductor.event_log import replay
-from conductor.policy import PolicyConfig
+from conductor.policy import Objectives, PolicyConfig
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Copy, Place, Reject
 from conductor.policy.events import NodeJoined, Tick
@@ -45,6 +45,24 @@ def test_a_changed_policy_does_not_replay(tmp_path):
     changed = tmp_path / "changed.jsonl"
     changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     assert any(logged != now for _, _, logged, now in replay(changed))
+
+
+def test_a_log_replays_under_the_objectives_of_each_model(tmp_path, make):
+    path = tmp_path / "d.jsonl"
+    objectives = {"n": Objectives(1e-6, 0.0), "m": Objectives(0.0, 9.0)}
+    core = Core(
+        ConductorConfig("none", ttft_objective_s=100.0, model_objectives=objectives, decision_log=path),
+        clock=iter(range(1, 100)).__next__,
+    )
+    for model in ("m", "n"):
+        for role in ("prefill", "decode"):
+            core.handle(NodeJoined(make.node(f"{model}-{role}", role, host="0", model=model)))
+    made = [type(core.handle(make.request(model, model=model))[0]) for model in ("m", "n")]
+    core.close()
+    assert made == [Place, Reject]
+    rows = list(replay(path))
+    assert all(logged == now for _, _, logged, now in rows)
+    assert [type(now[0]) for _, _, _, now in rows if now] == made
 
 
 def test_the_log_is_bounded_and_its_files_replay_in_order(tmp_path, make):
