@@ -40,6 +40,7 @@ class Facts(AnswerModel):
     prefill_s: Seconds
     ttft_s: Seconds
     cached_tokens: Count
+    dropped_messages: Count
     attempts: Count
     prefill_node: str
     decode_node: str

@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 from frontend.api.fields import MAX_TOKEN_ID, LogitBias, NumTop, Prompts, RequestModel, Stops, TokenId
 from frontend.api.structured import GuidedChoice, JsonSchema, ResponseFormat, Structured
@@ -103,6 +111,17 @@ class ContentPart(RequestModel):
 class ChatMessage(RequestModel):
     """One message of a chat. Only an assistant's with tool calls goes without content."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+                {
+                    "required": ["tool_calls"],
+                    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+                },
+            ]
+        }
+    )
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
@@ -166,6 +185,14 @@ class ChatBody(GenerationBody, ChatRendering):
 class TokenizeBody(ChatRendering):
     """POST /tokenize: a text or a chat."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            ]
+        }
+    )
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
