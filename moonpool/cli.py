@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from moonpool.chat.command import chat
+from moonpool.bench_command import add_bench
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
 from moonpool.doctor.command import doctor
@@ -76,6 +77,7 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
 add_replay(app)
+add_bench(app)
 app.command("demo")(demo)
 app.command("chat")(chat)
 app.command("doctor")(doctor)

@@ -25,7 +25,8 @@ def _not_negative(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-def _is_http(url: str) -> bool:
+def is_http(url: str) -> bool:
+    """Whether this is the address of an HTTP server."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -34,7 +35,7 @@ def _is_http(url: str) -> bool:
 
 
 _BOUNDS: Final[dict[str, _Bound]] = {
-    "url": ("--url", _is_http, "http://HOST:PORT"),
+    "url": ("--url", is_http, "http://HOST:PORT"),
     "speed": ("--speed", _above_zero, "a number above 0"),
     "sample_families": ("--sample-families", lambda value: 0 < value <= 1, "a fraction above 0, at most 1"),
     "limit": ("--limit", _not_negative, "a number of requests, 0 for all"),

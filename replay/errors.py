@@ -4,7 +4,10 @@ ReplayError
 ├── SettingInvalid      a setting is out of its range; names the flag
 ├── TokenizerUnusable   the model folder has no tokenizer that prompts can be made with
 ├── PromptPlanError     the trace cannot be turned into prompts with these settings
+├── DatasetUnusable     a file of prompts cannot be read, or not as what it was called
 ├── ServerUnusable      the server at --url does not answer, or is not what the replay needs
+│   ├── ServerUnreachable   nothing answers there
+│   └── TokenizerMismatch   it has another tokenizer than the one at hand
 ├── OutputUnwritable    the report's folder cannot be written
 ├── SenderUnusable      a sending process did not come up
 ├── VerificationError   the answers cannot be re-scored (no token ids, another model, no engine model)
@@ -31,8 +34,20 @@ class PromptPlanError(ReplayError):
     """The trace cannot be turned into prompts with these settings."""
 
 
+class DatasetUnusable(ReplayError):
+    """A file of prompts cannot be read or is not what it was called: names the place and what was expected."""
+
+
 class ServerUnusable(ReplayError):
     """The server does not answer or is not what the replay needs: names the URL and what came back."""
+
+
+class ServerUnreachable(ServerUnusable):
+    """Nothing answers at the server's address."""
+
+
+class TokenizerMismatch(ServerUnusable):
+    """The server's tokens are not those of the tokenizer at hand: names both and the flag."""
 
 
 class OutputUnwritable(ReplayError):

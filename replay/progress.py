@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,7 @@ from replay.record import Outcome
 from replay.sender import Tally
 
 _PLAIN_EVERY_S = 10.0
+_REFRESH_S = 0.25
 
 
 class ProgressDisplay:
@@ -70,3 +72,10 @@ def detail_of(tally: Tally) -> str:
         f"{tally.ended[Outcome.COMPLETED]} completed, {tally.ended[Outcome.REJECTED]} rejected, "
         f"{tally.ended[Outcome.FAILED]} failed, {tally.in_flight} in flight{hit}"
     )
+
+
+async def show_tally(stage: str, tally: Tally, display: ProgressDisplay) -> None:
+    """Show the totals several times a second, until cancelled."""
+    while True:
+        display.show(stage, sum(tally.ended.values()), tally.total, detail_of(tally))
+        await asyncio.sleep(_REFRESH_S)

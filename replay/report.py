@@ -80,6 +80,14 @@ def check_writable(out: Path) -> None:
         raise OutputUnwritable(f"cannot write to the folder {out} ({error}); give another with --out") from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of a report. Raises OutputUnwritable."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write {path}: {error}") from error
+
+
 def finite(value: Any) -> Any:
     """The value with every number that JSON cannot hold (NaN, infinities) as None."""
     if isinstance(value, dict):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +14,18 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
+from replay.background import background
 from replay.client import CompletionClient
 from replay.clocks import clock_from
 from replay.cluster_metrics import ClusterHistory
 from replay.config import ReplayConfig
 from replay.errors import PromptPlanError, SettingInvalid
+from replay.interrupts import interrupts
 from replay.load import Load
 from replay.objectives import Objectives
 from replay.plan import PlannedRequest, PlanSettings, plan_requests
 from replay.poller import MetricsPoller
-from replay.progress import ProgressDisplay, detail_of
+from replay.progress import ProgressDisplay, detail_of, show_tally
 from replay.record import RequestRecord
 from replay.report import Report, check_writable
 from replay.retry import RetryPolicy
@@ -52,7 +51,6 @@ from traces import Trace, first_requests, first_seconds, load_trace, reuse_stati
 
 _ASK_DEADLINE_S = 15.0
 _SETTLE_S = 6.0
-_REFRESH_S = 0.25
 
 
 def run(config: ReplayConfig, console: Console | None = None) -> Report:
@@ -124,7 +122,7 @@ async def _live(
     config: ReplayConfig, trace: Trace, tokens: ModelTokens, reference: Scorer | None, display: ProgressDisplay
 ) -> _Live:
     stop = asyncio.Event()
-    with _interrupts(stop):
+    with interrupts(stop):
         async with open_session(api_key=config.api_key) as session:
             url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
@@ -145,7 +143,7 @@ async def _live(
             async with open_senders(load, senders) as opened:
                 start = start_soon()
                 poller = MetricsPoller(session, url, clock=clock_from(start), every_s=config.poll_every_s)
-                async with _background(poller.run(), _show(tally, display)):
+                async with background(poller.run(), show_tally("replay", tally, display)):
                     evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
             display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
@@ -258,44 +256,3 @@ def _load(config: ReplayConfig, server: ServerInfo, requests: Sequence[PlannedRe
         cache_salt=salt,
         api_key=config.api_key,
     )
-
-
-@asynccontextmanager
-async def _background(*coroutines: Any) -> AsyncIterator[None]:
-    """Run these beside the block and cancel them at its end."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-
-
-async def _show(tally: Tally, display: ProgressDisplay) -> None:
-    while True:
-        display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
-        await asyncio.sleep(_REFRESH_S)
-
-
-@contextmanager
-def _interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C sets `stop`, a second one ends the program as usual. Only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-
-    def interrupted() -> None:
-        stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    with suppress(NotImplementedError):
-        loop.add_signal_handler(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)

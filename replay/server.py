@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from replay.errors import ServerUnusable
+from replay.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
 from replay.tokens import ModelTokens
 
 _SHOWN = 200
@@ -38,10 +38,17 @@ def error_message(text: str) -> str:
     return " ".join(str(message).split())[:_SHOWN]
 
 
-async def discover(session: aiohttp.ClientSession, base_url: str, *, model: str, deadline_s: float) -> ServerInfo:
-    """Ask /v1/models what is served there; `model` picks one by name, "" the first. Raises ServerUnusable."""
+async def discover(
+    session: aiohttp.ClientSession, base_url: str, *, model: str, deadline_s: float, needs_list: bool = True
+) -> ServerInfo:
+    """Ask /v1/models what is served there; `model` picks one by name, "" the first.
+
+    `needs_list` False: a server without that route is taken at the caller's word for `model`. Raises ServerUnusable.
+    """
     url = f"{base_url}/v1/models"
     status, text = await _ask(session.get(url, timeout=aiohttp.ClientTimeout(total=deadline_s)), url)
+    if status in (404, 405) and model and not needs_list:
+        return ServerInfo(base_url, model)
     if status != 200:
         hint = "; give the key with --api-key" if status in (401, 403) else ""
         raise ServerUnusable(f"{url} answers HTTP {status}: {error_message(text)}{hint}")
@@ -64,12 +71,18 @@ async def discover(session: aiohttp.ClientSession, base_url: str, *, model: str,
 
 
 async def check_tokenizer(
-    session: aiohttp.ClientSession, server: ServerInfo, tokens: ModelTokens, *, deadline_s: float
+    session: aiohttp.ClientSession,
+    server: ServerInfo,
+    tokens: ModelTokens,
+    *,
+    deadline_s: float,
+    flag: str = "--model-path",
 ) -> str:
     """Compare the server's /tokenize with the local tokenizer on a sample text.
 
-    Returns a notice where the server has no such route, else "". Raises ServerUnusable where the two differ: then the
-    prompts would be no text to the served model, and a verification against the local model would be void.
+    Returns a notice where the server has no such route, else "". Raises TokenizerMismatch, naming `flag`, where the two
+    differ: then the prompts would be no text to the served model, and a verification against the local one would be
+    void.
     """
     url = f"{server.base_url}/tokenize"
     body = {"model": server.model, "prompt": _SAMPLE_TEXT, "add_special_tokens": False}
@@ -81,9 +94,9 @@ async def check_tokenizer(
     except (ValueError, KeyError, TypeError):
         return f"the server's tokenizer was not compared ({url} answers {text[:_SHOWN]!r})"
     if theirs != tokens.encode_all([_SAMPLE_TEXT])[0]:
-        raise ServerUnusable(
+        raise TokenizerMismatch(
             f"{server.base_url} tokenises otherwise than {tokens.path}; give the folder of the served model "
-            f"({server.model}) with --model-path"
+            f"({server.model}) with {flag}"
         )
     return ""
 
@@ -93,6 +106,6 @@ async def _ask(request: Any, url: str) -> tuple[int, str]:
         async with request as response:
             return response.status, await response.text()
     except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-        raise ServerUnusable(
+        raise ServerUnreachable(
             f"no usable server at {url} ({type(error).__name__}: {error}); start one with `moonpool serve`"
         ) from error

@@ -27,11 +27,11 @@ class ModelTokens:
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def load_model_tokens(model_path: Path) -> ModelTokens:
-    """Read a Hugging Face model folder's tokenizer. Raises TokenizerUnusable."""
+def load_model_tokens(model_path: Path, *, flag: str = "--model-path") -> ModelTokens:
+    """Read a Hugging Face model folder's tokenizer. Raises TokenizerUnusable, naming `flag`."""
     file = model_path / "tokenizer.json"
     if not file.is_file():
-        raise TokenizerUnusable(f"no tokenizer at {file}; give the folder of the served model with --model-path")
+        raise TokenizerUnusable(f"no tokenizer at {file}; give the folder of the served model with {flag}")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # `tokenizers` raises plain Exception

@@ -13,6 +13,7 @@ import typer.main
 
 from moonpool.cli import app
 from moonpool.config import all_settings
+from replay.bench.cli import app as bench_app
 from replay.cli import app as replay_app
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,10 @@ OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    """moonpool's sub-commands as click parses them. `replay` only hands its arguments on."""
+    """moonpool's sub-commands as click parses them. `replay` and `bench` only hand their arguments on."""
     found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    return {**found, "replay": typer.main.get_command(replay_app)}
+    bench = typer.main.get_command(bench_app).commands.items()  # type: ignore[attr-defined]
+    return {**found, "replay": typer.main.get_command(replay_app), **{f"bench {name}": c for name, c in bench}}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,8 @@ def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
 
     def parse(arguments: list[str]) -> str:
         name, *rest = arguments
+        if name == "bench" and rest and not rest[0].startswith("-"):
+            name, *rest = f"bench {rest[0]}", *rest[1:]
         if name == "--help":
             return ""
         if name not in commands:
@@ -73,6 +77,9 @@ def test_the_parser_refuses_what_is_wrong(complaint: Callable[[list[str]], str])
     assert complaint(["serve", "--porrt", "80"])
     assert complaint(["replay"])
     assert complaint(["replay", "conversation", "--speed", "fast"])
+    assert complaint(["bench", "serve", "--goodput", "ttft:1", "tpot:1", "--num_prompts", "2"]) == ""
+    assert complaint(["bench", "serve", "--num-prompts", "many"])
+    assert "no command" in complaint(["bench", "sevre"])
 
 
 def test_moonpool_takes_every_command_line(

@@ -46,6 +46,7 @@ class CompletionServer:
     tokenize: bool = True
     fingerprint: str = ""
     token_delay_s: float = 0.0
+    usage: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     running: int = 0
@@ -79,7 +80,7 @@ class CompletionServer:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
+        self.bodies.append(dict(body))
         if self.behave is not None:
             taken = await self.behave(self, request, body)
             if taken is not None:
@@ -87,12 +88,16 @@ class CompletionServer:
         return await self.stream(request, body, self.answer(body))
 
     async def stream(self, request: web.Request, body: dict[str, Any], ids: list[int]) -> web.StreamResponse:
+        chat = "messages" in body
+        body["prompt"] = self.prompt_ids(body)
         cached = self.reuse(body)
         self.running += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for token in ids:
             choice = {"index": 0, "text": "x", "token_ids": [token], "finish_reason": None}
+            if chat:
+                choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": None}
             await response.write(event({"choices": [choice]}))
             await asyncio.sleep(self.token_delay_s)
         usage = {
@@ -101,11 +106,16 @@ class CompletionServer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         extension = {"request_id": f"r{len(self.bodies)}", "queue_s": 0.001, "prefill_s": 0.002, "attempts": 1}
-        await response.write(event({"choices": [], "usage": usage, "moonpool": extension}))
+        if self.usage:
+            await response.write(event({"choices": [], "usage": usage, "moonpool": extension}))
         await response.write(b"data: [DONE]\n\n")
         self.running -= 1
         self.counters["push"] += 100 * len(body["prompt"])
         return response
+
+    def prompt_ids(self, body: dict[str, Any]) -> list[int]:
+        prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        return self.tokens.encode_all([prompt])[0] if isinstance(prompt, str) else list(prompt)
 
     def reuse(self, body: dict[str, Any]) -> int:
         ids, salt = np.array(body["prompt"], np.int32), body.get("cache_salt", "").encode()
@@ -138,6 +148,7 @@ class ServerThread:
         app.router.add_post("/tokenize", self.server.tokenise)
         app.router.add_get("/metrics", self.server.metrics)
         app.router.add_post("/v1/completions", self.server.completions)
+        app.router.add_post("/v1/chat/completions", self.server.completions)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -193,7 +204,7 @@ def serve(tokens: ModelTokens) -> Iterator[Callable[..., CompletionServer]]:
     threads: list[ServerThread] = []
 
     def start(**options: Any) -> CompletionServer:
-        options.setdefault("answer", lambda body: [7] * body["max_tokens"])
+        options.setdefault("answer", lambda body: [7] * (body.get("max_tokens") or body["max_completion_tokens"]))
         threads.append(ServerThread(CompletionServer(tokens=tokens, **options)))
         return threads[-1].server
 

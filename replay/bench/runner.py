@@ -1,0 +1,221 @@
+"""A whole benchmark, from prompts to results: the thin shell around the package's parts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvloop
+from rich.console import Console
+
+from replay.background import background
+from replay.bench.arrivals import arrival_times
+from replay.bench.config import BenchConfig
+from replay.bench.dialects import BenchDialect, BenchRequest
+from replay.bench.files import custom_prompts, sharegpt_prompts
+from replay.bench.prompts import Prompt, random_prompts, repeated_prefixes
+from replay.client import CompletionClient
+from replay.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
+from replay.interrupts import interrupts
+from replay.load import Load
+from replay.progress import ProgressDisplay, show_tally
+from replay.record import Outcome, RequestRecord
+from replay.retry import RetryPolicy
+from replay.sender import Tally, new_record
+from replay.senders import open_senders, send_watched, start_soon
+from replay.server import ServerInfo, check_tokenizer, discover
+from replay.session import allow_many_connections, open_session
+from replay.shares import choose_senders
+from replay.tokens import ModelTokens, load_model_tokens
+from replay.validity import invalid_reasons
+
+_ASK_DEADLINE_S = 15.0
+_READY_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What one load left. `records` in order of sending; `invalid_reasons` empty for a valid run."""
+
+    model: str
+    records: Sequence[RequestRecord] = field(repr=False)
+    invalid_reasons: Sequence[str]
+    senders: int
+    interrupted: bool
+    notices: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that was asked what it is. `as_text`: prompts are sent as text, since it is not known to have the
+    tokenizer at hand, or speaks in messages."""
+
+    server: ServerInfo
+    tokens: ModelTokens
+    as_text: bool
+    notices: tuple[str, ...]
+
+
+def run_bench(config: BenchConfig, bundled: Path, console: Console | None = None) -> BenchResult:
+    """Send the load and return its records. Ctrl-C gives those so far. Raises ReplayError.
+
+    `bundled`: folder of the tokenizer where the configuration names none. `console` None: shows nothing.
+    """
+    allow_many_connections()
+    tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
+    with ProgressDisplay(console) as display, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, tokens, display))
+
+
+async def _run(config: BenchConfig, tokens: ModelTokens, display: ProgressDisplay) -> BenchResult:
+    stop = asyncio.Event()
+    with interrupts(stop):
+        target = await find_target(config, tokens)
+        requests = plan(config, target)
+        await warm_up(config, target, requests, stop)
+        return await measure(config, target, requests, stop, display, "bench")
+
+
+async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
+    """Ask the server for its models and its tokens. Raises ServerUnusable."""
+    async with open_session(api_key=config.api_key, headers=dict(config.headers)) as session:
+        server = await _ready_server(config, session)
+        notice = ""
+        try:
+            notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S, flag="--tokenizer")
+        except TokenizerMismatch:
+            if config.tokenizer is not None:
+                raise
+            notice = "the server has another tokenizer than the bundled model, by which prompts are made (--tokenizer)"
+    # Ids of a tokenizer that is not the server's would be another text to it, or none.
+    return Target(server, tokens, config.chat or bool(notice), (notice,) if notice else ())
+
+
+async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> ServerInfo:
+    deadline = time.monotonic() + config.ready_check_timeout_s
+    name, url = config.served_model_name or config.model, config.base_url.rstrip("/").removesuffix("/v1")
+    while True:
+        try:
+            return await discover(session, url, model=name, deadline_s=_ASK_DEADLINE_S, needs_list=False)
+        except ServerUnreachable:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_READY_POLL_S)
+
+
+def plan(config: BenchConfig, target: Target) -> list[BenchRequest]:
+    """The requests, in order of arrival: determined by the configuration alone. Raises DatasetUnusable."""
+    rng = np.random.default_rng(config.seed)
+    prompts = _prompts(config, target, rng)
+    due = arrival_times(len(prompts), rate=config.request_rate, burstiness=config.burstiness, rng=rng)
+    seeds = rng.integers(0, 2**31, len(prompts))
+    return [
+        BenchRequest(
+            index=index,
+            arrival_s=float(due[index]),
+            prompt=prompt.ids,
+            block_ids=(),
+            max_tokens=prompt.output_tokens,
+            temperature=float(config.sampling.get("temperature", math.nan)),
+            seed=int(seeds[index]),
+            overlong=False,
+            text=prompt.text,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _prompts(config: BenchConfig, target: Target, rng: np.random.Generator) -> list[Prompt]:
+    if config.dataset_name == "random":
+        return list(random_prompts(config, target.tokens, rng, as_text=target.as_text))
+    if config.dataset_name == "prefix_repetition":
+        return list(repeated_prefixes(config, target.tokens, rng, as_text=target.as_text))
+    return {"sharegpt": sharegpt_prompts, "custom": custom_prompts}[config.dataset_name](config, target.tokens, rng)
+
+
+async def warm_up(config: BenchConfig, target: Target, requests: Sequence[BenchRequest], stop: asyncio.Event) -> None:
+    """Send the first request as often as asked for, and forget it. Raises ServerUnusable when one is not answered."""
+    if not config.num_warmups:
+        return
+    load = _load(config, target, requests[:1])
+    gate = asyncio.Semaphore(config.max_concurrency or config.num_warmups)
+    async with open_session(api_key=load.api_key, headers=dict(load.headers)) as session:
+        client = CompletionClient(
+            session, load.server, timeout_s=load.timeout_s, clock=time.monotonic, dialect=load.dialect
+        )
+
+        async def one() -> RequestRecord:
+            record = new_record(requests[0], 0.0)
+            async with gate:
+                await client.send(requests[0], record, cache_salt="")
+            return record
+
+        sendings = _all(one() for _ in range(config.num_warmups))
+        waited: list[asyncio.Task[Any]] = [asyncio.create_task(sendings), asyncio.create_task(stop.wait())]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        for task in waited:
+            task.cancel()
+        await asyncio.gather(*waited, return_exceptions=True)
+    records: list[RequestRecord] = [] if waited[0].cancelled() else waited[0].result()
+    for record in records:
+        if record.outcome is not Outcome.COMPLETED:
+            raise ServerUnusable(f"a warm-up request was {record.outcome.value}: {record.reason}")
+
+
+async def _all(sendings: Iterable[Awaitable[RequestRecord]]) -> list[RequestRecord]:
+    return await asyncio.gather(*sendings)
+
+
+async def measure(
+    config: BenchConfig,
+    target: Target,
+    requests: Sequence[BenchRequest],
+    stop: asyncio.Event,
+    display: ProgressDisplay,
+    stage: str,
+) -> BenchResult:
+    """Send the requests and wait until the last has ended."""
+    load = _load(config, target, requests)
+    senders = config.senders or choose_senders(requests, speed=1.0, cores=os.cpu_count() or 1)
+    senders = min(senders, len(requests), config.max_concurrency or senders)
+    tally = Tally(len(requests))
+    async with open_senders(load, senders) as opened, background(show_tally(stage, tally, display)):
+        evidence = await send_watched(opened, load, start=start_soon(), stop=stop, tally=tally)
+    for record in evidence.records:
+        if record.outcome is Outcome.COMPLETED and not record.output_tokens:
+            record.output_tokens = len(target.tokens.encode_all([record.text])[0])
+    # All at once is no time to be kept.
+    lag_bound = config.max_send_lag_s if math.isfinite(config.request_rate) else math.inf
+    return BenchResult(
+        model=target.server.model,
+        records=evidence.records,
+        invalid_reasons=invalid_reasons(evidence, max_send_lag_s=lag_bound),
+        senders=senders,
+        interrupted=evidence.interrupted,
+        notices=target.notices,
+    )
+
+
+def _load(config: BenchConfig, target: Target, requests: Sequence[BenchRequest]) -> Load:
+    # As in vLLM: lengths that were made up are kept.
+    to_the_end = config.ignore_eos or config.dataset_name == "random"
+    extra = {**config.sampling, **config.extra_body}
+    return Load(
+        server=target.server,
+        requests=requests,
+        timeout_s=config.request_timeout_s,
+        dialect=BenchDialect(config.path, config.chat, to_the_end, extra, config.keep_text),
+        limit=config.max_concurrency,
+        retry=RetryPolicy() if config.on_429 == "retry" else None,
+        api_key=config.api_key,
+        headers=config.headers,
+        keep_connections=True,
+    )
