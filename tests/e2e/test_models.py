@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from engine import load_model
 from engine.random_model import write_random_model
 
 ASK: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+EVICTED = re.compile(r"^moonpool:pool_evicted_blocks_total.* ([0-9.]+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,10 @@ def cluster(random_model: Path, twin_model: Path, start_cluster: Callable[..., A
 @pytest.fixture
 def folders(random_model: Path, twin_model: Path) -> dict[str, Path]:
     return {"first": random_model, "org/second": twin_model}
+
+
+async def metrics_of(cluster: Any, session: aiohttp.ClientSession) -> str:
+    return (await get(session, f"{cluster.url}/metrics"))[1]
 
 
 async def get(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
@@ -118,7 +124,7 @@ async def test_each_model_is_described_where_operators_look(
     ]
     of_nodes = {node_id: node["model"] for node_id, node in cluster.ready["nodes"].items() if node["model"]}
     assert of_nodes == {"prefill-0": "first", "decode-0": "first", "org-second-aggregated-0": "org/second"}
-    _, metrics = await get(session, f"{cluster.url}/metrics")
+    metrics = await metrics_of(cluster, session)
     for model in folders:
         assert f'vllm:generation_tokens_total{{model_name="{model}"}}' in metrics
 
@@ -150,3 +156,31 @@ async def test_a_model_that_lost_its_worker_is_named_while_the_other_is_served(
     answer = await cluster.complete(session, prompt, model="s", **ASK)
     assert judge_of(folders["org/second"]).wrong_tokens(answer) == []
     await cluster.validate()
+
+
+async def test_models_of_different_layouts_share_a_pool_that_is_too_small_for_both(
+    random_model: Path,
+    two_group_model: Path,
+    start_cluster: Callable[..., Any],
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    folders = {"first": random_model, "second": two_group_model}
+    second = f"second={two_group_model},aggregated=1,capacity_tokens=4096"
+    flags = ["--served-model-name", "first", "--aggregated", "1", "--capacity-tokens", "2048", "--add-model", second]
+    rng = np.random.default_rng(1)
+    heads = [rng.integers(5, 2000, 160).tolist() for _ in range(6)]
+    reused = dict.fromkeys(folders, 0)
+    with start_cluster(random_model, *flags, "--block-tokens", "8", "--pool-bytes", "1MiB") as cluster:
+        for _ in range(3):
+            asked = [(model, head + rng.integers(5, 2000, 12).tolist()) for head in heads for model in folders]
+            answers = await asyncio.gather(*(cluster.complete(session, ids, model=m, **ASK) for m, ids in asked))
+            for (model, _), answer in zip(asked, answers, strict=True):
+                assert judge_of(folders[model]).wrong_tokens(answer) == []
+                reused[model] += answer.cached_tokens > 0
+        assert all(reused.values())
+        async with asyncio.timeout(30):  # nodes report once a second
+            while (evicted := EVICTED.search(await metrics_of(cluster, session))) is None:
+                await asyncio.sleep(0.2)
+        assert float(evicted[1]) > 0
+        await cluster.validate()
