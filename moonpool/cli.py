@@ -8,17 +8,18 @@ from typing import Any
 
 import typer
 
-from moonpool.chat.command import chat
 from moonpool.bench_command import add_bench
+from moonpool.chat.command import chat
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
 from moonpool.doctor.command import doctor
-from moonpool.inspection import config_keys, status, validate
+from moonpool.inspection import config_keys, validate
 from moonpool.options import configured_command
 from moonpool.replay_command import add_replay
 from moonpool.roles import ROLES, Role, run_role
 from moonpool.scale_commands import drain, scale
 from moonpool.serve import serve
+from moonpool.status_command import status
 
 _HELP = """
 Disaggregated prefill/decode LLM serving built around the KV cache.

@@ -10,6 +10,7 @@ from typing import Any
 from messenger.control import ControlError, call, open_channel
 from moonpool.errors import ClusterNotFound
 from moonpool.locate import Located
+from moonpool.status import role_name
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub
@@ -59,11 +60,6 @@ async def validate_cluster(located: Located) -> list[Answer]:
     asked += [_validate_frontend(url) for url in located.urls]
     answers = list(await asyncio.gather(*asked))
     return answers + _not_joined(located, {answer.node_id for answer in answers})
-
-
-def role_name(role: common_pb2.Role.ValueType) -> str:
-    """ "prefill" for ROLE_PREFILL."""
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def _not_joined(located: Located, seen: set[str]) -> list[Answer]:

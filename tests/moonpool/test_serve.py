@@ -150,6 +150,31 @@ def test_status_shows_every_node(served: Served) -> None:
     assert (rows["decode-0"]["model"], rows["pool-0"]["model"]) == ("moonpool", "")
     assert rows["decode-0"]["free_tokens"] == 8192
     assert rows["prefill-0"]["pid"] == served.ready.nodes["prefill-0"].pid
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert "ready" in served.moonpool("status").stdout.splitlines()[-1]
+
+
+def test_watching_shows_what_changes_until_ctrl_c(served: Served) -> None:
+    command = [sys.executable, "-m", "moonpool", "status", "--ready-file", str(served.ready_path), "--every", "0.1"]
+    with subprocess.Popen([*command, "--watch", "--json"], stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        first = json.loads(watching.stdout.readline())
+        assert first["ready"]
+        served.complete()
+        give_up = time.monotonic() + DEADLINE_S
+        for line in watching.stdout:
+            assert time.monotonic() < give_up
+            if (json.loads(line)["cached_share"] is not None) or first["cached_share"] is not None:
+                break
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    with subprocess.Popen([*command, "--watch"], stdout=subprocess.PIPE, text=True) as drawing:
+        assert drawing.stdout is not None
+        assert "decode-0" in "".join(drawing.stdout.readline() for _ in range(12))
+        drawing.send_signal(signal.SIGINT)
+        drawing.communicate(timeout=60)
+    assert drawing.returncode == 0
 
 
 def test_validate_finds_nothing_held_at_rest(served: Served) -> None:

@@ -1,0 +1,103 @@
+"""What `moonpool status` tells: the conductor's view of the nodes and `serve`'s of their processes, as one. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moonpool.ready_file import ReadyFile, ReadyNode
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node; None where it is not known, or does not apply to its role."""
+
+    node: str
+    role: str
+    model: str
+    state: str  # "ready", "draining", "silent", "starting" or "restarting"
+    pid: int | None
+    restarts: int | None
+    waiting: int | None
+    running: int | None
+    free_tokens: int | None
+    capacity_tokens: int | None
+    cached_share: float | None  # of the prompt tokens it was given, those whose KV it did not compute
+    address: str
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """A cluster at one moment. `models`: whether a request of each can be placed."""
+
+    ready: bool
+    models: dict[str, bool]
+    cached_share: float | None
+    nodes: tuple[NodeRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `status --json` prints it."""
+        return asdict(self)
+
+    def verdict(self) -> str:
+        """One sentence: does it serve, how well does the cache do, and who needs a look."""
+        missing = [model for model, is_ready in self.models.items() if not is_ready]
+        of_these = f" of {' or '.join(missing)}" if missing else ""
+        parts = ["ready" if self.ready else f"not ready: no place can serve a request{of_these}"]
+        if self.cached_share is not None:
+            parts.append(f"{self.cached_share:.0%} of prompt tokens from the cache")
+        troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
+        return "; ".join([*parts, *troubled])
+
+
+def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -> ClusterStatus:
+    """`ready` None: a cluster that `serve` of this machine did not start, whose processes are not known."""
+    joined = {item.node.node_id: item for item in reply.nodes}
+    started = ready.nodes if ready is not None else {}
+    names = [*started, *(name for name in joined if name not in started)]
+    rows = tuple(_row(name, joined.get(name), started.get(name)) for name in names)
+    models = {row.model: row.model in reply.ready_models for row in rows if row.model}
+    share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))
+    return ClusterStatus(bool(models) and all(models.values()), models, share, rows)
+
+
+def role_name(role: common_pb2.Role.ValueType) -> str:
+    """ "prefill" for ROLE_PREFILL."""
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> NodeRow:
+    node = item.node if item is not None else conductor_pb2.Node()
+    report = item.report if item is not None and node.capacity_tokens else None
+    return NodeRow(
+        node=name,
+        role=role_name(node.role) if item is not None else process.role if process else "",
+        model=node.model if item is not None else process.model if process else "",
+        state=_state(item, process),
+        pid=process.pid if process else None,
+        restarts=process.restarts if process else None,
+        waiting=report.num_waiting if report else None,
+        running=report.num_running if report else None,
+        free_tokens=report.free_tokens if report else None,
+        capacity_tokens=node.capacity_tokens if report else None,
+        cached_share=_share(*_prompt_tokens(report.counters)) if report else None,
+        address=node.target if item is not None else process.target if process else "",
+    )
+
+
+def _state(item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> str:
+    if process is not None and process.pid is None:
+        return "restarting"
+    if item is not None:
+        return "silent" if item.suspect else "draining" if item.report.draining else "ready"
+    joins = process is not None and process.role not in ("conductor", "frontend")
+    return "starting" if joins or process is None or not process.ready else "ready"
+
+
+def _prompt_tokens(counters: Mapping[str, float]) -> tuple[float, float]:
+    """(cached, all) prompt tokens of a node."""
+    return counters.get("cached_tokens", 0.0), counters.get("prompt_tokens", 0.0)
+
+
+def _share(cached: float = 0.0, total: float = 0.0) -> float | None:
+    return cached / total if total else None

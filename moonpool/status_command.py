@@ -1,0 +1,126 @@
+"""The command `moonpool status`: once, or again and again in place."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from moonpool.errors import ClusterNotFound
+from moonpool.locate import DEFAULT_URL, locate
+from moonpool.options import reported_errors
+
+if TYPE_CHECKING:
+    from moonpool.status import ClusterStatus, NodeRow
+
+WIDE = 200
+_STYLES = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
+
+Url = Annotated[str, typer.Option("--url", help="The cluster that `moonpool serve` runs on this port of this machine.")]
+Conductor = Annotated[str, typer.Option("--conductor", help="gRPC address of the conductor of any cluster.")]
+ReadyPath = Annotated[Path | None, typer.Option("--ready-file", help="File written by `serve --ready-file`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C; with --json a line each time.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 1.0,
+) -> None:
+    """Show the nodes of a running cluster: state, load, memory, cache hits, processes.
+
+    Examples: moonpool status · moonpool status --watch · moonpool status --url http://127.0.0.1:8080 --json
+    """
+
+    def look() -> "ClusterStatus":
+        from moonpool.questions import ask_cluster
+        from moonpool.status import cluster_status
+
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        return cluster_status(asyncio.run(ask_cluster(located.conductor)), located.ready)
+
+    with reported_errors():
+        seen = look()
+        if not watch:
+            print(json.dumps(seen.to_json(), indent=2)) if as_json else wide_console().print(_picture(seen))
+            return
+        try:
+            _print_lines(seen, look, every) if as_json else _redraw(seen, look, every)
+        except KeyboardInterrupt:
+            return
+
+
+def _print_lines(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
+    while True:
+        print(json.dumps(seen.to_json()), flush=True)
+        time.sleep(every_s)
+        seen = look()
+
+
+def _redraw(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
+    """In place in a terminal, else one after the other; a conductor that is away for a while is said to be."""
+    console = Console()
+    with Live(_picture(seen), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        picture: RenderableType = _picture(seen)
+        while True:
+            wide_console().print(picture) if live is None else live.update(picture, refresh=True)
+            time.sleep(every_s)
+            try:
+                seen = look()
+                picture = _picture(seen)
+            except ClusterNotFound as error:
+                picture = Group(_picture(seen), Text(f"as last seen: {error}", style="bold red"))
+
+
+def wide_console() -> Console:
+    """Wide, however narrow the terminal: an address cut or folded can be neither read nor copied."""
+    return Console(width=max(Console().width, WIDE))
+
+
+def _picture(seen: "ClusterStatus") -> Group:
+    headings = (
+        "node",
+        "role",
+        "model",
+        "state",
+        "pid",
+        "restarts",
+        "waiting",
+        "running",
+        "free KV",
+        "cached",
+        "address",
+    )
+    table = Table(*headings, box=None)
+    for row in seen.nodes:
+        table.add_row(*_cells(row))
+    return Group(table, Text(seen.verdict()))
+
+
+def _cells(row: "NodeRow") -> list[str | Text]:
+    free = "" if row.free_tokens is None else f"{row.free_tokens} of {row.capacity_tokens}"
+    cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
+    counts = [row.pid, row.restarts, row.waiting, row.running]
+    return [
+        row.node,
+        row.role,
+        row.model,
+        Text(row.state, style=_STYLES.get(row.state, "")),
+        *("" if count is None else str(count) for count in counts),
+        free,
+        cached,
+        row.address,
+    ]

@@ -1,0 +1,84 @@
+"""What `status` makes of the conductor's word and of the ready file, for every state that a node can be in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moonpool.ready_file import ReadyFile, ReadyNode
+from moonpool.status import ClusterStatus, cluster_status
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+
+def ready_file(**nodes: ReadyNode) -> ReadyFile:
+    return ReadyFile("http://127.0.0.1:1", "m", 7, "/run/x", "unix:/c", nodes)
+
+
+def process(role: str, *, pid: int | None = 8, ready: bool = True) -> ReadyNode:
+    return ReadyNode(role, pid, f"unix:/{role}", ready, 2, "/log", "m" if role.endswith("-node") else "")
+
+
+@pytest.fixture
+def joined() -> Callable[..., conductor_pb2.ClusterReply]:
+    """A conductor's reply with one decode node, and a prefill node with these fields of its status and report."""
+
+    def reply(*, suspect: bool = False, draining: bool = False, **counters: float) -> conductor_pb2.ClusterReply:
+        told = conductor_pb2.ClusterReply(ready_models=["m"])
+        common: dict[str, Any] = {"model": "m", "capacity_tokens": 1000}
+        node = conductor_pb2.Node(node_id="p", role=common_pb2.ROLE_PREFILL, target="h:1", **common)
+        report = conductor_pb2.NodeReport(num_waiting=3, num_running=1, free_tokens=250, draining=draining)
+        report.counters.update(counters)
+        told.nodes.add(node=node, report=report, suspect=suspect)
+        told.nodes.add(node=conductor_pb2.Node(node_id="d", role=common_pb2.ROLE_DECODE, **common))
+        told.nodes.add(node=conductor_pb2.Node(node_id="pool", role=common_pb2.ROLE_POOL))
+        return told
+
+    return reply
+
+
+def state(seen: ClusterStatus, node: str) -> str:
+    return next(row.state for row in seen.nodes if row.node == node)
+
+
+def test_a_cluster_elsewhere_is_told_without_its_processes(joined: Callable[..., Any]) -> None:
+    seen = cluster_status(joined(prompt_tokens=200.0, cached_tokens=50.0), None)
+    prefill, decode, pool = seen.nodes
+    assert (prefill.role, prefill.model, prefill.state, prefill.address) == ("prefill", "m", "ready", "h:1")
+    assert (prefill.waiting, prefill.running, prefill.free_tokens, prefill.capacity_tokens) == (3, 1, 250, 1000)
+    assert (prefill.pid, prefill.restarts, prefill.cached_share) == (None, None, 0.25)
+    assert (decode.cached_share, pool.free_tokens) == (None, None)
+    assert (seen.ready, seen.models, seen.cached_share) == (True, {"m": True}, 0.25)
+    assert seen.verdict() == "ready; 25% of prompt tokens from the cache"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, "ready"), ({"draining": True}, "draining"), ({"suspect": True}, "silent")]
+)
+def test_a_joined_nodes_state_is_the_conductors(
+    joined: Callable[..., Any], fields: dict[str, bool], expected: str
+) -> None:
+    for ready in (None, ready_file(p=process("prefill-node"))):
+        seen = cluster_status(joined(**fields), ready)
+        assert state(seen, "p") == expected
+        assert (f"p {expected}" in seen.verdict()) == (expected != "ready")
+
+
+def test_a_process_that_has_not_joined_is_starting_or_being_restarted(joined: Callable[..., Any]) -> None:
+    ready = ready_file(
+        conductor=process("conductor"),
+        frontend=process("frontend", ready=False),
+        d2=process("decode-node"),
+        d3=process("decode-node", pid=None),
+        p=process("prefill-node", pid=None),
+    )
+    seen = cluster_status(joined(), ready)
+    states = [state(seen, node) for node in ("conductor", "frontend", "d2", "d3", "p", "d")]
+    assert states == ["ready", "starting", "starting", "restarting", "restarting", "ready"]
+    assert next(row.restarts for row in seen.nodes if row.node == "d2") == 2
+
+
+def test_a_model_without_a_place_is_named() -> None:
+    seen = cluster_status(conductor_pb2.ClusterReply(), ready_file(d=process("decode-node")))
+    assert (seen.ready, seen.models, seen.cached_share) == (False, {"m": False}, None)
+    assert seen.verdict() == "not ready: no place can serve a request of m; d starting"
+    assert not cluster_status(conductor_pb2.ClusterReply(), None).ready
