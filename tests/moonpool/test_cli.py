@@ -74,6 +74,16 @@ def test_a_bad_model_folder_is_named_before_anything_starts(run: Run, tmp_path: 
     assert (missing.returncode, f"{tmp_path}/nothing does not exist" in missing.stderr) == (2, True)
     empty = run("serve", str(tmp_path), "--port", "0")
     assert (empty.returncode, "has no config.json" in empty.stderr) == (2, True)
+    added = run("serve", "--add-model", f"x={tmp_path}/nowhere", "--port", "0")
+    assert (added.returncode, f"{tmp_path}/nowhere does not exist" in added.stderr) == (2, True)
+
+
+def test_models_whose_names_clash_are_refused_before_anything_starts(run: Run) -> None:
+    clash = run("serve", "--add-model", "x=/m/1", "--add-model", "y=/m/2,alias=x")
+    assert clash.returncode == 2
+    assert (
+        "the name 'x' is given twice: to the model in /m/1 and to the model in /m/2 ('y') as an alias" in clash.stderr
+    )
 
 
 @pytest.mark.parametrize(
