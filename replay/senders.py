@@ -100,7 +100,7 @@ class _Child:
             stdin=PIPE,
             stdout=PIPE,
             stderr=errors,
-            process_group=0,  # the terminal's Ctrl-C is for the parent alone
+            start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
         )
         child = cls(name, process, len(load.requests), errors)
         child.tell(Job(load))

@@ -12,9 +12,9 @@ import numpy as np
 
 from replay.plan import PlannedRequest
 
-REQUEST_COST_S = 2.5e-3
+REQUEST_COST_S = 0.8e-3
 """Processor time that one request takes of a sender: body, connection, headers (benchmarks/load_senders.py)."""
-EVENT_COST_S = 6e-5
+EVENT_COST_S = 3e-5
 """Processor time that one event of an answer takes."""
 BUSY_SHARE = 0.5
 """A sender is planned to be busy so much of the time: a queue at its door would be measured as the server's."""

@@ -28,11 +28,42 @@ def test_a_replay_prints_the_table_and_ends_with_zero(invoke, serve, tmp_path: P
     server = serve()
     done = invoke(
         *("conversation", "--url", server.url, "--out", tmp_path, "--limit", 20, "--speed", 2000, "--no-unloaded"),
+        *("--max-send-lag", 60),
     )
     assert done.exit_code == 0, done.output
     assert "prefix hit rate" in done.output
     assert "replay: 20 of 20; 20 completed, 0 rejected, 0 failed, 0 in flight, hit rate" in done.output
     assert json.loads((tmp_path / "report.json").read_text())["completed"] == 20
+
+
+def test_several_senders_report_as_one(invoke, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = invoke(
+        *("conversation", "--url", server.url, "--out", tmp_path, "--limit", 20, "--speed", 2000, "--no-unloaded"),
+        *("--senders", 2, "--max-send-lag", 60),
+    )
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "report.json").read_text())
+    assert (figures["senders"], figures["requests"], figures["completed"]) == (2, 20, 20)
+    assert figures["prefix_hit_rate"] > 0
+    assert len(set((tmp_path / "requests.jsonl").read_text().splitlines())) == 20
+
+
+def test_a_run_whose_sender_lagged_is_invalid_everywhere(invoke, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = invoke(
+        *("conversation", "--url", server.url, "--out", tmp_path, "--limit", 20, "--speed", 2000, "--no-unloaded"),
+        *("--max-send-lag", 1e-9),
+    )
+    assert done.exit_code == 3
+    assert "Replay: INVALID" in done.output
+    figures = json.loads((tmp_path / "report.json").read_text())
+    assert figures["valid"] is False
+    assert "the sender lagged" in figures["invalid_reasons"][0]
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>INVALID: Replay of conversation</h1>" in page
+    assert '<div class="invalid" role="alert">' in page
+    assert "the sender lagged" in page
 
 
 def test_wrong_tokens_end_with_one(invoke, serve, tmp_path: Path) -> None:

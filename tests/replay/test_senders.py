@@ -125,7 +125,7 @@ async def test_a_limit_of_concurrency_holds_for_all_senders_together(serve, send
 async def test_senders_end_with_the_process_that_started_them(serve, make_request) -> None:
     server = serve()
     script = f"""
-import asyncio, numpy as np
+import asyncio, uvloop, numpy as np
 from replay.load import Load
 from replay.plan import PlannedRequest
 from replay.sender import Tally
@@ -136,7 +136,7 @@ async def main():
     async with open_senders(Load(ServerInfo({server.url!r}, "tiny"), requests, 60.0), 2) as opened:
         print(*(child.process.pid for child in opened.children), flush=True)
         await opened.send(0.0, asyncio.Event(), Tally(4))
-asyncio.run(main())
+asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE)
     assert parent.stdout is not None
