@@ -43,46 +43,41 @@ def scored(token: worker_pb2.Token, num_top: int, token_bytes: TokenBytes, text_
     return Scored(token.token_id, data, text_offset, Candidate(token.token_id, data, told.logprob, told.rank), top)
 
 
-def scored_prompt(
-    prompt_ids: NDArray[np.int32],
-    told: worker_pb2.PromptLogProbs | None,
-    num_top: int,
-    token_bytes: TokenBytes,
-    text_offsets: Sequence[int],
-) -> list[Scored]:
+@dataclass(frozen=True)
+class PromptScores:
     """A prompt's tokens, one `text_offsets` each. Raises GenerationFailed when the worker's arrays do not fit them."""
-    num = len(prompt_ids) - 1
-    ids = prompt_ids.tolist()
-    first = Scored(ids[0], token_bytes(ids[0]), text_offsets[0], None, ())
-    if num == 0:
-        return [first]
-    told = told or worker_pb2.PromptLogProbs()
-    logprobs, ranks = np.frombuffer(told.logprobs, "<f4"), np.frombuffer(told.ranks, "<u4")
-    top_ids, top_logprobs = np.frombuffer(told.top_ids, "<i4"), np.frombuffer(told.top_logprobs, "<f4")
-    fits = len(logprobs) == len(ranks) == num and len(top_ids) == len(top_logprobs) == num * told.num_top
-    if not fits:
-        raise GenerationFailed("the prompt's log-probabilities do not fit the prompt", code="no_logprobs")
-    shape = num, told.num_top
-    rows = zip(
-        ids[1:],
-        text_offsets[1:],
-        logprobs.tolist(),
-        ranks.tolist(),
-        top_ids.reshape(shape)[:, :num_top].tolist(),
-        top_logprobs.reshape(shape)[:, :num_top].tolist(),
-        strict=True,
-    )
-    rest = [
-        Scored(
-            token_id,
-            data := token_bytes(token_id),
-            offset,
-            Candidate(token_id, data, logprob, rank),
-            _candidates(row_ids, row_logprobs, token_bytes),
+
+    prompt_ids: NDArray[np.int32]
+    told: worker_pb2.PromptLogProbs
+    num_top: int
+    token_bytes: TokenBytes
+    text_offsets: Sequence[int]
+
+    def __post_init__(self) -> None:
+        told, num = self.told, len(self.prompt_ids) - 1
+        arrays = ((told.logprobs, 1), (told.ranks, 1), (told.top_ids, told.num_top), (told.top_logprobs, told.num_top))
+        if any(len(raw) != 4 * num * width for raw, width in arrays):
+            raise GenerationFailed("the prompt's log-probabilities do not fit the prompt", code="no_logprobs")
+
+    def tokens(self) -> list[Scored]:
+        """One by one. For a long prompt this takes a while: not on the event loop."""
+        told, token_bytes = self.told, self.token_bytes
+        first, *rest = self.prompt_ids.tolist()
+        shape = len(rest), told.num_top
+        rows = zip(
+            rest,
+            self.text_offsets[1:],
+            np.frombuffer(told.logprobs, "<f4").tolist(),
+            np.frombuffer(told.ranks, "<u4").tolist(),
+            np.frombuffer(told.top_ids, "<i4").reshape(shape)[:, : self.num_top].tolist(),
+            np.frombuffer(told.top_logprobs, "<f4").reshape(shape)[:, : self.num_top].tolist(),
+            strict=True,
         )
-        for token_id, offset, logprob, rank, row_ids, row_logprobs in rows
-    ]
-    return [first, *rest]
+        found = [Scored(first, token_bytes(first), self.text_offsets[0], None, ())]
+        for token_id, offset, logprob, rank, top_ids, top_logprobs in rows:
+            own = Candidate(token_id, token_bytes(token_id), logprob, rank)
+            found.append(Scored(token_id, own.data, offset, own, _candidates(top_ids, top_logprobs, token_bytes)))
+        return found
 
 
 def _candidates(ids: Sequence[int], logprobs: Sequence[float], token_bytes: TokenBytes) -> tuple[Candidate, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frontend.detokenizer import Detokenizer
-from frontend.logprobs import Scored, TokenBytes, scored, scored_prompt
+from frontend.logprobs import PromptScores, Scored, TokenBytes, scored
 from frontend.request import GenerationRequest
 from frontend.stops import StopStrings
 from moonpool_proto.v1 import worker_pb2
@@ -18,7 +18,7 @@ class Echo:
     """The prompt as told before the answer."""
 
     text: str
-    scores: tuple[Scored, ...]  # of all its tokens, where log-probabilities were asked for
+    scores: PromptScores | None  # where log-probabilities were asked for
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Output:
         text = "".join(pieces)
         self._num_chars += len(text)
         if num_top is None:
-            return Echo(text, ())
-        scores = scored_prompt(request.prompt_ids, prompt_logprobs, num_top, self._token_bytes, offsets)
-        return Echo(text, tuple(scores))
+            return Echo(text, None)
+        told = prompt_logprobs or worker_pb2.PromptLogProbs()
+        return Echo(text, PromptScores(request.prompt_ids, told, num_top, self._token_bytes, offsets))
 
 
 def _starts(pieces: Sequence[str]) -> list[int]:

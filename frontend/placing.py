@@ -46,12 +46,14 @@ class Placer:
         self._avoided = avoided
         self._frontend_id = frontend_id
         self._grace_s = grace_s
+        self._asked_s: float | None = None  # when first asked for a placement
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
 
     async def place(self) -> conductor_pb2.Placement:
         """The next attempt's placement; counts the attempt. Raises ApiError when there is none."""
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
+        self._asked_s = started_s if self._asked_s is None else self._asked_s
         excluded = self._avoided.nodes()
         while True:
             self.is_known = True
@@ -78,7 +80,9 @@ class Placer:
     async def complete(self, outcome: str) -> None:
         """Tell the conductor what became of the request ("finished", "failed", "cancelled") or attempt ("retry")."""
         request, facts = self._request, self._facts
-        ttft_s = 0.0 if facts.first_token_s is None else facts.first_token_s - request.arrival_s
+        # A prompt's further answers wait for its first one: that is not the cluster's time, nor was it predicted.
+        since_s = self._asked_s if request.sampling.choice and self._asked_s is not None else request.arrival_s
+        ttft_s = 0.0 if facts.first_token_s is None else facts.first_token_s - since_s
         await self._conductor.complete(
             conductor_pb2.CompleteRequest(
                 request_id=request.request_id,

@@ -76,9 +76,11 @@ class Format(ABC):
 
     def _prompt_logprobs(self, step: Step) -> dict[str, Any]:
         num_top = self._view.prompt_top
-        if num_top is None or step.echo is None:
+        if num_top is None or step.echo is None or step.echo.scores is None:
             return {}
-        return {"prompt_logprobs": logprobs.of_prompt(step.echo.scores, num_top, as_ids=self._view.tokens_as_ids)}
+        return {
+            "prompt_logprobs": logprobs.of_prompt(step.echo.scores.tokens(), num_top, as_ids=self._view.tokens_as_ids)
+        }
 
     def _usage(self) -> dict[str, Any]:
         """As far as it was told to the client. A prompt counts once, however many answers it has."""
@@ -116,7 +118,8 @@ class CompletionFormat(Format):
         return step.text if step.echo is None or not self._view.echo else step.echo.text + step.text
 
     def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
-        prompt = step.echo.scores if step.echo is not None and self._view.echo else ()
+        echo = step.echo if self._view.echo else None
+        prompt = echo.scores.tokens() if echo is not None and echo.scores is not None else ()
         return logprobs.of_completion((*prompt, *step.scores), num_top, as_ids=self._view.tokens_as_ids)
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,11 +12,13 @@ from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
 from frontend.api.stream import EventStream, encode, until_gone
 from frontend.api.view import View
+from frontend.output import Step
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import logs
 
+T = TypeVar("T")
 _TELLABLE: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _STALLED_CLIENT_S: Final = 5.0  # past its deadline the request is over; then the connection is, too
 
@@ -41,12 +44,16 @@ async def answer(
             )
             if not body.stream:
                 steps = await until_gone(http, session.collect())
-                return Response(encode(shape.whole(steps)), media_type="application/json", headers=headers)
+                content = await _told(service, steps, lambda: encode(shape.whole(steps)))
+                return Response(content, media_type="application/json", headers=headers)
 
             async def more() -> list[dict[str, Any]] | None:
                 with logs.request(requests[0].request_id):
                     item = await session.next()
-                return None if item is None else shape.chunks(*item)
+                if item is None:
+                    return None
+                index, step = item
+                return await _told(service, [step], lambda: shape.chunks(index, step))
 
             # The first step is awaited before any header is sent, so that what fails early fails with its status.
             first = await until_gone(http, more())
@@ -62,6 +69,13 @@ async def answer(
         finally:
             if not handed_over:
                 await asyncio.shield(service.close_session(session))
+
+
+async def _told(service: Service, steps: Sequence[Step], tell: Callable[[], T]) -> T:
+    """What `tell` makes of the steps; off the event loop where a prompt's log-probabilities are among them."""
+    if any(step.echo is not None and step.echo.scores is not None for step in steps):
+        return await service.threads.run(tell)
+    return tell()
 
 
 def _request_id(http: Request, own: str) -> str:

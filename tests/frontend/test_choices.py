@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -115,3 +116,17 @@ async def test_a_client_that_leaves_ends_all_its_answers(cluster: Any, front: An
     cancelled = {await prefill.cancelled() for _ in range(3)}
     assert cancelled == {submit.request_id for submit in (first, *others)}
     await front.quiet()
+
+
+async def test_the_wait_for_the_first_answer_is_not_told_as_the_clusters_time(cluster: Any, front: Any) -> None:
+    prefill = cluster.workers["p0"]
+    begun_s = monotonic()
+    asking = asyncio.create_task(front.post("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 1}))
+    first = await prefill.submitted()
+    await asyncio.sleep(0.5)  # the first answer's prefill takes its time
+    prefill.send(first, 0, [20], finish=LENGTH, cached=0)
+    prefill.send(await prefill.submitted(), 0, [20], finish=LENGTH, cached=4)
+    await asking
+    told = [(await cluster.conductor.completion()).ttft_s for _ in range(2)]
+    assert max(told) >= 0.5
+    assert sum(told) <= monotonic() - begun_s
