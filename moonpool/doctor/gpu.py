@@ -29,12 +29,13 @@ def number(name, *arguments):
     return value.value
 call("cuInit", 0)
 gpus = []
-for index in range(number("cuDeviceGetCount")):
-    device, name, nbytes = number("cuDeviceGet", index), ctypes.create_string_buffer(128), ctypes.c_size_t()
+devices = [number("cuDeviceGet", index) for index in range(number("cuDeviceGetCount"))]
+for device in devices:
+    name, nbytes = ctypes.create_string_buffer(128), ctypes.c_size_t()
     call("cuDeviceGetName", name, 128, device)
     call("cuDeviceTotalMem_v2", ctypes.byref(nbytes), device)
     gpus.append([name.value.decode(), nbytes.value])
-pairs = [[a, b] for a in range(len(gpus)) for b in range(a)]
+pairs = [[one, other] for index, one in enumerate(devices) for other in devices[:index]]
 p2p = [pair for pair in pairs if number("cuDeviceCanAccessPeer", *pair)]
 print(json.dumps({"cuda": number("cuDriverGetVersion"), "gpus": gpus, "pairs": len(pairs), "p2p": len(p2p)}))
 """
@@ -69,7 +70,11 @@ def observe_driver() -> Driver:
     if not has_device:
         return Driver(False)
     told = re.search(r"Module(?: for \w+)?\s+([\d.]+)", _read(Path("/proc/driver/nvidia/version")))
-    version = told.group(1) if told else ""
+    return ask_driver(told.group(1) if told else "")
+
+
+def ask_driver(version: str) -> Driver:
+    """What the driver's library tells of its GPUs; `version` is the kernel module's."""
     answer, problem = _ask(_DRIVER_SCRIPT)
     if answer is None:
         return Driver(True, version, problem=problem)

@@ -278,6 +278,42 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
     assert network.observe_port(port) == network.Port(port, "")
 
 
+LIBCUDA = """
+#include <string.h>
+int cuInit(unsigned flags) { return %d; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return 0; }
+int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "GPU X", length); return 0; }
+int cuDeviceTotalMem_v2(size_t *nbytes, int device) { *nbytes = device * (1UL << 30); return 0; }
+int cuDeviceCanAccessPeer(int *can, int one, int other) { *can = one == 12 && other == 11; return 0; }
+"""
+
+
+@pytest.fixture
+def libcuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Builds a driver library whose cuInit answers this, and has it found."""
+
+    def build(init: int) -> None:
+        (tmp_path / "cuda.c").write_text(LIBCUDA % init)
+        command = ["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "cuda.c")]
+        subprocess.run(command, check=True)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+    return build
+
+
+def test_the_drivers_own_library_is_asked(libcuda: Callable[[int], None]) -> None:
+    libcuda(0)
+    gpus = tuple(gpu.Gpu("GPU X", (10 + index) * GIB) for index in range(3))
+    assert gpu.ask_driver("570") == gpu.Driver(True, "570", 12080, gpus, num_pairs=3, num_p2p_pairs=1)
+
+
+def test_a_driver_in_trouble_is_quoted(libcuda: Callable[[int], None]) -> None:
+    libcuda(803)
+    assert gpu.ask_driver("570") == gpu.Driver(True, "570", problem="cuInit fails with CUDA error 803")
+
+
 def test_a_check_that_hangs_or_raises_does_not_hold_up_the_others() -> None:
     for_ever = threading.Event()
     checks = [
