@@ -6,10 +6,9 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -22,14 +21,14 @@ from replay.bench.config import BenchConfig
 from replay.bench.dialects import BenchDialect, BenchRequest
 from replay.bench.files import custom_prompts, sharegpt_prompts
 from replay.bench.prompts import Prompt, random_prompts, repeated_prefixes
-from replay.client import CompletionClient
-from replay.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
+from replay.bench.warm_up import warm_up
+from replay.errors import ServerUnreachable, TokenizerMismatch
 from replay.interrupts import interrupts
 from replay.load import Load
 from replay.progress import ProgressDisplay, show_tally
 from replay.record import Outcome, RequestRecord
 from replay.retry import RetryPolicy
-from replay.sender import Tally, new_record
+from replay.sender import Tally
 from replay.senders import open_senders, send_watched, start_soon
 from replay.server import ServerInfo, check_tokenizer, discover
 from replay.session import allow_many_connections, open_session
@@ -80,7 +79,7 @@ async def _run(config: BenchConfig, tokens: ModelTokens, display: ProgressDispla
     with interrupts(stop):
         target = await find_target(config, tokens)
         requests = plan(config, target)
-        await warm_up(config, target, requests, stop)
+        await prepare(config, target, requests, stop)
         return await measure(config, target, requests, stop, display, "bench")
 
 
@@ -141,37 +140,10 @@ def _prompts(config: BenchConfig, target: Target, rng: np.random.Generator) -> l
     return {"sharegpt": sharegpt_prompts, "custom": custom_prompts}[config.dataset_name](config, target.tokens, rng)
 
 
-async def warm_up(config: BenchConfig, target: Target, requests: Sequence[BenchRequest], stop: asyncio.Event) -> None:
-    """Send the first request as often as asked for, and forget it. Raises ServerUnusable when one is not answered."""
-    if not config.num_warmups:
-        return
+async def prepare(config: BenchConfig, target: Target, requests: Sequence[BenchRequest], stop: asyncio.Event) -> None:
+    """Wait for the server if asked to, and warm it up. Raises ServerUnusable."""
     load = _load(config, target, requests[:1])
-    gate = asyncio.Semaphore(config.max_concurrency or config.num_warmups)
-    async with open_session(api_key=load.api_key, headers=dict(load.headers)) as session:
-        client = CompletionClient(
-            session, load.server, timeout_s=load.timeout_s, clock=time.monotonic, dialect=load.dialect
-        )
-
-        async def one() -> RequestRecord:
-            record = new_record(requests[0], 0.0)
-            async with gate:
-                await client.send(requests[0], record, cache_salt="")
-            return record
-
-        sendings = _all(one() for _ in range(config.num_warmups))
-        waited: list[asyncio.Task[Any]] = [asyncio.create_task(sendings), asyncio.create_task(stop.wait())]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        for task in waited:
-            task.cancel()
-        await asyncio.gather(*waited, return_exceptions=True)
-    records: list[RequestRecord] = [] if waited[0].cancelled() else waited[0].result()
-    for record in records:
-        if record.outcome is not Outcome.COMPLETED:
-            raise ServerUnusable(f"a warm-up request was {record.outcome.value}: {record.reason}")
-
-
-async def _all(sendings: Iterable[Awaitable[RequestRecord]]) -> list[RequestRecord]:
-    return await asyncio.gather(*sendings)
+    await warm_up(load, count=config.num_warmups, ready_s=config.ready_check_timeout_s, stop=stop)
 
 
 async def measure(

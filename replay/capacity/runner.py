@@ -12,7 +12,7 @@ import uvloop
 from rich.console import Console
 
 from replay.bench.config import BenchConfig
-from replay.bench.runner import Target, find_target, measure, plan, warm_up
+from replay.bench.runner import Target, find_target, measure, plan, prepare
 from replay.capacity.objective import CapacityObjective, Step, judge_step
 from replay.capacity.search import CapacitySearch, Finding
 from replay.interrupts import interrupts
@@ -86,7 +86,7 @@ async def _run(
     stop, steps = asyncio.Event(), list[Step]()
     with interrupts(stop):
         target = await find_target(config, tokens)
-        await warm_up(config, target, plan(replace(config, num_prompts=1), target), stop)
+        await prepare(config, target, plan(replace(config, num_prompts=1), target), stop)
         while not stop.is_set() and (rate := search.next_rate()) is not None:
             step = await _step(config, objective, target, rate, len(steps), stop, display)
             if stop.is_set():

@@ -191,6 +191,24 @@ def test_warm_ups_are_not_counted_and_one_that_fails_ends_it(serve, bench) -> No
     assert "a warm-up request was failed: HTTP 400: too long" in done.stderr
 
 
+def test_a_server_that_is_not_ready_yet_is_waited_for(serve, bench) -> None:
+    async def behave(server: Any, request: Any, body: Any) -> web.Response | None:
+        if len(server.bodies) <= 2:
+            return web.json_response({"error": {"message": "no worker yet"}}, status=503)
+        return None
+
+    server = serve(behave=behave)
+    done, result = bench(server, "--num-prompts", 3, "--output-len", 2, "--ready-check-timeout-sec", 60)
+    assert (done.exit_code, len(server.bodies), result["completed"], result["failed"]) == (0, 6, 3, 0)
+
+    async def never(server: Any, request: Any, body: Any) -> web.Response:
+        return web.json_response({"error": {"message": "no worker yet"}}, status=503)
+
+    done, _ = bench(serve(behave=never), "--num-prompts", 3, "--ready-check-timeout-sec", 0.01)
+    assert done.exit_code == 2
+    assert "was not ready within 0.01 s: a request was failed: HTTP 503: no worker yet" in done.stderr
+
+
 def test_sampling_headers_and_extra_fields_go_with_every_request(serve, bench) -> None:
     seen = []
 
