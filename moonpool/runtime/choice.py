@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from moonpool.config import ServeConfig
-from moonpool.errors import RayUnusable
 from moonpool.plan import RolePlan
 from moonpool.runtime.processes import Processes
 from moonpool.runtime.seam import Runtime
@@ -30,4 +29,7 @@ def chosen_runtime(config: ServeConfig, run_dir: Path) -> Iterator[ClusterRuntim
     if not config.runtime.is_ray:
         yield Processes(run_dir)
         return
-    raise RayUnusable("this version cannot run in Ray yet: leave --runtime and --ray-address out")
+    from moonpool.runtime.ray_session import ray_session
+
+    with ray_session(config, run_dir) as runtime:
+        yield runtime

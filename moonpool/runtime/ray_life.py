@@ -1,0 +1,128 @@
+"""One life of a role under Ray, as supervision sees it: started in its actor, followed line by line, ended."""
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from moonpool.child import TAIL_LINES
+from moonpool.log_file import LogFile
+
+_FOLLOW_S = 10.0
+_UNHEARD_S = 60.0
+_KILL_S = 5.0
+LOST_EXIT_CODE = -int(signal.SIGKILL)  # of a role whose actor or host died under it
+
+
+class Actor(Protocol):
+    """The calls of a role's actor that a life needs; each may raise ActorLost."""
+
+    async def follow(self, after: int, wait_s: float) -> list[tuple[str, Any]]: ...
+    async def signal(self, *, kill: bool) -> None: ...
+    def kill(self) -> None:
+        """End the actor's process, and with it the role."""
+
+
+class ActorLost(Exception):
+    """The actor or its host died, or cannot be had now; the message says what Ray says."""
+
+
+class ActorAway(ActorLost):
+    """The same of an actor that Ray brings back."""
+
+
+class RayLife:
+    """Begins by `begin()`, which places the actor, starts the role and gives (actor, pid)."""
+
+    def __init__(
+        self,
+        begin: Callable[[Callable[[str], None]], Awaitable[tuple[Actor, int] | None]],
+        log: LogFile,
+        *,
+        on_ready: Callable[[dict[str, Any]], None],
+        on_line: Callable[[str], None],
+        name: str,
+    ) -> None:
+        self.pid: int | None = None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.drained = False
+        self._begin = begin
+        self._log = log
+        self._on_ready = on_ready
+        self._on_line = on_line
+        self._actor: Actor | None = None
+        self._killing: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+        self._living = asyncio.create_task(self._live(), name=f"live-{name}")
+        self.ended = asyncio.create_task(self._end(), name=f"follow-{name}")
+
+    def terminate(self) -> None:
+        """Ask for a clean stop; one that has not begun is over at once."""
+        if self._actor is None:
+            self._living.cancel()
+        else:
+            self._send(self._actor)
+
+    def kill(self) -> None:
+        """End it for certain: the role, else the actor, and at last without an answer."""
+        if self._killing is None and not self.ended.done():
+            self._killing = asyncio.create_task(self._kill())
+
+    async def _end(self) -> int:
+        try:
+            return await self._living
+        except asyncio.CancelledError:
+            return LOST_EXIT_CODE
+        except ActorLost as lost:
+            self._say(str(lost))
+            return LOST_EXIT_CODE
+        except TimeoutError:
+            self._say(f"its Ray actor has not answered for {_UNHEARD_S:g} s")
+            return LOST_EXIT_CODE
+
+    async def _live(self) -> int:
+        begun = await self._begin(self._say)
+        if begun is None:
+            self.drained = True
+            return 0
+        self._actor, self.pid = begun
+        after = 0
+        while True:
+            async with asyncio.timeout(_UNHEARD_S):
+                events = await self._actor.follow(after, _FOLLOW_S)
+            after += len(events)
+            for kind, what in events:
+                if kind == "line":
+                    self._say(what)
+                elif kind == "ready":
+                    self._on_ready(what)
+                elif kind == "drained":
+                    self.drained = True
+                elif kind == "end":
+                    return int(what)
+
+    async def _kill(self) -> None:
+        if self._actor is not None:
+            self._send(self._actor, kill=True)
+            await asyncio.wait([self._living], timeout=_KILL_S)
+            if not self._living.done():
+                self._actor.kill()
+                await asyncio.wait([self._living], timeout=_KILL_S)
+        self._living.cancel()
+
+    def _send(self, actor: Actor, *, kill: bool = False) -> None:
+        async def send() -> None:
+            try:
+                await actor.signal(kill=kill)
+            except ActorLost:
+                pass  # so is the role
+
+        task = asyncio.create_task(send())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def _say(self, line: str) -> None:
+        self.tail.append(line)
+        self._log.write(line)
+        self._on_line(line)

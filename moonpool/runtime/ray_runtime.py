@@ -1,0 +1,217 @@
+"""The runtime of a Ray cluster: a node is an actor, placed by its role's resource, with the role as its child process.
+
+Conductor and frontend stay where `serve` runs, as its children: the front door's address is the operator's choice, and
+when `serve` dies the cluster ends anyway. Ray places and restarts actors; it carries settings and log lines, no KV.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from moonpool.log_file import LogFile
+from moonpool.plan import POOL_TIER, WORKER_TIER, RolePlan
+from moonpool.runtime.processes import Processes
+from moonpool.runtime.ray_actor import RoleActor
+from moonpool.runtime.ray_hosts import POOL_RESOURCE, Host, bundle_of, environment, hosts, located
+from moonpool.runtime.ray_life import ActorAway, ActorLost, RayLife
+from moonpool.runtime.seam import Running
+
+_POLL_S = 0.1
+_TELL_AFTER_S = 10.0
+_START_S = 120.0
+_CALLS_AT_A_TIME = 8  # of one actor: following, starting, signals
+
+
+class RayRuntime:
+    """`gpus`: whether each worker takes one. `only_address`: of this machine, where Ray has no other: the planned
+    threads then hold, too.
+    """
+
+    def __init__(self, run_dir: Path, *, conductor: str, gpus: bool, only_address: str) -> None:
+        self.conductor = conductor
+        self._gpus = gpus
+        self._only_address = only_address
+        self._processes = Processes(run_dir)
+        self._folder = f"ray-{conductor.replace(':', '-').strip('[]')}"
+        self._add_pool: Callable[[int], None]
+        self._groups: dict[str, PlacementGroup] = {}
+        self._actors: dict[str, _Handle] = {}
+        self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
+
+    def bind(self, add_pool: Callable[[int], None]) -> None:
+        """As ClusterRuntime.bind."""
+        self._add_pool = add_pool
+
+    async def launch(
+        self,
+        plan: RolePlan,
+        log: LogFile,
+        *,
+        on_ready: Callable[[dict[str, Any]], None],
+        on_line: Callable[[str], None],
+    ) -> Running:
+        """As Runtime.launch; placing the actor is part of the life."""
+        if plan.tier not in (POOL_TIER, WORKER_TIER):
+            return await self._processes.launch(plan, log, on_ready=on_ready, on_line=on_line)
+        begin = self._begin_pool if plan.tier == POOL_TIER else self._begin_worker
+        return RayLife(lambda say: begin(plan, say), log, on_ready=on_ready, on_line=on_line, name=plan.node_id)
+
+    def release(self, node_id: str) -> None:
+        """As Runtime.release: its actor ends, its resources are free."""
+        handle = self._actors.pop(node_id, None)
+        if handle is not None:
+            handle.kill(for_good=True)
+        group = self._groups.pop(node_id, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """Give everything back to Ray."""
+        for node_id in [*self._actors, *self._groups]:
+            self.release(node_id)
+
+    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, int]":
+        bundle = bundle_of(plan, gpu=self._gpus)
+        group = self._groups.get(plan.node_id)
+        if group is None:
+            group = self._groups[plan.node_id] = placement_group([bundle], name=f"{self._folder}-{plan.node_id}")
+        host = await self._host_of(group, bundle, say)
+        pool = await self._pool_on(host)
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        handle = self._actor(plan.node_id, bundle, where)
+        threads = int(plan.settings["threads"]) if self._only_address else 0
+        target = f"{_bracketed(host.address)}:0"
+        settings = located(plan, host, target=target, pool=pool, gpu=self._gpus, threads=threads)
+        return handle, await self._start(handle, plan, settings, host, say)
+
+    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, int] | None":
+        place = next(pool for pool in self._pools.values() if pool.node_id == plan.node_id)
+        host = self._hosts().get(place.host.ray_node_id)
+        if host is None:  # it has died, and its workers with it: nobody will ask for this pool node again
+            say(f"the host {place.host.address} has left the Ray cluster")
+            del self._pools[place.host.ray_node_id]
+            return None
+        where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
+        handle = self._actor(plan.node_id, {POOL_RESOURCE: 1.0}, where)
+        if not place.target.done():  # workers know it by this address, over all its lives
+            port = await handle.call_back("free_port", host.address)
+            place.target.set_result(f"{_bracketed(host.address)}:{port}")
+        target = place.target.result()
+        settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
+        return handle, await self._start(handle, plan, settings, host, say)
+
+    async def _start(
+        self, handle: "_Handle", plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
+    ) -> int:
+        variables = environment(plan, settings)
+        pid = int(await handle.call_back("start", plan.node_id, plan.role, settings, variables, self._folder))
+        say(f"Ray runs {plan.node_id} on {host.address} as process {pid}")
+        return pid
+
+    async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> Host:
+        """The host that the group was given; waits until there is one."""
+        for waited in itertools.count():
+            table = placement_group_table(group)
+            if table["state"] == "CREATED":
+                host = self._hosts().get(table["bundles_to_node_id"][0])
+                if host is not None:
+                    return host
+            if waited == round(_TELL_AFTER_S / _POLL_S):
+                wanted = ", ".join(f"{name}={units:g}" for name, units in bundle.items())
+                say(f"waiting for a host of the Ray cluster that has {wanted} free")
+            await asyncio.sleep(_POLL_S)
+        raise AssertionError
+
+    def _hosts(self) -> dict[str, Host]:
+        return hosts(ray.nodes(), self._only_address)  # type: ignore[no-untyped-call]
+
+    async def _pool_on(self, host: Host) -> str:
+        """The gRPC address of the host's pool node; the first to ask has it started."""
+        if host.ray_node_id not in self._pools:
+            taken = {pool.index for pool in self._pools.values()}
+            index = next(index for index in itertools.count() if index not in taken)
+            self._pools[host.ray_node_id] = _HostPool(index, host)
+            self._add_pool(index)
+        return await asyncio.shield(self._pools[host.ray_node_id].target)
+
+    def _actor(self, node_id: str, bundle: dict[str, float], where: Any) -> "_Handle":
+        handle = self._actors.get(node_id)
+        if handle is None or handle.dead:
+            resources = {name: units for name, units in bundle.items() if name != "GPU"}
+            # Ray restarts the actor as often as it dies; when the role in it is started again, supervision decides.
+            actor = (
+                ray.remote(RoleActor)
+                .options(
+                    num_cpus=0,
+                    num_gpus=bundle.get("GPU", 0),
+                    resources=resources,
+                    max_restarts=-1,
+                    max_concurrency=_CALLS_AT_A_TIME,
+                    scheduling_strategy=where,
+                )
+                .remote()
+            )
+            handle = self._actors[node_id] = _Handle(actor)
+        return handle
+
+
+class _HostPool:
+    """The pool node of one host."""
+
+    def __init__(self, index: int, host: Host) -> None:
+        self.index = index
+        self.node_id = f"pool-{index}"
+        self.host = host
+        self.target: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
+class _Handle:
+    """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.dead = False
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments, **named)
+        except RayActorError as error:
+            self.dead = isinstance(error, ActorUnschedulableError)  # of others, Ray brings it back
+            kind = ActorLost if self.dead else ActorAway
+            raise kind(f"its Ray actor died: {' '.join(str(error).split())}") from error
+        except RayTaskError as error:
+            raise ActorLost(f"its Ray actor failed: {error.cause!r}") from error
+        except RayError as error:
+            raise ActorLost(f"Ray failed: {error}") from error
+
+    async def call_back(self, method: str, *arguments: Any) -> Any:
+        """As `call`, of an actor that may just be on its way back."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    try:
+                        return await self.call(method, *arguments)
+                    except ActorAway:
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
+
+    async def follow(self, after: int, wait_s: float) -> list[tuple[str, Any]]:
+        return list(await self.call("follow", after, wait_s))
+
+    async def signal(self, *, kill: bool) -> None:
+        await self.call("signal", kill=kill)
+
+    def kill(self, *, for_good: bool = False) -> None:
+        ray.kill(self._actor, no_restart=for_good)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,95 @@
+"""Ray's part of a cluster's life: a Ray of our own is started and ended with it, an existing one is joined and left."""
+
+import importlib.util
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonpool.config import ServeConfig
+from moonpool.errors import RayUnusable
+from moonpool.http_port import claim_port
+from moonpool.runtime.ray_head import ray_head
+from moonpool.runtime.ray_hosts import GPU, check_offer, hosts, local_resources
+from moonpool.threads import usable_cores
+
+if TYPE_CHECKING:
+    from moonpool.runtime.ray_runtime import RayRuntime
+
+_LOOPBACK = "127.0.0.1"
+_LEAVE_S = 20.0
+# Ray reads these when it is imported: no telemetry, and no warning about GPUs of actors that take none.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+@contextmanager
+def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
+    """Connect, check that Ray has what the cluster asks for, and give everything back on exit. Raises RayUnusable."""
+    if importlib.util.find_spec("ray") is None:
+        raise RayUnusable("the runtime ray needs the package ray, which is not installed: pip install 'moonpool[ray]'")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    given = config.runtime.ray_address
+    with ExitStack() as stack:
+        if not given:  # with a secret of its own: Ray's ports, unlike the roles', are open to the network
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            print("Starting Ray on this machine", file=sys.stderr, flush=True)
+        address = given or stack.enter_context(ray_head(usable_cores(), local_resources()))
+        ray = _connect(address)
+        stack.callback(_bounded, ray.shutdown)
+        from moonpool.runtime.ray_runtime import RayRuntime
+
+        here = ray.util.get_node_ip_address() if given else _LOOPBACK
+        gpus = _takes_gpus(config, hosts(ray.nodes()).values())
+        check_offer(_bundles(config, gpus=gpus), hosts(ray.nodes()))
+        port = claim_port(here, 0)
+        conductor = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+        runtime = RayRuntime(run_dir, conductor=conductor, gpus=gpus, only_address="" if given else _LOOPBACK)
+        stack.callback(_bounded, runtime.close)
+        yield runtime
+
+
+def _connect(address: str) -> Any:
+    """The connected ray module."""
+    import ray
+
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace="moonpool")
+    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
+        raise RayUnusable(f"cannot reach the Ray cluster at {address}: {error}") from error
+    return ray
+
+
+def _bounded(work: Callable[[], None]) -> None:
+    """`work`, or the end of the process where Ray, itself gone, does not come back from it."""
+    worker = threading.Thread(target=work, name="leave-ray", daemon=True)
+    worker.start()
+    worker.join(_LEAVE_S)
+    if worker.is_alive():
+        print("Ray does not answer; leaving without its consent", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _takes_gpus(config: ServeConfig, found: Any) -> bool:
+    """Whether each worker takes a GPU of Ray's: where asked for, or where there is one for each."""
+    if config.engine.device.startswith("cuda"):
+        return True
+    offered = sum(host.resources.get(GPU, 0) for host in found)
+    return config.engine.device == "auto" and bool(offered >= len(_bundles(config, gpus=False)))
+
+
+def _bundles(config: ServeConfig, *, gpus: bool) -> list[dict[str, float]]:
+    """What the workers to begin with take, one by one."""
+    gpu = {GPU: 1.0} if gpus else {}
+    found: list[dict[str, float]] = []
+    for entry in config.served:
+        topology = entry.topology(config.topology)
+        counts = {"prefill": topology.num_prefill, "decode": topology.num_decode, "aggregated": topology.aggregated}
+        for role, count in counts.items():
+            found += [{f"moonpool_{role}": 1.0, **gpu}] * count
+    return found

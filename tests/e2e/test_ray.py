@@ -1,0 +1,129 @@
+"""A cluster whose nodes run under Ray: it serves, what dies comes back under its name, and nothing outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # Ray alone takes up to half a minute on loaded cores
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
+
+
+def prompt(seed: int, length: int = 120) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 2000, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
+    with start_cluster(random_model, "--runtime", "ray", "--block-tokens", "8") as running:
+        yield running
+
+
+async def check_serves(cluster: Any, judge: Any, session: aiohttp.ClientSession) -> None:
+    answer = await cluster.complete(session, prompt(1), max_tokens=16, temperature=0.0)
+    assert len(answer.token_ids) == 16
+    assert judge.wrong_tokens(answer) == []
+
+
+async def test_it_serves_with_the_right_tokens_and_holds_nothing_at_rest(
+    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    await check_serves(cluster, judge_of(random_model), session)
+    assert set(cluster.ready["nodes"]) == {"conductor", "pool-0", "prefill-0", "decode-0", "frontend"}
+    await cluster.validate()
+
+
+async def test_every_node_runs_in_an_actor_and_listens_on_loopback_alone(cluster: Any) -> None:
+    cluster.reload()
+    for node_id in ("pool-0", "prefill-0", "decode-0"):
+        node = cluster.ready["nodes"][node_id]
+        assert psutil.Process(node["pid"]).parent().name().startswith("ray::RoleActor")
+        assert node["target"].startswith("127.0.0.1:")
+        listening = {c.laddr.ip for c in psutil.Process(node["pid"]).net_connections("tcp") if c.status == "LISTEN"}
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+        log = await asyncio.to_thread(Path(node["log"]).read_text)
+        assert f"Ray runs {node_id} on 127.0.0.1 as process" in log
+        assert "joined" in log  # what the role says itself
+
+
+@pytest.mark.parametrize("victim", ["role", "actor"])
+@pytest.mark.parametrize("node_id", ["decode-0", "pool-0"])
+async def test_what_is_killed_comes_back_under_its_name_and_serves_again(
+    node_id: str,
+    victim: str,
+    cluster: Any,
+    random_model: Path,
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+) -> None:
+    role = cluster.pid(node_id)
+    before = dict(cluster.ready["nodes"][node_id])
+    actor = psutil.Process(role).ppid()
+    os.kill(actor if victim == "actor" else role, signal.SIGKILL)
+    await cluster.wait_restarted(node_id, role)
+    assert not psutil.pid_exists(role)
+    after = cluster.ready["nodes"][node_id]
+    assert after["restarts"] == before["restarts"] + 1
+    assert (psutil.Process(after["pid"]).ppid() == actor) == (victim == "role")
+    if node_id == "pool-0":  # workers are told its address once
+        assert after["target"] == before["target"]
+    await check_serves(cluster, judge_of(random_model), session)
+
+
+async def test_scaling_down_under_load_loses_nothing(
+    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    async def scale(*counts: str) -> None:
+        command = [sys.executable, "-m", "moonpool", "scale", *counts, "--ready-file", str(cluster.ready_file)]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stdout.decode() + done.stderr.decode() + cluster.log.read_text()
+
+    await scale("decode=2")
+    actor = psutil.Process(cluster.pid("decode-1")).parent()
+    asked = [prompt(seed) for seed in range(4)]
+    answers = [asyncio.create_task(cluster.complete(session, ids, **LONG)) for ids in asked]
+    await scale("decode=1")
+    cluster.reload()
+    assert "decode-1" not in cluster.ready["nodes"]
+    assert await asyncio.to_thread(gone, [actor])
+    for answer in await asyncio.gather(*answers):
+        assert len(answer.token_ids) == LONG["max_tokens"]
+        assert judge_of(random_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
+    await cluster.validate()
+
+
+async def test_a_killed_serve_leaves_nothing_behind(cluster: Any) -> None:
+    started = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert {"raylet", "gcs_server"} <= {process.name() for process in started}
+    cluster.process.kill()
+    cluster.process.wait()
+    assert await asyncio.to_thread(gone, started)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all end within a minute; one that nobody has reaped yet has ended."""
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + 60
+    while any(lives(process) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)  # polling for processes that are no children of ours, bounded by the deadline
+    return True

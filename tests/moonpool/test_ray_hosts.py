@@ -1,0 +1,97 @@
+"""What Ray must offer for a cluster, and what a node's settings become on its host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.config import ServeConfig, all_settings, load
+from moonpool.errors import RayUnusable
+from moonpool.plan import Planner, RolePlan
+from moonpool.runtime.choice import chosen_runtime
+from moonpool.runtime.ray_hosts import Host, bundle_of, check_offer, environment, hosts, local_resources, located
+
+NODES = [
+    {
+        "NodeID": "aa",
+        "NodeManagerAddress": "10.0.0.2",
+        "Alive": True,
+        "Resources": {"CPU": 8.0, "moonpool_prefill": 2.0},
+    },
+    {"NodeID": "bb", "NodeManagerAddress": "10.0.0.3", "Alive": False, "Resources": {"moonpool_decode": 9.0}},
+]
+
+
+def config(**flags: Any) -> ServeConfig:
+    given = {key: str(value) for key, value in flags.items()}
+    return load(ServeConfig, flags=given, environ={}, config_file=None, known=all_settings())
+
+
+def plans(**flags: Any) -> dict[str, RolePlan]:
+    planner = Planner(config(**flags), run_dir=Path("/run/m"), port=1, cores=8, conductor="10.0.0.1:7000")
+    return {plan.node_id: plan for plan in [*planner.cluster(), planner.pool(0)]}
+
+
+def test_dead_hosts_offer_nothing_and_the_missing_resource_is_named_with_what_to_do() -> None:
+    with pytest.raises(RayUnusable) as refused:
+        check_offer([{"moonpool_prefill": 1.0}, {"moonpool_decode": 1.0}], hosts(NODES))
+    said = str(refused.value)
+    assert "moonpool_decode: 1 wanted, 0 offered" in said
+    assert "moonpool_prefill" not in said.split(";")[0]
+    assert "10.0.0.2 offers moonpool_prefill=2" in said
+    assert "ray start --address=HEAD:6379 --resources=" in said
+
+
+def test_a_host_that_takes_workers_must_take_a_pool_node() -> None:
+    with pytest.raises(RayUnusable, match=r"10\.0\.0\.2 offer to take workers, but no moonpool_pool"):
+        check_offer([{"moonpool_prefill": 1.0}], hosts(NODES))
+
+
+def test_a_ray_of_our_own_offers_enough() -> None:
+    check_offer([{"moonpool_prefill": 1.0}] * 256, {"aa": Host("aa", "127.0.0.1", local_resources())})
+
+
+def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None:
+    planned = plans(decode_nodes=2)
+    host = Host("aa", "10.0.0.2", {"CPU": 8.0, "moonpool_prefill": 1.0, "moonpool_decode": 3.0})
+    own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpu=False, threads=0)
+    assert [own[key] for key in ("listen", "data_host", "pool", "conductor", "node_id")] == [
+        "10.0.0.2:0",
+        "10.0.0.2",
+        "10.0.0.2:7001",
+        "10.0.0.1:7000",
+        "decode-1",
+    ]
+    assert own["threads"] == 2
+    assert environment(planned["decode-1"], own)["OMP_NUM_THREADS"] == "2"
+    pool = located(planned["pool-0"], host, target="10.0.0.2:7001", pool="", gpu=False, threads=0)
+    assert pool["listen"] == "10.0.0.2:7001"
+    assert "pool" not in pool
+
+
+def test_a_worker_with_a_gpu_takes_the_one_that_ray_shows_it() -> None:
+    plan = plans(prefill_nodes=3)["prefill-2"]
+    assert bundle_of(plan, gpu=True) == {"moonpool_prefill": 1.0, "GPU": 1.0}
+    own = located(plan, Host("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpu=True, threads=0)
+    assert (own["device"], own["worker_index"]) == ("cuda", 0)
+
+
+def test_without_the_package_ray_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with (
+        pytest.raises(RayUnusable, match=r"pip install 'moonpool\[ray\]'"),
+        chosen_runtime(config(runtime="ray"), tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("flags", [{"runtime": "ray"}, {"ray_address": "auto"}])
+def test_an_address_implies_ray_which_decides_on_pool_nodes_itself(flags: dict[str, str]) -> None:
+    assert config(**flags).runtime.is_ray
+    with pytest.raises(Exception, match="leave --pool-nodes out"):
+        config(pool_nodes=2, **flags)
+
+
+def test_an_address_and_the_runtime_process_contradict_each_other() -> None:
+    with pytest.raises(Exception, match="leave one of them out"):
+        config(runtime="process", ray_address="auto")
