@@ -5,10 +5,11 @@ the engine does not compute is refused by name (`UnsupportedModel`), a value tha
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import ConfigInvalid, ModelNotFound, TokenizerMissing, UnsupportedModel
 
@@ -23,6 +24,10 @@ _ARCHITECTURES = {
 }
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+T = TypeVar("T")
+_KIND_NAMES: dict[type, str] = {bool: "true or false", dict: "an object", list: "a list", int: "a whole number"}
+_MAX_LAYERS = 10_000
+_MAX_COUNT = 2**31 - 1  # of tokens, positions and dimensions
 
 
 @dataclass(frozen=True)
@@ -117,18 +122,18 @@ def read_config(folder: Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelConfig:
     """Builds the configuration from the two JSON objects; `where` names the file in errors."""
     read = _Reader(raw, where)
-    family = _family(raw, where)
-    _refuse_features(raw, where)
+    family = _family(read)
+    _refuse_features(read)
     hidden = read.count("hidden_size")
     heads = read.count("num_attention_heads")
     kv_heads = read.count("num_key_value_heads", _DEFAULT_KV_HEADS.get(family, heads))
     head_dim = read.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
-    num_layers = read.count("num_hidden_layers")
+    num_layers = read.count("num_hidden_layers", most=_MAX_LAYERS)
     if heads % kv_heads:
         raise ConfigInvalid(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise ConfigInvalid(f"{where}: head_dim {head_dim} is odd; rotary embedding needs pairs")
-    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    attention_bias = family in ("llama", "qwen3") and read.typed("attention_bias", bool, False)
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -140,13 +145,13 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         head_dim=head_dim,
         max_model_len=read.count("max_position_embeddings", 2048),
         rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
-        rope=_rope(raw, where),
-        layer_windows=_layer_windows(raw, family, num_layers, where),
+        rope=_rope(read),
+        layer_windows=_layer_windows(read, family, num_layers),
         qkv_bias=attention_bias or family == "qwen2",
         attention_out_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
+        mlp_bias=family == "llama" and read.typed("mlp_bias", bool, False),
         qk_norm=family == "qwen3",
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=read.typed("tie_word_embeddings", bool, False),
         checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
         bos_token_id=raw.get("bos_token_id"),
@@ -157,22 +162,37 @@ class _Reader:
     """Typed access to config.json with errors that name file, key and value."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self._raw = raw
-        self._where = where
+        self.raw = raw
+        self.where = where
 
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key)
+    def typed(self, key: str, kind: type[T], default: T) -> T:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigInvalid(f"{self.where}: {key} must be {_KIND_NAMES[kind]}, found {value!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None, *, most: int = _MAX_COUNT) -> int:
+        value = self.raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigInvalid(f"{self._where}: {key} must be a positive integer, found {value!r}")
+            raise ConfigInvalid(f"{self.where}: {key} must be a positive integer, found {value!r}")
+        if value > most:
+            raise ConfigInvalid(f"{self.where}: {key} is {value:.3g}: at most {most} is computed here")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        value = self._raw.get(key)
+        value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigInvalid(f"{self._where}: {key} must be a positive number, found {value!r}")
-        return float(value)
+        return _positive(value, f"{self.where}: {key}")
+
+
+def _positive(value: Any, what: str) -> float:
+    """`value` as a float; raises `ConfigInvalid` naming `what` unless it is one above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigInvalid(f"{what} must be a positive number, found {value!r}")
+    return float(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -185,72 +205,75 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _family(raw: Mapping[str, Any], where: str) -> str:
-    names = raw.get("architectures") or []
+def _family(read: _Reader) -> str:
+    where = read.where
+    names = read.typed("architectures", list, [])
     supported = ", ".join(_ARCHITECTURES)
     for name in names:
-        if name in _ARCHITECTURES:
+        if isinstance(name, str) and name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
     if names:
         raise UnsupportedModel(f"{where}: architecture {', '.join(map(str, names))} is not supported ({supported} are)")
-    model_type = raw.get("model_type")
+    model_type = read.raw.get("model_type")
     if model_type in _ARCHITECTURES.values():
         return str(model_type)
     raise UnsupportedModel(f"{where}: neither architectures nor model_type ({model_type!r}) names one of {supported}")
 
 
-def _refuse_features(raw: Mapping[str, Any], where: str) -> None:
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+def _refuse_features(read: _Reader) -> None:
+    where = read.where
+    if (activation := read.raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"{where}: hidden_act {activation!r} is not supported (silu is)")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+    if quantization := read.typed("quantization_config", dict, {}):
+        method = quantization.get("quant_method", "unnamed")
         raise UnsupportedModel(f"{where}: quantized weights (quantization_config, method {method!r}) are not supported")
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
+def _rope(read: _Reader) -> RopeConfig:
     """Both forms: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
-    given = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    raw, where = read.raw, read.where
+    given = read.typed("rope_scaling", dict, {}) | read.typed("rope_parameters", dict, {})
     rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if any(isinstance(value, dict) for value in given.values()):
         raise UnsupportedModel(f"{where}: rotary parameters per layer type are not supported")
-    theta = given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    theta = _positive(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0, f"{where}: rope_theta")
     partial = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported (1.0 is)")
     if rope_type not in _ROPE_TYPES:
         raise UnsupportedModel(f"{where}: rope_type {rope_type!r} is not supported ({', '.join(_ROPE_TYPES)} are)")
     if rope_type == "default":
-        return RopeConfig("default", float(theta))
+        return RopeConfig("default", theta)
     if given.get("original_max_position_embeddings") is None:
         given["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
     needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
     for key in needed[rope_type]:
-        if not isinstance(given.get(key), int | float):
-            raise ConfigInvalid(f"{where}: rope_type {rope_type!r} needs the number {key}, found {given.get(key)!r}")
+        _positive(given.get(key), f"{where}: {key} of rope_type {rope_type!r}")
     numbers = {key: float(value) for key, value in given.items() if isinstance(value, int | float)}
-    return RopeConfig(rope_type, float(theta), tuple(sorted(numbers.items())))
+    return RopeConfig(rope_type, theta, tuple(sorted(numbers.items())))
 
 
-def _layer_windows(raw: Mapping[str, Any], family: str, num_layers: int, where: str) -> tuple[int, ...]:
+def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ...]:
     """Per layer the sliding window, 0 for full attention (rules of each family's configuration in transformers)."""
     if family == "llama":
         return (0,) * num_layers
-    window = raw.get("sliding_window", 4096)
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+    where = read.where
+    window = read.raw.get("sliding_window", 4096)
+    if family in ("qwen2", "qwen3") and not read.typed("use_sliding_window", bool, False):
         window = None
     if window is not None and (not isinstance(window, int) or window <= 0):
         raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, found {window!r}")
     if family == "mistral":
         return (window or 0,) * num_layers
-    types = raw.get("layer_types")
-    if types is None:
-        first = raw.get("max_window_layers", 28)
+    if read.raw.get("layer_types") is None:
+        first = read.typed("max_window_layers", int, 28)
         return tuple(window if window and i >= first else 0 for i in range(num_layers))
+    types = read.typed("layer_types", list, [])
     if len(types) != num_layers:
         raise ConfigInvalid(f"{where}: layer_types has {len(types)} entries, num_hidden_layers is {num_layers}")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(map(str, unknown)))} are not supported")
+    if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(unknown))} are not supported")
     if "sliding_attention" in types and window is None:
         raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
     return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)

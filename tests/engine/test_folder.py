@@ -1,0 +1,116 @@
+"""A model folder is judged before its weights are read: whatever its files hold, the answer is one of the engine's."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import ConfigInvalid, EngineError, check_folder
+from engine.config import parse_config
+from engine.random_model import write_random_model
+
+ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+KEYS = [
+    "architectures",
+    "model_type",
+    "hidden_act",
+    "quantization_config",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "vocab_size",
+    "partial_rotary_factor",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "eos_token_id",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "dtype",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "intermediate_size",
+]
+ROPE = {"type": "llama3", "rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0, "low_freq_factor": 0}
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "x", "linear", "llama3", "yarn"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(ROPE)), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("m"), layers=1, hidden=8, heads=2, kv_heads=1, vocab=16)
+
+
+@settings(max_examples=400, deadline=None)
+@given(architecture=st.sampled_from(ARCHITECTURES), changes=st.dictionaries(st.sampled_from(KEYS), values, max_size=3))
+def test_any_values_in_a_configuration_are_understood_or_refused(
+    folder: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]} | changes
+    try:
+        config = parse_config(raw, {}, where="config.json")
+    except EngineError:
+        return
+    assert len(config.layer_windows) == config.num_layers > 0
+    assert config.rope.theta > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1e.30: at most 10000"),
+        ({"vocab_size": 2**31}, "vocab_size is 2.15e.09: at most"),
+        ({"quantization_config": "int4"}, "quantization_config must be an object, found 'int4'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "factor of rope_type 'linear' must be a positive number",
+        ),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number, found inf"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, found 'yes'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_or_size_is_refused_by_key(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    with pytest.raises(ConfigInvalid, match=message):
+        parse_config(raw, {}, where="config.json")
+
+
+entries = st.fixed_dictionaries({"dtype": values, "shape": values, "data_offsets": values}) | values
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    header=st.dictionaries(st.sampled_from(["model.norm.weight", "__metadata__", "x"]), entries) | values,
+    tail=st.binary(max_size=9),
+)
+def test_any_header_of_a_weights_file_is_understood_or_refused(folder: Path, header: Any, tail: bytes) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    text = json.dumps(header).encode()
+    try:
+        path.write_bytes(struct.pack("<Q", len(text)) + text + tail)
+        with pytest.raises(EngineError):
+            check_folder(folder)
+    finally:
+        path.write_bytes(whole)
+    assert check_folder(folder).num_layers == 1
