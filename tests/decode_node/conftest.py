@@ -45,6 +45,7 @@ class Request:
     """What the frontend has seen of one request."""
 
     tokens: dict[int, int] = field(default_factory=dict)
+    messages: dict[int, Token] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     cached_tokens: int = 0
     total: int = 0  # tokens in all, once known
@@ -97,6 +98,7 @@ class Frontend:
         request = self.requests[token.request_id, token.attempt]
         assert token.index not in request.tokens
         request.tokens[token.index] = token.token_id
+        request.messages[token.index] = token
         if token.HasField("timing"):
             request.cached_tokens = token.timing.cached_tokens
         request.progressed.set()
