@@ -1,6 +1,7 @@
 """From the forms of structured output that clients know to the grammar that the cluster holds an answer to."""
 
 import json
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from frontend.api.models import ChatBody, GenerationBody
@@ -63,9 +64,14 @@ def check(grammar: Grammar, name: str, *, field: str | None = None) -> None:
     `field`: of the body, where `name` says more than that.
     """
     try:
-        check_grammar(grammar.kind, grammar.source)
+        _check_once(grammar.kind, grammar.source)
     except GrammarError as error:
         raise InvalidRequest(f"{name}: {error}", param=field or name) from error
+
+
+@lru_cache(maxsize=64)  # clients repeat themselves, and many tools take a while
+def _check_once(kind: common_pb2.Grammar.Kind.ValueType, source: str) -> None:
+    check_grammar(kind, source)
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:

@@ -67,7 +67,7 @@ def _entry(candidate: Candidate, as_ids: bool) -> dict[str, Any]:
 
 
 def _finite(candidate: Candidate) -> float:
-    return max(candidate.logprob, _FLOOR)
+    return candidate.logprob if candidate.logprob > _FLOOR else _FLOOR  # so no NaN either
 
 
 def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers
 
-from frontend.detokenizer import REPLACEMENT, byte_alphabet, byte_level_token
+from frontend.detokenizer import REPLACEMENT, byte_alphabet, byte_level_token, piece_token
 from frontend.tokenizer import Tokenizer
 
 TEXT = st.text(st.sampled_from("ab é🎉😀👩‍👩‍👧你好界ﷺ\n\x00ß𝄞"), max_size=40)
@@ -109,3 +109,21 @@ def test_identity_follows_the_tokenizers_content(tmp_path: Path, model_path: Pat
     raw["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     assert Tokenizer(tmp_path).identity != tokenizer.identity
+
+
+@pytest.mark.parametrize(
+    ("piece", "data"),
+    [("▁the", b" the"), ("<0x0A>", b"\n"), ("<0xf0>", b"\xf0"), ("<0x1F600>", b"<0x1F600>"), ("é", "é".encode())],
+)
+def test_a_sentencepiece_entry_is_told_as_its_bytes(piece: str, data: bytes) -> None:
+    assert piece_token(piece) == data
+
+
+def test_a_tokens_bytes_are_told_whether_or_not_its_text_is_shown(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(3) == b"<|im_end|>"
+    assert tokenizer.token_bytes(10**6) == b""
+    ids = [*tokenizer.encode("naïve 🎉", add_special_tokens=False), 3]
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "naïve 🎉<|im_end|>"
+    for skip, text in ((True, "naïve 🎉"), (False, "naïve 🎉<|im_end|>")):
+        detokenizer = tokenizer.detokenizer([], skip_special_tokens=skip)
+        assert "".join(map(detokenizer.feed, ids)) + detokenizer.flush() == text
