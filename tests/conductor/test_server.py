@@ -232,7 +232,7 @@ async def test_a_node_that_comes_back_replaces_its_former_incarnation(conductor)
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"namespace": bytes(16)}, "other weights"),
+        ({"namespace": bytes(16)}, "another provenance"),
         ({"spec": KvSpec(SPEC.groups, block_tokens=8)}, "block_tokens 8, not 16"),
         ({"spec": KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float16"),), 16)}, "another KV spec"),
     ],
