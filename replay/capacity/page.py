@@ -81,7 +81,7 @@ def _goodput(pic: p.Picture, steps: Sequence[Step]) -> None:
     """On an axis of its own, at the right."""
     right = pic.axes.twinx()
     right.plot(*_means([(step.rate, step.goodput_rps) for step in steps]), color=p.BLUE, linestyle=":")
-    right.set_ylabel("requests per second within bounds")
+    right.set_ylabel("goodput, requests per second")
     right.set_ylim(0, None)
     right.spines["right"].set_visible(True)
     right.grid(visible=False)

@@ -94,6 +94,7 @@ async def _run(
             steps.append(step)
             on_step(len(steps), step)
             search.record(step.verdict)
+        search.validate()
     return CapacityResult(target.server.model, search.finding, steps, objective, stop.is_set(), target.notices)
 
 

@@ -8,7 +8,6 @@ rate that passed twice beside a neighbour that failed twice; one lucky or unluck
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,10 +41,6 @@ class _Votes:
     passes: int = 0
     fails: int = 0
     invalid: int = 0
-
-    @property
-    def tried(self) -> bool:
-        return self.passes + self.fails > 0
 
     @property
     def blocked(self) -> bool:
@@ -120,10 +115,6 @@ class CapacitySearch:
             bounded=high is not None and not blocked,
             sender_limited=blocked,
         )
-
-    def trials(self) -> Mapping[float, tuple[int, int]]:
-        """(passes, fails) of each rate tried, in order of rate."""
-        return {self.rate_of(point): (v.passes, v.fails) for point, v in sorted(self._votes.items()) if v.tried}
 
     def validate(self) -> None:
         """Raises AssertionError if a rate has more trials than can be needed, or the border has none."""

@@ -75,7 +75,7 @@ async def replay(cluster: Any, out: Path) -> tuple[int, dict[str, Any]]:
     """`moonpool replay --verify` of a few requests: its exit code and report."""
     command = [sys.executable, "-m", "moonpool", "replay", "conversation", "--url", cluster.url, "--out", str(out)]
     command += ["--model-path", str(cluster.model), "--sample-families", "0.1", "--limit", "12", "--speed", "20"]
-    command += ["--tokens-per-block", "8", "--verify", "--reuse-earlier", "--no-unloaded"]
+    command += ["--tokens-per-block", "8", "--verify", "--reuse-earlier", "--no-unloaded", "--max-send-lag", "60"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False, timeout=200)
     return done.returncode, json.loads((out / "report.json").read_text())
 

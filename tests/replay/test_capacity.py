@@ -56,25 +56,23 @@ def test_whatever_the_verdicts_the_search_ends_with_what_it_confirmed(
     seed: int, noise: float, invalid: float, resolution: float
 ) -> None:
     rng = random.Random(seed)
+    trials: dict[float, list[Verdict]] = {}
 
     def judge(rate: float) -> Verdict:
-        if rng.random() < invalid:
-            return Verdict.INVALID
         fails = rate > 10.0 if rng.random() > noise else rng.random() < 0.5
-        return Verdict.FAIL if fails else Verdict.PASS
+        verdict = Verdict.INVALID if rng.random() < invalid else Verdict.FAIL if fails else Verdict.PASS
+        trials.setdefault(rate, []).append(verdict)
+        return verdict
 
     search = CapacitySearch(1.0, resolution, least=0.1, most=100.0)
     run(search, judge)
-    finding, trials = search.finding, dict(search.trials())
+    finding = search.finding
     if finding.rate is not None:
-        assert trials[finding.rate][0] == 2
-        if finding.bounded:
-            neighbour = min(rate for rate, (passes, fails) in trials.items() if fails > passes)
-            assert neighbour == pytest.approx(finding.rate * (1 + resolution))
-            assert trials[neighbour][1] == 2
-    elif finding.bounded:
-        lowest = min(trials)
-        assert trials[lowest][1] == 2
+        assert trials[finding.rate].count(Verdict.PASS) == 2
+    if finding.bounded:
+        beyond = min(trials) if finding.rate is None else min(rate for rate in trials if rate > finding.rate)
+        assert trials[beyond].count(Verdict.FAIL) == 2
+        assert finding.rate is None or beyond == pytest.approx(finding.rate * (1 + resolution))
 
 
 @pytest.mark.parametrize("unlucky", ["the passing side", "the failing side", "the first step"])

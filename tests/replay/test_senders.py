@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replay.errors import SenderUnusable
 from replay.load import Load
 from replay.record import Outcome
 from replay.sender import Tally
@@ -36,6 +37,13 @@ def send():
         return evidence, tally
 
     return start
+
+
+def sender_of(request: Any) -> psutil.Process:
+    """The sending process at the other end of a request's connection."""
+    senders = [p for p in psutil.Process().children() if "replay.sender_process" in " ".join(p.cmdline())]
+    connected = {c.laddr.port: p for p in senders for c in p.net_connections("tcp")}
+    return connected[request.transport.get_extra_info("peername")[1]]
 
 
 async def test_two_senders_send_all_and_return_every_record_in_order(serve, send, make_request) -> None:
@@ -66,10 +74,7 @@ async def test_a_dead_sender_is_named_and_the_others_records_are_kept(serve, sen
     async def behave(server: Any, request: Any, body: Any) -> None:
         if body["seed"] == 5 and not killed.is_set():
             killed.set()
-            children = psutil.Process().children()
-            senders = [p for p in children if "replay.sender_process" in " ".join(p.cmdline())]
-            connected = {c.laddr.port: p for p in senders for c in p.net_connections("tcp")}
-            connected[request.transport.get_extra_info("peername")[1]].kill()
+            sender_of(request).kill()
 
     server = serve(behave=behave)
     evidence, _ = await send(server, [make_request(i, arrival_s=0.3 * i) for i in range(12)], senders=2)
@@ -82,6 +87,32 @@ async def test_a_dead_sender_is_named_and_the_others_records_are_kept(serve, sen
     reasons = invalid_reasons(evidence, max_send_lag_s=60)
     assert reasons[0] == fate
     assert "requests have no record" in reasons[1]
+
+
+async def test_a_sender_that_falls_silent_is_killed_and_named(
+    serve, send, make_request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.senders._SILENT_S", 5.0)
+    stopped = threading.Event()
+
+    async def behave(server: Any, request: Any, body: Any) -> None:
+        if body["seed"] == 1 and not stopped.is_set():
+            stopped.set()
+            sender_of(request).suspend()
+
+    server = serve(behave=behave)
+    evidence, _ = await send(server, [make_request(i, arrival_s=0.05 * i) for i in range(8)], senders=2)
+    assert [r.outcome for r in evidence.records if r.index % 2 == 0] == [Outcome.COMPLETED] * 4
+    (fate,) = evidence.lost
+    assert fate.startswith("sender 2 of 2 said nothing for 5 s and was killed, with ")
+
+
+async def test_a_sender_that_does_not_come_up_is_named(
+    serve, send, make_request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SenderUnusable, match=r"did not start: \(process \d+\) ended with exit code 1; try --senders 1"):
+        await send(serve(), [make_request(i) for i in range(4)], senders=2)
 
 
 async def test_a_stop_reaches_every_sender_and_their_records_come_back(serve, send, make_request) -> None:
@@ -126,6 +157,7 @@ async def test_senders_end_with_the_process_that_started_them(serve, make_reques
     server = serve()
     script = f"""
 import asyncio, uvloop, numpy as np
+from replay.errors import SenderUnusable
 from replay.load import Load
 from replay.plan import PlannedRequest
 from replay.sender import Tally
