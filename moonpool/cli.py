@@ -15,7 +15,7 @@ from moonpool.demo import demo
 from moonpool.doctor.command import doctor
 from moonpool.inspection import config_keys, validate
 from moonpool.options import configured_command
-from moonpool.replay_command import add_replay
+from moonpool.replay_command import add_dialogues, add_replay
 from moonpool.roles import ROLES, Role, run_role
 from moonpool.scale_commands import drain, scale
 from moonpool.serve import serve
@@ -78,6 +78,7 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
 add_replay(app)
+add_dialogues(app)
 add_bench(app)
 app.command("demo")(demo)
 app.command("chat")(chat)

@@ -136,6 +136,8 @@ def take_event(
         if not isinstance(choice, dict):
             raise StreamFailed(f"malformed event: found a choice {str(choice)[:_SHOWN]!r}, expected an object")
         dialect.take_choice(choice, now, record, request)
+    if isinstance(event.get("prompt_token_ids"), list):
+        record.prompt_ids = event["prompt_token_ids"]
     if isinstance(event.get("moonpool"), dict):
         record.extension = event["moonpool"]
     usage = event.get("usage")

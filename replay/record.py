@@ -24,9 +24,10 @@ class RequestRecord:
 
     `token_times`: the arrival of each output token; tokens that came in one event share a time. `event_times`: the
     arrival of each event that has a choice. `token_ids`, `text`: the output, as far as the server gives ids and the
-    dialect keeps the text. `cached_tokens`, `output_tokens`: as the server reports them. `extension`: the server's
-    `moonpool` object. `reason`: why it failed or was rejected. `sent_s`: the first sending, `attempts`: how often it
-    was sent. `held_s`: how long a limit of concurrent requests kept it back when it was due.
+    dialect keeps the text. `prompt_ids`: the prompt's, where the server tells those of a chat. `cached_tokens`,
+    `output_tokens`: as the server reports them. `extension`: the server's `moonpool` object. `reason`: why it failed or
+    was rejected. `sent_s`: the first sending, `attempts`: how often it was sent. `held_s`: how long a limit of
+    concurrent requests kept it back when it was due.
     """
 
     index: int
@@ -49,6 +50,7 @@ class RequestRecord:
     output_tokens: int = 0
     event_times: list[float] = field(default_factory=list)
     text: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
     extension: dict[str, Any] = field(default_factory=dict)
 
     @property

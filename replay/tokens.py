@@ -26,6 +26,11 @@ class ModelTokens:
         """Token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def cut(self, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has `num_tokens` tokens, or the whole of one that has fewer."""
+        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
+
 
 def load_model_tokens(model_path: Path, *, flag: str = "--model-path") -> ModelTokens:
     """Read a Hugging Face model folder's tokenizer. Raises TokenizerUnusable, naming `flag`."""

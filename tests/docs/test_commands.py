@@ -15,6 +15,7 @@ from moonpool.cli import app
 from moonpool.config import all_settings
 from replay.bench.cli import app as bench_app
 from replay.cli import app as replay_app
+from replay.dialogue_cli import app as dialogues_app
 
 ROOT = Path(__file__).parents[2]
 # Said of other programs, or of no command line.
@@ -23,10 +24,12 @@ OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    """moonpool's sub-commands as click parses them. `replay` and `bench` only hand their arguments on."""
+    """moonpool's sub-commands as click parses them. `replay`, `dialogues` and `bench` only hand their arguments on."""
     found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     bench = typer.main.get_command(bench_app).commands.items()  # type: ignore[attr-defined]
-    return {**found, "replay": typer.main.get_command(replay_app), **{f"bench {name}": c for name, c in bench}}
+    handed_on = {"replay": replay_app, "dialogues": dialogues_app}
+    found |= {name: typer.main.get_command(command) for name, command in handed_on.items()}
+    return {**found, **{f"bench {name}": c for name, c in bench}}
 
 
 @pytest.fixture(scope="module")

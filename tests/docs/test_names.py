@@ -20,6 +20,8 @@ from frontend.request import Facts
 from kvpool import PoolNodeConfig
 from kvpool.node import PoolNode
 from replay.cluster_metrics import ClusterHistory
+from replay.dialogue_config import DialogueConfig
+from replay.dialogue_summary import summarise_dialogues
 from replay.objectives import Objectives
 from replay.summary import summarise
 from telemetry import NodeSample, NodesCollector, RequestFamilies, RequestMetrics, new_registry
@@ -114,6 +116,12 @@ def test_every_report_key_is_documented_and_no_other(page: Page, documented: Fir
     )
     keys = {*figures, "settings", "trace", "notices", "interrupted", "valid", "invalid_reasons", "senders"}
     assert set(documented(page("replay.md").section("The report"))) - {"report.json"} == keys
+
+
+def test_every_key_of_the_dialogues_report_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:
+    config = DialogueConfig(url="http://h", out=Path("o"), model_path=Path("m"))
+    keys = {*summarise_dialogues(config, [], verification=None), "settings", "notices", "interrupted"}
+    assert set(documented(page("replay.md").section("The dialogues' report"))) - {"dialogues.json"} == keys
 
 
 def test_every_key_of_the_extension_is_documented_and_no_other(page: Page, documented: FirstColumn) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -194,6 +197,19 @@ async def test_an_edited_history_is_reused_up_to_the_edit(live: Live, session: A
     same = common(computed(dialogue.turns[11]), turn["prompt_token_ids"])
     assert len(computed(before)) <= same < len(dialogue.turns[6]["prompt_token_ids"])
     assert cached(turn) == same // live.block * live.block
+
+
+async def test_the_dialogue_generator_finds_high_reuse_and_no_wrong_token(live: Live, tmp_path: Path) -> None:
+    flags = "--dialogues 2 --turns 12 --think-time 0.02 --turn-tokens 8 --answer-tokens 24 --temperature 2 --verify"
+    command = [sys.executable, "-m", "moonpool", "dialogues", "--url", live.url, "--out", str(tmp_path), *flags.split()]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    figures = json.loads(done.stdout.decode().splitlines()[-1])
+    assert (figures["completed"], figures["wrong_tokens"]) == (24, 0)
+    assert figures["share_of_history"] > 0.9
+    report = json.loads((tmp_path / "dialogues.json").read_text())
+    assert report["verified_turns"] == 24
+    assert report["verification"]["requests_with_reuse"] >= 22
 
 
 async def test_a_dialogue_longer_than_the_context_goes_on_and_is_reused(live: Live, session: Any) -> None:
