@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moonpool.status import ClusterStatus, NodeRow
 
 WIDE = 200
+_HEADINGS = ("node", "role", "model", "state", "pid", "restarts", "waiting", "running", "free KV", "cached", "address")
 _STYLES = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
 
 Url = Annotated[str, typer.Option("--url", help="The cluster that `moonpool serve` runs on this port of this machine.")]
@@ -73,16 +74,16 @@ def _print_lines(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], eve
 def _redraw(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
     """In place in a terminal, else one after the other; a conductor that is away for a while is said to be."""
     console = Console()
-    with Live(_picture(seen), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        picture: RenderableType = _picture(seen)
+    picture: RenderableType = _picture(seen, brief=True)
+    with Live(picture, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
-            wide_console().print(picture) if live is None else live.update(picture, refresh=True)
+            console.print(picture) if live is None else live.update(picture, refresh=True)
             time.sleep(every_s)
             try:
                 seen = look()
-                picture = _picture(seen)
+                picture = _picture(seen, brief=True)
             except ClusterNotFound as error:
-                picture = Group(_picture(seen), Text(f"as last seen: {error}", style="bold red"))
+                picture = Group(_picture(seen, brief=True), Text(f"as last seen: {error}", style="bold red"))
 
 
 def wide_console() -> Console:
@@ -90,37 +91,26 @@ def wide_console() -> Console:
     return Console(width=max(Console().width, WIDE))
 
 
-def _picture(seen: "ClusterStatus") -> Group:
-    headings = (
-        "node",
-        "role",
-        "model",
-        "state",
-        "pid",
-        "restarts",
-        "waiting",
-        "running",
-        "free KV",
-        "cached",
-        "address",
-    )
-    table = Table(*headings, box=None)
-    for row in seen.nodes:
-        table.add_row(*_cells(row))
+def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
+    """A table and a verdict. `brief` fits a terminal of 80 columns: without pids and addresses."""
+    left_out = {"pid", "address"} if brief else set()
+    cells = [_cells(row, brief=brief) for row in seen.nodes]
+    table = Table(box=None, pad_edge=False, collapse_padding=brief)
+    for heading in (heading for heading in _HEADINGS if heading not in left_out):
+        table.add_column(heading, no_wrap=True)
+    for row in cells:
+        table.add_row(*(cell for heading, cell in zip(_HEADINGS, row, strict=True) if heading not in left_out))
     return Group(table, Text(seen.verdict()))
 
 
-def _cells(row: "NodeRow") -> list[str | Text]:
-    free = "" if row.free_tokens is None else f"{row.free_tokens} of {row.capacity_tokens}"
+def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
+    """As in _HEADINGS."""
+    free = ""
+    if row.free_tokens is not None and row.capacity_tokens:
+        free = (
+            f"{row.free_tokens / row.capacity_tokens:.0%}" if brief else f"{row.free_tokens} of {row.capacity_tokens}"
+        )
+    counts = ["" if count is None else str(count) for count in (row.pid, row.restarts, row.waiting, row.running)]
     cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
-    counts = [row.pid, row.restarts, row.waiting, row.running]
-    return [
-        row.node,
-        row.role,
-        row.model,
-        Text(row.state, style=_STYLES.get(row.state, "")),
-        *("" if count is None else str(count) for count in counts),
-        free,
-        cached,
-        row.address,
-    ]
+    state = Text(row.state, style=_STYLES.get(row.state, ""))
+    return [row.node, row.role, row.model, state, *counts, free, cached, row.address]
