@@ -56,10 +56,10 @@ def _biases(value: Any) -> dict[int, float]:
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
-    list[str],
-    Field(max_length=1024, fail_fast=True),
+    list[str],  # how many there may be is a setting
+    Field(fail_fast=True),
     BeforeValidator(_listed),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 1024}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 # By hand: pydantic would try a union of lists in every way, and report an error per token.
 Prompts = Annotated[

@@ -1,5 +1,6 @@
 """Log-probabilities and echoes over real HTTP, in OpenAI's and vLLM's shapes, streamed and whole."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,28 @@ async def test_minus_infinity_is_told_as_a_number_that_json_has(cluster: Any, fr
     prefill.on_submit = on_submit
     _, body = await front.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "logprobs": 0})
     assert body["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+async def test_log_probabilities_go_on_after_a_worker_was_lost(
+    cluster: Any, front: Any, second_pair: Any, ids_of: IdsOf, logprob_of: LogprobOf
+) -> None:
+    prompt, ids = ids_of("the cat"), ids_of(" jumps over the lazy dog and sat")
+    body = {"prompt": prompt, "max_tokens": len(ids), "echo": True, "logprobs": 1}
+    places = iter([("p0", "d0"), ("p1", "d0"), ("p1", "d1")])
+    cluster.conductor.place = lambda request: cluster.placement(*next(places))
+    asking = asyncio.create_task(front.post(COMPLETIONS, body))
+    p0, (p1, d1) = cluster.workers["p0"], second_pair
+    p0.fail(await p0.submitted(), "internal", retryable=True)  # before the prompt's are told
+    second = await p1.submitted()
+    p1.send(second, 0, ids[:1], cached=0)
+    cluster.workers["d0"].send(second, 1, ids[1:2])
+    await front.has_generated(2)
+    cluster.workers["d0"].end_stream()
+    third = await p1.submitted()
+    assert third.generated == 2
+    p1.send(third, 2, ids[2:3], cached=0)
+    d1.send(third, 3, ids[3:], finish=LENGTH)
+    status, whole = await asking
+    assert status == 200, whole
+    expected = [None, *(logprob_of(i, 9) for i in prompt[1:]), *(logprob_of(i, 2) for i in ids)]
+    assert whole["choices"][0]["logprobs"]["token_logprobs"] == expected
