@@ -215,7 +215,14 @@ BAD_REQUESTS: list[tuple[str, bytes, int, str | None, str | None, str]] = [
     ("/v1/completions", json.dumps(GOOD | {"temperature": "hot"}).encode(), 400, "temperature", None, "number"),
     ("/v1/completions", json.dumps(GOOD | {"prompt": {"a": 1}}).encode(), 400, "prompt", None, "prompt"),
     ("/v1/completions", json.dumps(GOOD | {"prompt": [1, 999_999]}).encode(), 400, "prompt", None, "999999"),
-    ("/v1/completions", json.dumps(GOOD | {"n": 2}).encode(), 400, "n", "unsupported_parameter", "not supported"),
+    (
+        "/v1/completions",
+        json.dumps(GOOD | {"use_beam_search": True}).encode(),
+        400,
+        "use_beam_search",
+        "unsupported_parameter",
+        "not supported",
+    ),
     (
         "/v1/completions",
         json.dumps(GOOD | {"prompt": [7] * 2048}).encode(),
