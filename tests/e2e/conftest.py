@@ -18,12 +18,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine import Model, SamplingRow, load_model, noisy_scores
 from engine.random_model import write_random_model
 
 TOKENIZER = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TOLERANCE = 1e-3
+Steer = Callable[[NDArray[np.float32], list[int]], NDArray[np.float32]]
 START_S = 240.0  # with Ray, on cores that others use too
 
 
@@ -198,8 +200,11 @@ class Judge:
         found: list[list[float]] = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).tolist()
         return found
 
-    def wrong_tokens(self, answer: Answer, **sampling: Any) -> list[int]:
-        """Indices of tokens that lie more than the tolerance below the best."""
+    def wrong_tokens(self, answer: Answer, steer: Steer | None = None, **sampling: Any) -> list[int]:
+        """Indices of tokens that lie more than the tolerance below the best.
+
+        `steer(logits, answer so far)` does to a row of logits what the request asked for.
+        """
         ids = np.array([*answer.prompt_ids, *answer.token_ids], dtype=np.int32)
         logits = self._model.score(ids)
         wrong = []
@@ -211,8 +216,10 @@ class Judge:
                 seed=sampling.get("seed", 0),
                 choice=0,
                 index=index,
+                min_p=sampling.get("min_p", 0.0),
             )
             at = logits[len(answer.prompt_ids) - 1 + index]
+            at = at if steer is None else steer(at, answer.token_ids[:index])
             # At the border of top-k and top-p, too, the tolerance is in the token's favour.
             mine = noisy_scores(at, row, slack=TOLERANCE)[token]
             if not mine >= noisy_scores(at, row, slack=-TOLERANCE).max() - TOLERANCE:
