@@ -74,7 +74,7 @@ class GenerationBody(RequestModel):
     @property
     def num_top(self) -> int | None:
         """How many of the likeliest tokens are told beside each token; None where no log-probability is asked for."""
-        raise NotImplementedError
+        return None
 
 
 class CompletionBody(GenerationBody):
