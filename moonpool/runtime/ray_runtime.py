@@ -44,6 +44,7 @@ class RayRuntime:
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: dict[str, _Handle] = {}
         self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
+        self._pool_numbers = itertools.count()
 
     def bind(self, add_pool: Callable[[int], None]) -> None:
         """As ClusterRuntime.bind."""
@@ -135,8 +136,7 @@ class RayRuntime:
     async def _pool_on(self, host: Host) -> str:
         """The gRPC address of the host's pool node; the first to ask has it started."""
         if host.ray_node_id not in self._pools:
-            taken = {pool.index for pool in self._pools.values()}
-            index = next(index for index in itertools.count() if index not in taken)
+            index = next(self._pool_numbers)
             self._pools[host.ray_node_id] = _HostPool(index, host)
             self._add_pool(index)
         return await asyncio.shield(self._pools[host.ray_node_id].target)
@@ -166,7 +166,6 @@ class _HostPool:
     """The pool node of one host."""
 
     def __init__(self, index: int, host: Host) -> None:
-        self.index = index
         self.node_id = f"pool-{index}"
         self.host = host
         self.target: asyncio.Future[str] = asyncio.get_running_loop().create_future()
