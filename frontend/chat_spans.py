@@ -29,7 +29,8 @@ def content_spans(
 
     Their contents must be texts. `nonce` is a text without `:` that no client can guess.
     """
-    marked = [_marked(message, nonce, at) if at in indices else message for at, message in enumerate(chat)]
+    wanted = frozenset(indices)
+    marked = [_marked(message, nonce, at) if at in wanted else message for at, message in enumerate(chat)]
     pieces = re.split(f"\ue000{re.escape(nonce)}:(\\d+)([<>])\ue001", render(marked))
     if "".join(pieces[::3]) != text:
         return []

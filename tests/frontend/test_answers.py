@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers
 
 from frontend.answers import AnswerMemory, Spelled, spelled
 from frontend.api.models import ChatMessage, ChatRendering
@@ -35,10 +37,15 @@ LENGTHS = "{% for message in messages %}{{ message.content | length }}:{{ messag
 
 
 @pytest.fixture
-def letters(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+def token_of(tokenizer: Tokenizer) -> dict[int, int]:
+    """The id of each byte."""
+    return {byte: tokenizer._fast.token_to_id(char) for char, byte in byte_alphabet().items()}
+
+
+@pytest.fixture
+def letters(token_of: dict[int, int]) -> Callable[[str], list[int]]:
     """A text's ids, one for each byte: as no tokenizer would make them."""
-    of_byte = {byte: char for char, byte in byte_alphabet().items()}
-    return lambda text: [tokenizer._fast.token_to_id(of_byte[byte]) for byte in text.encode()]
+    return lambda text: [token_of[byte] for byte in text.encode()]
 
 
 Letters = Callable[[str], list[int]]
@@ -118,6 +125,19 @@ async def test_an_answer_cut_by_a_stop_string_keeps_its_whole_tokens(
     first, second = prompts.seen
     rest = ids_of(" f<|im_end|>")
     assert second[len(first) : len(first) + 7 + len(rest)] == [*letters("the cat"), *rest]
+
+
+@pytest.mark.parametrize(("end", "shown"), [(b" \n", " \n"), ("🎉".encode()[:2], "\ufffd"), (b"\xf0 a", "\ufffd a")])
+async def test_what_stands_before_an_answers_odd_end_comes_back(
+    cluster: Any, front: Any, prompt_of: Any, letters: Letters, token_of: dict[int, int], end: bytes, shown: str
+) -> None:
+    ids = letters("the cat")
+    prompts = Prompts(cluster, prompt_of, [*ids, *(token_of[byte] for byte in end)], LENGTH)
+    text = await said(front, [user("hi")])
+    assert text == "the cat" + shown
+    await said(front, [user("hi"), assistant(text), user("more")])
+    first, second = prompts.seen
+    assert second[: len(first) + len(ids)] == [*first, *ids]
 
 
 async def test_a_request_that_its_client_leaves_is_not_kept(cluster: Any, front: Any, until: Any) -> None:
@@ -238,6 +258,53 @@ def test_ids_that_show_no_text_do_not_come_back(model_path: Path, tmp_path: Path
     start = len(first.token_ids)
     assert second.token_ids[start : start + 3] == letters("the")
     assert second.token_ids[start:].count(2) == plain(reader, [user("x")]).count(2)
+
+
+@pytest.fixture(params=["gemma", "llama-2"])
+def piece_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tokenizer of pieces (▁ for spaces, bytes as tokens); Llama 2's puts a space before every text."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abu:", "▁a", "▁ab", "ab"]
+    merges = [("▁", "a"), ("▁a", "b"), ("a", "b")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    fast = FastTokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces = normalizers.Replace(" ", "▁")
+    starts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if request.param == "llama-2":
+        fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        fast.decoder = decoders.Sequence([*starts, decoders.Strip(" ", 1, 0)])
+    else:
+        fast.normalizer, fast.decoder = spaces, decoders.Sequence(starts)
+    fast.add_special_tokens(["<s>", "</s>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": len(tokens)}))
+    template = "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}<s>a:"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["ab ab", "b é ab", " ab", "ab\n", "a🎉b"])
+def test_pieces_come_back_where_their_text_is_the_same_there(piece_folder: Path, text: str) -> None:
+    tokenizer, memory = Tokenizer(piece_folder), AnswerMemory(1 << 20)
+    reader = PromptReader(tokenizer, "pieces", memory)
+    first = read(reader, [user("ab")])
+    generated = [token_id for char in text for token_id in tokenizer.encode(char, add_special_tokens=False)]
+    detokenizer = tokenizer.detokenizer(first.token_ids[-16:])
+    told = "".join([*map(detokenizer.feed, generated), detokenizer.flush()])
+    answer = spelled(generated, told.rstrip(), tokenizer.detokenizer(first.token_ids[-16:]))
+    memory.remember(first.place, told.rstrip(), answer)
+    chat = [user("ab"), assistant(told), user("b")]
+    second = read(reader, chat)
+    own = plain(reader, chat)
+    assert tokenizer.decode(second.token_ids, skip_special_tokens=False) == tokenizer.decode(
+        own, skip_special_tokens=False
+    )
+    if second.num_recalled:
+        start = len(first.token_ids)
+        assert second.token_ids[start : start + len(answer.token_ids)] == answer.token_ids.tolist()
+    else:
+        assert second.token_ids == own
+    if "Prepend" not in (piece_folder / "tokenizer.json").read_text():
+        assert second.num_recalled == 1
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
