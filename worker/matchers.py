@@ -128,12 +128,18 @@ class Matchers:
         if found is None:
             loop = asyncio.get_running_loop()
             found = loop.run_in_executor(self._thread, self._compile_now, grammar.kind, grammar.source)
-            found.add_done_callback(_seen)
             self._compiled[key] = found
+            found.add_done_callback(lambda future: self._keep_if_final(key, future))
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return found
+
+    def _keep_if_final(self, key: tuple[int, str], future: asyncio.Future[LLMatcher]) -> None:
+        """That a grammar is none is remembered; that it could not be compiled just now is not."""
+        final = not future.cancelled() and isinstance(future.exception(), GrammarError | type(None))
+        if not final and self._compiled.get(key) is future:
+            del self._compiled[key]
 
     # On the thread.
 
@@ -164,8 +170,3 @@ class Matchers:
             except GrammarError as error:
                 self._vocabulary = error
         return self._vocabulary
-
-
-def _seen(future: asyncio.Future[LLMatcher]) -> None:
-    if not future.cancelled():
-        future.exception()  # or it would be reported as lost where nobody waits any more

@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from engine.config import find_tokenizer
@@ -127,6 +130,80 @@ async def test_a_grammar_is_compiled_once(make: Make, monkeypatch: pytest.Monkey
         matchers.begin(Grammar(kind=Grammar.KIND_REGEX, source=f"x{i}"))
     await matchers.matcher(JSON, NOTHING)
     assert compiled.count(JSON.source) == 2
+
+
+async def test_a_compile_that_broke_off_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(work: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    matchers = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(matchers_module, "on_deep_stack", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await matchers.matcher(JSON, NOTHING)
+    assert await matchers.matcher(JSON, NOTHING) is not None
+
+
+async def test_the_deepest_grammar_that_is_accepted_can_be_followed(make: Make) -> None:
+    levels = 2200
+    chain: dict[str, Any] = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(levels)}
+    chain[f"a{levels}"] = {"enum": ["x"]}
+    source = json.dumps({"$ref": "#/$defs/a0", "$defs": chain}, separators=(",", ":"))
+    matcher = await make().matcher(Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=source), NOTHING)
+    assert matcher is not None
+    assert text_of(walk(matcher, 0)) == '"x"'
+
+
+leaves = st.one_of(
+    st.just({"type": "null"}),
+    st.just({"type": "boolean"}),
+    st.builds(lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size}, *[st.integers(0, 900)] * 2),
+    st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 6)),
+    st.just({"type": "string", "pattern": "^[a-c]{2,5}$"}),
+    st.builds(lambda values: {"enum": values}, st.lists(st.text(max_size=5) | st.integers(-9, 9), min_size=1)),
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(
+            lambda item, n: {"type": "array", "items": item, "minItems": 1, "maxItems": n}, inner, st.integers(1, 3)
+        ),
+        st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(
+            lambda named, required: {
+                "type": "object",
+                "properties": named,
+                "required": [name for name in named if name in required],
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            st.sets(st.text(max_size=4)),
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=schemas, seed=st.integers(0, 99), moves=st.integers(1, 9))
+def test_any_walk_over_any_schema_is_valid_however_often_it_moves(schema: Any, seed: int, moves: int) -> None:
+    """Rebuilt from its ids every so many tokens, as on another node."""
+    grammar = Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=json.dumps(schema))
+
+    async def answer() -> list[int]:
+        matchers, ids = Matchers(BUNDLED, VOCAB, (1,)), np.empty(0, np.int32)
+        try:
+            for turn in range(400):
+                matcher = await matchers.matcher(grammar, ids)
+                assert matcher is not None
+                ids = np.append(ids, walk(matcher, 1000 * seed + turn, moves)).astype(np.int32)
+                if matcher.finish:
+                    return [int(i) for i in ids]
+        finally:
+            matchers.close()
+        raise AssertionError("an answer without an end")
+
+    jsonschema.validate(json.loads(text_of(asyncio.run(answer()))), schema)
 
 
 @pytest.mark.parametrize("source", ['{"type":"obj"}', '{"type":"array","items":'])
