@@ -99,6 +99,23 @@ async def test_an_answer_comes_back_with_the_ids_it_was_generated_with(
     assert 'moonpool:answer_memory_misses_total{model_name="tiny"} 0.0' in metrics
 
 
+async def test_each_of_several_answers_comes_back_as_it_was(
+    cluster: Any, front: Any, prompt_of: Any, letters: Letters
+) -> None:
+    answers, prompts = [letters("the cat"), letters("the fox")], []
+
+    def answer(submit: worker_pb2.Submit) -> tuple[list[int], int]:
+        prompts.append(prompt_of(submit))
+        return [*answers[submit.sampling.choice], 3], STOP
+
+    cluster.answer_with(answer)
+    chat = {"messages": [user("hi")], "max_tokens": 60, "n": 2}
+    _, body = await front.post("/v1/chat/completions", chat)
+    for choice, ids in zip(body["choices"], answers, strict=True):
+        await said(front, [user("hi"), assistant(choice["message"]["content"]), user("more")])
+        assert prompts[-1][: len(prompts[0]) + len(ids)] == [*prompts[0], *ids]
+
+
 async def test_nothing_is_kept_where_the_memory_is_off(
     cluster: Any, start_front: Any, prompt_of: Any, letters: Letters, ids_of: Letters
 ) -> None:
