@@ -63,9 +63,9 @@ def steer(logits: torch.Tensor, rows: Sequence[LogitSteering | None]) -> torch.T
         return logits
     out = logits.clone()
     if masks := [(i, row.allowed) for i, row in steered if row.allowed is not None]:
-        at = torch.tensor([i for i, _ in masks], device=out.device)
-        allowed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(out.device)
-        out[at] = out[at].masked_fill(~allowed, -torch.inf)
+        excluded = _on(out, ~np.stack([mask for _, mask in masks]))
+        for (i, _), mask in zip(masks, excluded, strict=True):
+            out[i].masked_fill_(mask, -torch.inf)
     _change(out, [(i, row.barred) for i, row in steered if row.barred is not None], lambda values: -torch.inf)
     if biases := [(i, row.bias) for i, row in steered if row.bias is not None]:
         added = _on(out, np.concatenate([bias.values for _, bias in biases]))
