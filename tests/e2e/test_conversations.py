@@ -57,7 +57,7 @@ class Dialogue:
             "seed": len(self.turns),
             "cache_salt": self.name,
             "return_token_ids": True,
-            "max_tokens": 16,
+            "max_tokens": 12,
             **options,
         }
         async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as response:
