@@ -159,8 +159,11 @@ class Matchers:
         vocabulary = self._try_vocabulary()
         assert isinstance(vocabulary, Vocabulary)
         matcher = Matcher(compiled.deep_copy(), vocabulary)
-        for token in generated.tolist():
-            matcher.take(token)
+        try:
+            for token in generated.tolist():
+                matcher.take(token)
+        except GrammarError as error:
+            raise GrammarError(f"the tokens generated before do not follow the grammar: {error}") from error
         return matcher
 
     def _try_vocabulary(self) -> Vocabulary | GrammarError:
