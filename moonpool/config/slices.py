@@ -317,9 +317,7 @@ class RuntimeSettings(Slice):
     ] = None
     ray_address: Annotated[
         str,
-        Key(
-            "Ray cluster to run in, HOST:PORT or auto; it implies ray", default_text="a Ray of our own on this machine"
-        ),
+        Key("HOST:PORT of the Ray cluster to run in; implies ray", default_text="a Ray of our own on this machine"),
     ] = ""
 
     @property
@@ -329,6 +327,10 @@ class RuntimeSettings(Slice):
     def check(self) -> None:
         if self.runtime == "process" and self.ray_address:
             raise ConfigError(f"--ray-address is {self.ray_address!r} and --runtime process: leave one of them out")
+        if self.ray_address and (self.ray_address.startswith("unix:") or not _TARGET.fullmatch(self.ray_address)):
+            raise ConfigError(
+                f"--ray-address is {self.ray_address!r}: expected HOST:PORT, as `ray start --head` printed it"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 20.0
+_KNOCK_S = 10.0
 # Ray reads these when it is imported: no telemetry, and no warning about GPUs of actors that take none.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -58,11 +60,26 @@ def _connect(address: str) -> Any:
     """The connected ray module."""
     import ray
 
+    _knock(address)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace="moonpool")
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-        raise RayUnusable(f"cannot reach the Ray cluster at {address}: {error}") from error
+        raise RayUnusable(
+            f"cannot join the Ray cluster at {address}: {error}; is it of the same Ray version ({ray.__version__}), "
+            "and is RAY_AUTH_TOKEN, or the token file, the one of its hosts?"
+        ) from error
     return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+    except OSError as error:
+        raise RayUnusable(
+            f"nobody answers at the Ray address {address}: {error}; start it with `ray start --head --port={port}`"
+        ) from error
 
 
 def _bounded(work: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from moonpool.config import ServeConfig, all_settings, load
 from moonpool.errors import RayUnusable
+from moonpool.http_port import claim_port
 from moonpool.plan import Planner, RolePlan
 from moonpool.runtime.choice import chosen_runtime
 from moonpool.runtime.ray_hosts import Host, bundle_of, check_offer, environment, hosts, local_resources, located
@@ -85,7 +86,7 @@ def test_without_the_package_ray_the_error_says_how_to_get_it(tmp_path: Path, mo
         pass
 
 
-@pytest.mark.parametrize("flags", [{"runtime": "ray"}, {"ray_address": "auto"}])
+@pytest.mark.parametrize("flags", [{"runtime": "ray"}, {"ray_address": "10.0.0.1:6379"}])
 def test_an_address_implies_ray_which_decides_on_pool_nodes_itself(flags: dict[str, str]) -> None:
     assert config(**flags).runtime.is_ray
     with pytest.raises(Exception, match="leave --pool-nodes out"):
@@ -94,4 +95,17 @@ def test_an_address_implies_ray_which_decides_on_pool_nodes_itself(flags: dict[s
 
 def test_an_address_and_the_runtime_process_contradict_each_other() -> None:
     with pytest.raises(Exception, match="leave one of them out"):
-        config(runtime="process", ray_address="auto")
+        config(runtime="process", ray_address="10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001", "10.0.0.1", "unix:/tmp/ray"])
+def test_an_address_of_another_form_is_refused(address: str) -> None:
+    with pytest.raises(Exception, match="expected HOST:PORT"):
+        config(ray_address=address)
+
+
+def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path) -> None:
+    port = claim_port("127.0.0.1", 0)
+    ray = config(ray_address=f"127.0.0.1:{port}")
+    with pytest.raises(RayUnusable, match=f"nobody answers at the Ray address .*{port}"), chosen_runtime(ray, tmp_path):
+        pass
