@@ -20,7 +20,7 @@ _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 @dataclass(frozen=True)
 class NodeSample:
-    """One node's last report. `capacity_tokens` 0: the node holds no KV pages of its own; `model` "": it serves none."""
+    """One node's last report. `capacity_tokens` 0: no KV pages of its own; `model` "": it serves none."""
 
     node_id: str
     role: str

@@ -43,14 +43,16 @@ class Vocabulary:
         self.end_ids = frozenset(i for i in end_ids if i < vocab_size)
         # A grammar's end must be some token's. A model that has none gets one that is never allowed.
         self.mock_end: int | None = None
-        if not self.end_ids:
+        ends = sorted(self.end_ids)
+        if not ends:
             tokenizer.add_special_tokens([AddedToken("<|end of grammar|>", special=True)])
             self.mock_end = tokenizer.get_vocab_size() - 1
+            ends = [self.mock_end]
         try:
             self.tokens = LLTokenizer(
                 tokenizer.to_str(),
-                n_vocab=max(vocab_size, (self.mock_end or 0) + 1),
-                eos_token=sorted(self.end_ids) or [self.mock_end],
+                n_vocab=max(vocab_size, ends[-1] + 1),
+                eos_token=ends,
             )
         except Exception as error:
             raise GrammarError(f"this model's tokenizer cannot be held to a grammar: {told(str(error))}") from error
