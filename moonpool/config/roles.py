@@ -14,15 +14,14 @@ from moonpool.config.slices import (
     ModelSettings,
     NodeSettings,
     PoolSettings,
-    RuntimeSettings,
     SchedulingSettings,
-    SupervisorSettings,
     TopologySettings,
     TransportSettings,
     WorkerSettings,
     is_wildcard,
     target_host,
 )
+from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
 from moonpool.errors import ConfigError
 
 

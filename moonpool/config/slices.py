@@ -1,4 +1,4 @@
-"""Every configuration key of the application, in slices; a key is declared here once and nowhere else."""
+"""Configuration keys of the application, in slices; each is declared once. Those of `serve` itself: `supervision`."""
 
 import ipaddress
 import re
@@ -269,68 +269,6 @@ class LogSettings(Slice):
     panel: ClassVar[str] = "Logs"
     log_level: Annotated[str, Key("Least level that is logged", choices=LOG_LEVELS)] = "info"
     log_json: Annotated[bool, Key("One JSON object per line")] = False
-
-
-@dataclass(frozen=True)
-class SupervisorSettings(Slice):
-    """How `serve` looks after its processes."""
-
-    panel: ClassVar[str] = "Supervision"
-    run_dir: Annotated[
-        Path | None, Key("Folder for sockets and logs", default_text="moonpool-UID/PORT in the temporary folder")
-    ] = None
-    ready_file: Annotated[
-        Path | None, Key("JSON file written when the cluster is ready: URL, and every node's pid")
-    ] = None
-    startup_timeout: Annotated[float, Key("Seconds within which the cluster must be ready", low=1, high=86400)] = 180.0
-    stop_grace: Annotated[
-        float,
-        Key(
-            "Least seconds a process has for a clean stop before it is killed; it has its own drain's",
-            low=0.1,
-            high=3600,
-        ),
-    ] = 5.0
-    hang_timeout: Annotated[
-        float,
-        Key(
-            "Seconds of silence after which a process that hangs is killed and started again; 0: never",
-            low=0,
-            high=86400,
-        ),
-    ] = 30.0
-    verbose: Annotated[bool, Key("Show every log line, not only warnings", aliases=("-v",))] = False
-
-
-@dataclass(frozen=True)
-class RuntimeSettings(Slice):
-    """What runs the processes of `serve`."""
-
-    panel: ClassVar[str] = "Runtime"
-    runtime: Annotated[
-        str | None,
-        Key(
-            "process: children of `serve` on this machine; ray: actors of a Ray cluster",
-            choices=("process", "ray"),
-            default_text="process, or ray with --ray-address",
-        ),
-    ] = None
-    ray_address: Annotated[
-        str,
-        Key("HOST:PORT of the Ray cluster to run in; implies ray", default_text="a Ray of our own on this machine"),
-    ] = ""
-
-    @property
-    def is_ray(self) -> bool:
-        return self.runtime == "ray" or bool(self.ray_address)
-
-    def check(self) -> None:
-        if self.runtime == "process" and self.ray_address:
-            raise ConfigError(f"--ray-address is {self.ray_address!r} and --runtime process: leave one of them out")
-        if self.ray_address and (self.ray_address.startswith("unix:") or not _TARGET.fullmatch(self.ray_address)):
-            raise ConfigError(
-                f"--ray-address is {self.ray_address!r}: expected HOST:PORT, as `ray start --head` printed it"
-            )
 
 
 @dataclass(frozen=True)
