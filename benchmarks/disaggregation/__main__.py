@@ -3,9 +3,9 @@
     python -m benchmarks.disaggregation [--repeats 3] [--speeds 20,60] [--duration 1200]
 
 Each repeat starts a fresh cluster of either shape in turn (in the other order every second time) and replays the same
-requests of the Mooncake conversation trace at each speed. The table has the median over the repeats and their range,
-and names the better shape only where the ranges do not overlap, whichever that is. Written to --results as
-`disaggregation-DATE` .md, .json and .svg.
+requests of the Mooncake conversation trace at each speed. The table has the median over the repeats and their range. It
+names the better shape, whichever that is, only where the ranges do not overlap and the medians differ by two per cent.
+Written to --results as `disaggregation-DATE` .md, .json and .svg.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def _report(runs: Sequence[Run], workload: Workload, folder: Path) -> None:
     draw(runs, stem.with_suffix(".svg"))
     machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     loads = sorted(run.load_average for run in runs)
+    speeds = ",".join(f"{speed:g}" for speed in sorted({run.speed for run in runs}))
     repeats = len({run.repeat for run in runs})
     bad = [run for run in runs if run.invalid_reasons]
     notices = sorted({notice for run in runs for notice in run.notices})
@@ -83,7 +84,8 @@ def _report(runs: Sequence[Run], workload: Workload, folder: Path) -> None:
         f"# 1 prefill + 1 decode against 2 aggregated workers, {now:%Y-%m-%d %H:%M} UTC",
         f"{machine}, no GPU; cluster and client share the cores. Load average (one minute) when the replays began: "
         f"{loads[0]:.1f} to {loads[-1]:.1f}.",
-        f"`python -m benchmarks.disaggregation`: {repeats} fresh clusters of each shape in turn, the bundled model, "
+        f"`python -m benchmarks.disaggregation --repeats {repeats} --speeds {speeds} --duration {workload.duration_s:g}`: "
+        f"{repeats} fresh clusters of each shape in turn, the bundled model, "
         f"`{' '.join(COMMON)}`; the first {workload.duration_s:g} s of {workload.families:.0%} of the conversation "
         f"trace's families. Objectives: TTFT {workload.ttft_slo_s * 1e3:g} ms, time between tokens "
         f"{workload.tbt_slo_s * 1e3:g} ms (mean of a request's longest tenth). Medians over the repeats, least and "

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from benchmarks.disaggregation.measure import SHAPES, Run
 
+NOTICEABLE = 0.02
+"""Medians closer than this are called equal, whatever the ranges: an open loop's throughput is its trace's."""
 HEADINGS = ("speed", "figure", *SHAPES, "ratio", "better")
 # name -> (words, factor for display, unit, whether more is better; None: neither)
 FIGURES: dict[str, tuple[str, float, str, bool | None]] = {
@@ -29,7 +31,7 @@ FIGURES: dict[str, tuple[str, float, str, bool | None]] = {
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """One row a speed and figure, in the order of HEADINGS. "Better" only where the repeats' ranges do not overlap."""
+    """One row a speed and figure, in the order of HEADINGS. "Better": the ranges do not overlap, and it is NOTICEABLE."""
     first, second = SHAPES
     table = []
     for speed in sorted({run.speed for run in runs}):
@@ -70,6 +72,9 @@ def _better(mine: list[float], other: list[float], more_is_better: bool | None) 
     first, second = SHAPES
     if min(len(mine), len(other)) < 2 or more_is_better is None:
         return "–"
+    middles = statistics.median(mine), statistics.median(other)
+    if abs(middles[0] - middles[1]) < NOTICEABLE * max(middles):
+        return "no difference seen"
     if min(mine) > max(other):
         return first if more_is_better else second
     if max(mine) < min(other):

@@ -43,6 +43,7 @@ def test_a_row_has_medians_ranges_and_their_ratio() -> None:
         ("goodput_rps", [3, 4], [1, 2], FIRST),
         ("goodput_rps", [1, 2], [3, 4], SECOND),
         ("goodput_rps", [1, 3], [2, 4], "no difference seen"),
+        ("goodput_rps", [1.01, 1.01], [1.0, 1.0], "no difference seen"),
         ("goodput_rps", [1], [2], "–"),
         ("goodput_rps", [None, None], [2, 3], "–"),
         ("completed", [1, 1], [2, 2], "–"),
