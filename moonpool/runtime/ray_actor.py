@@ -7,11 +7,12 @@ actor.
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 from moonpool.child import Child, ChildPlan
 from moonpool.http_port import claim_port
-from moonpool.run_dir import default_run_dir, make_run_dir
+from moonpool.run_dir import make_run_dir
 from moonpool.runtime.processes import child_plan
 
 _START_S = 60.0
@@ -38,8 +39,8 @@ class RoleActor:
         return claim_port(host, 0)
 
     def start(self, node_id: str, role: str, settings: dict[str, Any], env: dict[str, str], folder: str) -> int:
-        """Begin one life of the role; its pid. `folder`: name of this cluster's run directory here."""
-        own = make_run_dir(default_run_dir(folder))
+        """Begin one life of the role; its pid. `folder`: this cluster's run directory on this host."""
+        own = make_run_dir(Path(folder))
         plan = child_plan(node_id, role, {**settings, "socket_dir": str(own)}, env, own)
         former, self._life = self._life, _Life()
         work = _replace(former, self._life, plan)

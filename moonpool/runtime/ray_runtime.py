@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from moonpool.log_file import LogFile
 from moonpool.plan import POOL_TIER, WORKER_TIER, RolePlan
+from moonpool.run_dir import default_run_dir
 from moonpool.runtime.processes import Processes
 from moonpool.runtime.ray_actor import RoleActor
 from moonpool.runtime.ray_hosts import POOL_RESOURCE, Host, bundle_of, environment, hosts, located
@@ -39,7 +40,8 @@ class RayRuntime:
         self._gpus = gpus
         self._only_address = only_address
         self._processes = Processes(run_dir)
-        self._folder = f"ray-{conductor.replace(':', '-').strip('[]')}"
+        self._name = f"ray-{conductor.replace(':', '-').strip('[]')}"
+        self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))
         self._add_pool: Callable[[int], None]
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: dict[str, _Handle] = {}
@@ -82,7 +84,7 @@ class RayRuntime:
         bundle = bundle_of(plan, gpu=self._gpus)
         group = self._groups.get(plan.node_id)
         if group is None:
-            group = self._groups[plan.node_id] = placement_group([bundle], name=f"{self._folder}-{plan.node_id}")
+            group = self._groups[plan.node_id] = placement_group([bundle], name=f"{self._name}-{plan.node_id}")
         host = await self._host_of(group, bundle, say)
         pool = await self._pool_on(host)
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
