@@ -84,7 +84,8 @@ def _report(runs: Sequence[Run], workload: Workload, folder: Path) -> None:
         f"# 1 prefill + 1 decode against 2 aggregated workers, {now:%Y-%m-%d %H:%M} UTC",
         f"{machine}, no GPU; cluster and client share the cores. Load average (one minute) when the replays began: "
         f"{loads[0]:.1f} to {loads[-1]:.1f}.",
-        f"`python -m benchmarks.disaggregation --repeats {repeats} --speeds {speeds} --duration {workload.duration_s:g}`: "
+        f"`python -m benchmarks.disaggregation --repeats {repeats} --speeds {speeds} "
+        f"--duration {workload.duration_s:g}`: "
         f"{repeats} fresh clusters of each shape in turn, the bundled model, "
         f"`{' '.join(COMMON)}`; the first {workload.duration_s:g} s of {workload.families:.0%} of the conversation "
         f"trace's families. Objectives: TTFT {workload.ttft_slo_s * 1e3:g} ms, time between tokens "

@@ -31,7 +31,7 @@ FIGURES: dict[str, tuple[str, float, str, bool | None]] = {
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """One row a speed and figure, in the order of HEADINGS. "Better": the ranges do not overlap, and it is NOTICEABLE."""
+    """One row a speed and figure, in the order of HEADINGS. "Better": ranges do not overlap, and it is NOTICEABLE."""
     first, second = SHAPES
     table = []
     for speed in sorted({run.speed for run in runs}):
