@@ -55,7 +55,10 @@ class ChatTemplate:
             return self._template.render(
                 variables | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+            RecursionError,  # arguments of calls, and variables, may be nested
+        ) as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from (
                 error
             )

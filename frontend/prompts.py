@@ -151,10 +151,14 @@ def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: boo
             "most",
             param="continue_final_message",
         )
-    text, last = template.render(chat, variables, add_generation_prompt=False), chat[-1]["content"]
-    for content in (last, last.strip()):  # templates strip
-        if content and (start := text.rfind(content)) >= 0:
-            return text[: start + len(content)]
+    render = partial(template.render, extra=variables, add_generation_prompt=False)
+    text = render(chat)
+    # Not by looking for the content: a short one may stand in what the template puts after it, too.
+    spans = content_spans(text, chat, [len(chat) - 1], render, secrets.token_hex(8)) if _has_text(chat[-1]) else []
+    if spans:
+        end, content = spans[0].end, chat[-1]["content"]
+        after = content[len(content.rstrip()) :]
+        return text[: end + len(after)] if text.startswith(after, end) else text[:end]
     raise InvalidRequest(
         "continue_final_message: the last message has no content, or the model's chat template changes it",
         param="continue_final_message",

@@ -48,7 +48,7 @@ def text_options(body: GenerationBody) -> TextOptions:
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return TextOptions(
         echo=echo,
-        hides_answer=body.max_tokens == 0,
+        hides_answer=echo and body.max_tokens == 0,
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
     )

@@ -90,9 +90,9 @@ class ToolReader:
         self._calls: list[CallDelta] = []
 
     @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._num_calls
+    def is_complete(self) -> bool:
+        """Whether there were calls, and the arguments of the last one have ended."""
+        return self._num_calls > 0 and self._state != self._read_arguments
 
     def feed(self, text: str, *, is_last: bool) -> ToolDelta:
         """Take the next piece of the answer. With the last one what is held back of the text comes out."""

@@ -33,8 +33,8 @@ class ChoiceCalls:
         return delta | {"tool_calls": list(calls.values())} if calls else delta
 
     def finish_reason(self, step: Step) -> str | None:
-        """OpenAI's: an answer that ended by itself and called something ended for its calls."""
-        return "tool_calls" if step.finish_reason == "stop" and self._reader.num_calls else step.finish_reason
+        """OpenAI's: an answer that ended for its calls. One that a stop text cut within a call did not."""
+        return "tool_calls" if step.finish_reason == "stop" and self._reader.is_complete else step.finish_reason
 
 
 def _merge(calls: dict[int, dict[str, Any]], piece: CallDelta) -> None:

@@ -125,10 +125,28 @@ async def test_a_chat_opens_the_assistants_turn_or_goes_on_with_the_last_message
     assert await shown([user]) == head + "<|im_start|>assistant\n"
     assert await shown([user], add_generation_prompt=False) == head
     assert await shown([user, begun], continue_final_message=True) == head + "<|im_start|>assistant\nthe quick "
+    for content in ("e", "m", "i", "<|im", "the\n"):  # the template puts them after the message, too
+        last = begun | {"content": content}
+        told = await shown([user, last], continue_final_message=True)
+        assert told == head + "<|im_start|>assistant\n" + content
     for path in ("/tokenize", CHAT):
         both = {"messages": [user, begun], "continue_final_message": True, "add_generation_prompt": True}
         status, body = await front.post(path, both)
         assert (status, body["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_a_message_that_cannot_be_gone_on_with_is_refused(front: Any) -> None:
+    for content in ("", " \n"):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        status, body = await front.post("/tokenize", {"messages": messages, "continue_final_message": True})
+        assert (status, body["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_a_chat_goes_by_the_newer_name_of_its_limit(cluster: Any, front: Any, ids_of: IdsOf) -> None:
+    cluster.answer_with(lambda submit: (ids_of(" cat"), LENGTH))
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 30, "max_tokens": 0}
+    _, whole = await front.post(CHAT, body)
+    assert whole["choices"][0]["message"]["content"] == " cat"
 
 
 async def test_a_continued_message_is_answered_with_its_rest(cluster: Any, front: Any, ids_of: IdsOf) -> None:

@@ -246,6 +246,24 @@ async def test_a_template_without_tools_is_given_them_as_a_system_text(
     assert (await text(USER, tools=TOOLS)).startswith("<|bos|><|im_start|>system\nYou may call")
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("days", "stop"), ("</tool", "tool_calls")])
+async def test_a_call_that_a_stop_text_cuts_is_no_reason_to_end(
+    cluster: Any, front: Any, ids_of: IdsOf, stop: str, reason: str
+) -> None:
+    answering(cluster, ids_of, CALL)
+    _, whole = await front.post(CHAT, {"messages": USER, "tools": TOOLS, "stop": stop})
+    assert whole["choices"][0]["finish_reason"] == reason
+
+
+def test_arguments_nested_deeper_than_a_template_can_write_are_refused() -> None:
+    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}", {}, "here")
+    nested: Any = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(InvalidRequest, match="refuses"):
+        template.render([{"role": "assistant", "tool_calls": nested}], {}, add_generation_prompt=True)
+
+
 def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
     source = (
         "{{ tools | tojson }}{% for message in messages %}[{{ message.role }}:{{ message.content }}"
