@@ -34,7 +34,7 @@ class Jobs:
         self._on_over = on_over
         self._jobs: dict[str, tuple[Request, Job]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
-        self._endings: dict[str, Callable[[], None]] = {}
+        self._endings: dict[tuple[str, int], Callable[[], None]] = {}  # by request and attempt
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -69,19 +69,21 @@ class Jobs:
         job = self._jobs.get(request_id)
         if job is None or job[0].attempt > attempt:
             return
-        if keep_kv and job[0].attempt == attempt and request_id in self._endings:
-            self._endings[request_id]()
+        end = self._endings.get((request_id, attempt)) if keep_kv and job[0].attempt == attempt else None
+        if end is not None:
+            end()
         else:
             job[1].cancel()
 
     @contextlib.contextmanager
     def ended_by(self, request: Request, end: Callable[[], None]) -> Iterator[None]:
         """For a job that has KV to keep: a cancel that keeps it calls `end`, and the job finishes by itself."""
-        self._endings[request.request_id] = end
+        key = request.request_id, request.attempt
+        self._endings[key] = end
         try:
             yield
         finally:
-            del self._endings[request.request_id]
+            del self._endings[key]
 
     async def cancel_frontend(self, frontend_id: str) -> None:
         """A frontend is gone: nobody waits for its requests. Returns when they have given everything back."""

@@ -93,6 +93,26 @@ async def test_only_a_cancel_that_keeps_this_attempts_kv_leaves_the_job_its_end(
         book.jobs.run(request(0), Work().run())
 
 
+async def test_a_cancel_that_keeps_a_later_attempts_kv_does_not_end_the_earlier_one_instead() -> None:
+    book, asked, first, second = Book(), asyncio.Event(), Work(), Work()
+
+    async def work() -> None:
+        with book.jobs.ended_by(one, asked.set):
+            await first.run()
+
+    one = request(0)
+    book.jobs.run(one, work())
+    await first.began.wait()
+    book.jobs.run(request(1), second.run())
+    await first.cleaning.wait()
+    book.jobs.cancel("r", 1, keep_kv=True)
+    first.may_end.set()
+    second.may_end.set()
+    await asyncio.sleep(0)
+    await book.jobs.wait_idle(10)
+    assert (asked.is_set(), second.began.is_set(), len(book.jobs)) == (False, False, 0)
+
+
 async def test_a_later_attempt_begins_when_the_earlier_one_has_cleaned_up() -> None:
     book, first, second = Book(), Work(), Work()
     book.jobs.run(request(0), first.run())
