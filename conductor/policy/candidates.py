@@ -44,10 +44,8 @@ def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Pl
     without = f", {', '.join(excluded)} excluded" if excluded else ""
     silent = [node_id for node_id in (*everyone[0].ids, *everyone[1].ids) if state.nodes.is_suspect(node_id)]
     hanging = f", {', '.join(silent)} silent" if silent else ""
-    known = (
-        _woken(state, *pair).without(excluded) for pair in zip(everyone, (model.prefill, model.decode), strict=True)
-    )
-    may_return = len(_fitting(request, model, need, *known).prefill) > 0
+    woken = (_woken(state, candidates).without(excluded) for candidates in everyone)
+    may_return = len(_fitting(request, model, need, *woken).prefill) > 0
     return _no_nodes(request, f"no node can serve model {request.model!r} now: {roles}{without}{hanging}", may_return)
 
 
@@ -64,10 +62,9 @@ def _no_nodes(request: RequestArrived, message: str, may_return: bool = False) -
     return Reject(request.request_id, request.attempt, "no_nodes", message, 1.0, may_return)
 
 
-def _woken(state: ClusterState, everyone: Candidates, active: Candidates) -> Candidates:
+def _woken(state: ClusterState, everyone: Candidates) -> Candidates:
     """The candidates there would be if the silent nodes reported again; draining ones would not be among them."""
-    ids = everyone.ids
-    return everyone.where(np.array([name in active.ids or state.nodes.is_suspect(name) for name in ids], bool))
+    return everyone.where(np.array([not state.nodes.is_draining(node_id) for node_id in everyone.ids], bool))
 
 
 def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -> Candidates:

@@ -110,6 +110,10 @@ class NodeTable:
             (self._draining.add if draining else self._draining.discard)(node_id)
             self._models.clear()
 
+    def is_draining(self, node_id: str) -> bool:
+        """Does the node finish its work and leave?"""
+        return node_id in self._draining
+
     def set_suspects(self, suspects: frozenset[str]) -> None:
         """These nodes, and no others, are silent: they are no candidates."""
         if suspects != self._suspect:

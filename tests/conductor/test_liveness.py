@@ -63,6 +63,14 @@ def test_a_refusal_says_whether_only_silent_nodes_are_missing(cluster, make):
     assert not c.send(make.request("r4"))[0].may_return
 
 
+def test_a_silent_node_that_was_draining_is_not_waited_for(cluster, make):
+    c = cluster(make.node("prefill-0", "prefill"), make.node("decode-0", "decode"), report_timeout_s=5.0)
+    c.send(NodeReported("decode-0", draining=True))
+    let_pass(c, 6, silent=("decode-0",))
+    assert c.conductor.suspects == {"decode-0"}
+    assert not c.send(make.request())[0].may_return
+
+
 def test_a_request_that_only_the_silent_nodes_could_take_is_not_called_too_long(cluster, make):
     nodes = make.node("prefill-0", "prefill"), make.node("decode-0", "decode", capacity_tokens=8192)
     c = cluster(*nodes, make.node("decode-1", "decode", capacity_tokens=128), report_timeout_s=5.0)
