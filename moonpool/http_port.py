@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import http.client
 import socket
 import urllib.error
 import urllib.request
@@ -56,5 +57,5 @@ def _answers_ok(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
     try:
         with opener.open(url, timeout=timeout_s) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False

@@ -1,6 +1,7 @@
 """Asks a cluster's processes: what the conductor knows of the nodes, and every role's own Validate."""
 
 import asyncio
+import http.client
 import json
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -91,7 +92,7 @@ async def _validate_frontend(url: str) -> Answer:
 
     try:
         text = await asyncio.to_thread(fetch)
-    except OSError as error:
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         return Answer("frontend", "frontend", url, ok=False, problems=(f"no answer: {error}",))
     return _answer("frontend", "frontend", url, text)
 

@@ -64,6 +64,7 @@ class _Life:
         self.child: Child | None = None
         self._news = threading.Condition()
         self._events: list[Event] = []
+        self._num_heard = 0  # events before those that are kept
 
     def tell(self, kind: str, what: Any) -> None:
         with self._news:
@@ -72,8 +73,11 @@ class _Life:
 
     def follow(self, after: int, wait_s: float) -> list[Event]:
         with self._news:
-            self._news.wait_for(lambda: len(self._events) > after, wait_s)
-            return self._events[after:]
+            # Whoever asks for what comes after them has them: a role may talk for months.
+            del self._events[: max(0, after - self._num_heard)]
+            self._num_heard = max(after, self._num_heard)
+            self._news.wait_for(lambda: bool(self._events), wait_s)
+            return list(self._events)
 
     def over(self, ended: "asyncio.Task[int]") -> None:
         if self.child is not None and self.child.drained:

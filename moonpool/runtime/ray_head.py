@@ -27,12 +27,7 @@ _OBJECT_STORE_NBYTES = 80 << 20  # near Ray's least: nothing of ours goes throug
 def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
     """The address of a running Ray, whose processes all end on exit, or with this process. Raises RayUnusable."""
     options = {"num_cpus": num_cpus, "resources": dict(resources), "object_store_memory": _OBJECT_STORE_NBYTES}
-    head = subprocess.Popen(
-        [sys.executable, "-m", "moonpool.runtime.ray_head", json.dumps(options)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        process_group=0,
-    )
+    head = _begun([sys.executable, "-m", "moonpool.runtime.ray_head", json.dumps(options)])
     try:
         yield _address(head)
     finally:
@@ -43,6 +38,11 @@ def ray_head(num_cpus: int, resources: Mapping[str, float]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             head.kill()
             head.wait()
+
+
+def _begun(command: list[str]) -> "subprocess.Popen[bytes]":
+    # Unbuffered: a line that was read ahead would be invisible to select.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0)
 
 
 def _address(head: "subprocess.Popen[bytes]") -> str:
