@@ -46,15 +46,15 @@ class SamplingRow:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """One id per row of logits [B, V]. Raises `SamplingError` for bad parameters or NaN logits."""
+    """One id per row of logits [B, V]. Raises `SamplingError` for bad parameters and NaN or infinite logits."""
     if logits.dim() != 2 or len(rows) != len(logits):
         raise SamplingError(f"sampling needs logits [B, V] and B rows, found {list(logits.shape)} and {len(rows)} rows")
     if not len(rows):
         return np.empty(0, np.int64)
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
-    if len(ids) and bool(best.isnan().any()):
-        raise SamplingError("the logits hold NaN: the model's weights or its KV are damaged")
+    if not bool(best.isfinite().all()):
+        raise SamplingError("the logits hold NaN or infinity: the model's weights or its KV are damaged")
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
     chosen: npt.NDArray[np.int64] = ids.cpu().numpy()

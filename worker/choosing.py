@@ -6,9 +6,11 @@ import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine import LogitSteering, sample, steer
+from engine import LogitSteering, SamplingError, sample, steer
 from moonpool_proto.v1.worker_pb2 import LogProbs
 from worker.errors import GrammarError, RequestFailed, RequestRefused, WorkerError
 from worker.policy import PrefillChunk
@@ -50,8 +52,8 @@ def choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Chosen | Non
     """One token per row of logits [B, V]; None for a sequence that cannot go on, whose `error` says why."""
     if not sequences:
         return []
-    tokens = sample(steer(logits, [_steering(s) for s in sequences]), [s.sampling_row() for s in sequences])
-    scores = score_tokens(logits, tokens, [s.request.sampling.logprobs for s in sequences])
+    tokens = _sampled(steer(logits, [_steering(s) for s in sequences]), sequences)
+    scores = score_tokens(logits, tokens, [s.request.sampling.logprobs if s.error is None else None for s in sequences])
     return [
         Chosen(token, score) if sequence.error is None else None
         for sequence, token, score in zip(sequences, tokens.tolist(), scores, strict=True)
@@ -65,6 +67,22 @@ def append(sequence: Sequence, token: int) -> bool:
     except Exception as error:
         sequence.error = _named(error)
     return sequence.error is None
+
+
+def _sampled(logits: torch.Tensor, sequences: Rows[Sequence]) -> NDArray[np.int64]:
+    """One id per row; any id for a sequence whose logits are damaged. Raises SamplingError if those of all are."""
+    rows = [sequence.sampling_row() for sequence in sequences]
+    try:
+        return sample(logits, rows)
+    except SamplingError as error:
+        sound = logits.amax(dim=1).isfinite().nonzero()[:, 0].tolist()
+        if not 0 < len(sound) < len(rows):
+            raise
+        for i in set(range(len(rows))).difference(sound):
+            sequences[i].error = sequences[i].error or _named(error)
+    tokens = np.zeros(len(rows), np.int64)
+    tokens[sound] = sample(logits[sound], [rows[i] for i in sound])
+    return tokens
 
 
 def _steering(sequence: Sequence) -> LogitSteering | None:

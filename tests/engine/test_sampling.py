@@ -208,11 +208,17 @@ def test_parameters_out_of_range_are_refused(bad):
         sample(torch.zeros(1, 4), [row(**bad)])
 
 
-def test_logits_that_are_not_numbers_are_refused():
-    logits = torch.tensor([[0.0, math.nan, 1.0]])
-    for temperature in (0.0, 1.0):
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_logits_that_are_not_numbers_are_refused(damage):
+    logits = torch.tensor([[0.0, damage, 1.0]])
+    for asked in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "min_p": 0.1}):
         with pytest.raises(SamplingError, match="NaN"):
-            sample(logits, [row(temperature=temperature)])
+            sample(logits, [row(**asked)])
+
+
+def test_a_row_of_which_everything_is_excluded_is_refused():
+    with pytest.raises(SamplingError, match="NaN"):
+        sample(torch.full((1, 4), -torch.inf), [row(temperature=0.0)])
 
 
 def test_rows_and_logits_must_match():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine import Model, PagedCache, SamplingRow, load_model, noisy_scores
+from engine import Model, PagedCache, SamplingError, SamplingRow, load_model, noisy_scores
 from engine.random_model import write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
@@ -259,3 +259,31 @@ def test_a_sequence_whose_grammar_fails_leaves_alone(
     assert str(planted) in str(broken.error)
     assert [g.index for step in steps for g in step.tokens if g.sequence is broken] == [0, 1]
     assert (beside.finish, beside.error) == (FINISH_LENGTH, None)
+
+
+def with_damaged_kv(worker: Worker, **sampling: Any) -> Sequence:
+    """Its first two blocks are said to be computed, and hold no numbers."""
+    sequence = worker.sequence(PROMPT, **sampling)
+    sequence.num_computed = 2 * BLOCK
+    for view in worker.loop._cache.views:
+        view[sequence.slots[:2]] = torch.nan
+    return sequence
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 3}, {"temperature": 1.0, "repetition_penalty": 2.0}])
+def test_a_sequence_whose_logits_are_no_numbers_leaves_alone(worker: Worker, sampling: dict[str, Any]) -> None:
+    alone = worker.sequence(PROMPT[:20], logprobs=2)
+    worker.run(alone)
+    damaged, beside = with_damaged_kv(worker, **sampling), worker.sequence(PROMPT[:20], logprobs=2)
+    steps = worker.run(beside, damaged)
+    assert [step.error for step in steps if step.error is not None] == []
+    assert isinstance(damaged.error, RequestFailed)
+    assert (damaged.error.code, "NaN" in str(damaged.error)) == ("engine", True)
+    assert answer(damaged) == []
+    assert (answer(beside), beside.finish) == (answer(alone), FINISH_LENGTH)
+
+
+def test_a_step_none_of_whose_logits_are_numbers_has_failed(worker: Worker) -> None:
+    """Its weights may be damaged: such an engine must come to be called broken."""
+    (step,) = worker.run(with_damaged_kv(worker, max_tokens=2))[-1:]
+    assert isinstance(step.error, SamplingError)
