@@ -123,7 +123,7 @@ def take_event(
     """Put one event of the stream into `record`; returns the event's usage, if it has one. Raises StreamFailed."""
     try:
         event = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StreamFailed(f"malformed event: {data[:_SHOWN]!r} is not JSON") from error
     if not isinstance(event, dict) or not isinstance(event.get("choices", []), list):
         raise StreamFailed(f"malformed event: found {data[:_SHOWN]!r}, expected an object with choices")

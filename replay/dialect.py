@@ -85,6 +85,15 @@ class TokenIdCompletions:
         record.cached_tokens = cached_tokens_of(usage, len(request.prompt))
 
 
+def delta_text(choice: dict[str, Any]) -> str:
+    """The text that a chat's event adds. Raises StreamFailed."""
+    delta = choice.get("delta") or {}
+    text = (delta.get("content") or "") if isinstance(delta, dict) else delta
+    if not isinstance(delta, dict) or not isinstance(text, str):
+        raise StreamFailed(f"malformed event: found the delta {str(delta)[:_SHOWN]!r}, expected an object with content")
+    return text
+
+
 def cached_tokens_of(usage: dict[str, Any], prompt_tokens: int) -> int:
     """The reused prompt tokens that usage tells, 0 where it tells none. Raises StreamFailed for an impossible count."""
     details = usage.get("prompt_tokens_details") or {}

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 
 from replay.client import CompletionClient
-from replay.dialect import cached_tokens_of
+from replay.dialect import cached_tokens_of, delta_text
 from replay.dialogue_plan import PlannedTurn
 from replay.dialogue_record import TurnRecord
 from replay.errors import StreamFailed
@@ -66,8 +66,7 @@ class ChatTurn:
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
         """Text, and tokens by their ids; where the server gives none, an event with text counts as one token."""
-        delta = choice.get("delta") or {}
-        text, ids = delta.get("content") or "", choice.get("token_ids")
+        text, ids = delta_text(choice), choice.get("token_ids")
         record.text += text
         if ids is None:
             record.token_times.extend([now] if text else [])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay.dialect import delta_text
 from replay.errors import StreamFailed
 from replay.plan import PlannedRequest
 from replay.record import RequestRecord
@@ -50,10 +51,10 @@ class BenchDialect:
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
         """Only the text: whoever reads the events counts them."""
-        said = choice.get("delta", {}).get("content") if self.chat else choice.get("text")
-        if said is not None and not isinstance(said, str):
+        said = delta_text(choice) if self.chat else choice.get("text") or ""
+        if not isinstance(said, str):
             raise StreamFailed(f"malformed event: found the text {str(said)[:200]!r}, expected a string")
-        record.text += said or ""
+        record.text += said
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
         """An answer needs an event. Where usage does not tell the tokens, the text is kept to be counted."""

@@ -37,4 +37,5 @@ async def test_a_front_door_that_breaks_off_is_a_problem_of_its_own() -> None:
     ):
         async with talker(said) as url:
             answer = await _validate_frontend(url)
-        assert not answer.ok and answer.problems[0].startswith("no answer")
+        assert not answer.ok
+        assert answer.problems[0].startswith("no answer")

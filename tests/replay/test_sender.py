@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from replay.client import CompletionClient
+from replay.bench.dialects import BenchDialect
+from replay.client import CompletionClient, take_event
+from replay.dialogue_talk import ChatTurn
+from replay.errors import StreamFailed
 from replay.record import Outcome, RequestRecord
-from replay.sender import Tally, send_open_loop
+from replay.sender import Tally, new_record, send_open_loop
 from replay.server import ServerInfo
 
 
@@ -134,6 +137,7 @@ DONE = b"data: [DONE]\n\n"
         ((TOKEN * 2, USAGE, DONE), "2 token ids came; 3 were asked for"),
         ((b"data: {broken\n\n",), "malformed event: '{broken' is not JSON"),
         ((b"data: [1]\n\n",), "malformed event: found '[1]'"),
+        ((b"data: " + b"[" * 100_000 + b"\n\n",), "malformed event: '[[["),
         ((b"HTTP/1.1 200 OK\n",), "expected a server-sent event"),
         ((b"data: \xff\n\n",), "not UTF-8"),
         ((TOKEN, b'data: {"error": {"message": "decode node lost"}}\n\n'), "error in the stream: decode node lost"),
@@ -216,3 +220,15 @@ async def test_stopping_gives_up_what_is_in_flight(serve, send, make_request) ->
     records, tally = await send(serve(behave=behave), requests, stop=stop)
     assert [r.outcome for r in records] == [Outcome.COMPLETED, Outcome.UNFINISHED]
     assert tally.sent == 2
+
+
+@pytest.mark.parametrize("dialect", [ChatTurn((), "disabled"), BenchDialect("/v1/chat/completions", True, False)])
+def test_a_chats_event_may_have_no_delta_but_none_of_another_kind(make_request, dialect: Any) -> None:
+    request = make_request(0)
+    record = new_record(request, 0.0)
+    for event in ('{"choices": [{"delta": null}]}', '{"choices": [{"delta": {"content": "a"}}]}'):
+        take_event(event, 0.0, record, request, dialect)
+    assert record.text == "a"
+    for event in ('{"choices": [{"delta": "a"}]}', '{"choices": [{"delta": {"content": 7}}]}'):
+        with pytest.raises(StreamFailed, match="found the delta"):
+            take_event(event, 0.0, record, request, dialect)
