@@ -50,3 +50,15 @@ def test_a_caller_that_never_comes_back_does_not_shut_the_peer_out() -> None:
     breaker.failed("a", 0.0)
     assert breaker.try_pass("a", 5.0)
     assert breaker.try_pass("a", 10.0)
+
+
+def test_pauses_double_however_soon_the_next_caller_fails() -> None:
+    breaker, now_s, pauses = Breaker(5.0, 30.0), 0.0, []
+    for _ in range(5):
+        breaker.failed("a", now_s)
+        began_s = now_s
+        while not breaker.try_pass("a", now_s):
+            now_s += 1.0
+        pauses.append(now_s - began_s)
+        now_s += 2.0  # the caller's deadline, shorter than any pause
+    assert pauses == [5.0, 10.0, 20.0, 30.0, 30.0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 class _Trouble:
     count: int  # failures in a row
     until_s: float  # asked by nobody before
+    is_tried: bool = False  # by one caller, since the last failure
 
 
 class Breaker:
@@ -28,12 +29,13 @@ class Breaker:
         if now_s < trouble.until_s:
             return False
         trouble.until_s = now_s + self._pause_s(trouble.count)
+        trouble.is_tried = True
         return True
 
     def failed(self, peer: str, now_s: float) -> None:
         """A call to the peer went unanswered. Of calls that were under way together, the first one counts."""
         former = self._troubles.get(peer)
-        count = 1 if former is None else former.count + (now_s >= former.until_s)
+        count = 1 if former is None else former.count + former.is_tried
         self._troubles[peer] = _Trouble(count, now_s + self._pause_s(count))
 
     def succeeded(self, peer: str) -> None:
