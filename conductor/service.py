@@ -56,7 +56,9 @@ class ConductorService(ConductorServicer):
                 await _first_of(reading, member.replaced)
         finally:
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            (end,) = await asyncio.gather(reading, return_exceptions=True)
+            if isinstance(end, Exception):
+                log.error("a report of node %s cannot be taken in", member.node.node_id, exc_info=end)
             self._left(member)
         if member.replaced.is_set():
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"

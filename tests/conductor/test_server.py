@@ -194,6 +194,18 @@ async def test_an_ended_stream_is_a_lost_node(conductor):
     assert (rejection.reason, rejection.retry_after_s) == ("no_nodes", 1.0)
 
 
+async def test_a_report_that_cannot_be_taken_in_is_told_and_costs_the_node_its_stream_alone(conductor, caplog):
+    _, client = await conductor()
+    _, decode = await join_pair(client)
+    held = conductor_pb2.Held(request_id="r", committed_tokens=2**64 - 1)
+    await decode.report(held=[held])
+    await decode.ended()
+    (record,) = [one for one in caplog.records if one.exc_info is not None]
+    assert (record.name, "decode-0" in record.getMessage()) == ("conductor.service", True)
+    await client.join("decode-0", common_pb2.ROLE_DECODE)
+    assert (await client.schedule("r2")).placement.decode.node_id == "decode-0"
+
+
 async def test_a_node_that_stops_reporting_is_suspect_until_it_reports(conductor):
     _, client = await conductor(report_timeout_s=1.0)
     prefill, _ = await join_pair(client)
