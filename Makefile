@@ -9,6 +9,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 # 4,096 tokens each.
 TRAIN_STEPS ?= 4000
+# Tests wait for processes more than they compute. A file's tests stay together: they share a cluster.
+TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -41,7 +43,7 @@ demo: $(STAMP)
 	$(BIN)/python -m moonpool demo
 
 test: $(STAMP) check
-	$(QUIET_THREADS) $(BIN)/python -m pytest
+	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
