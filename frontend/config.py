@@ -48,6 +48,7 @@ class FrontendConfig:
     body_timeout_s: float = 60.0  # receiving one request's body
     max_prompts: int = 64  # in one completions request
     max_choices: int = 128  # answers of one request: prompts times n
+    max_prompt_scores: int = 4 << 20  # log-probabilities of prompts' tokens told in one answer
     max_logit_biases: int = 1024
     max_stop_strings: int = 16
     max_stop_chars: int = 256  # of one stop string

@@ -12,7 +12,7 @@ from moonpool_proto.v1 import worker_pb2
 TokenBytes = Callable[[int], bytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A token that could stand in a place. `rank` 1 is the likeliest."""
 
@@ -22,7 +22,7 @@ class Candidate:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scored:
     """A token in its place: what it was among those that could stand there. The first of a prompt has no `own`."""
 

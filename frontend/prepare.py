@@ -22,7 +22,7 @@ from frontend.fitting import ChatFitter
 from frontend.grammars import checked_chat_grammar, checked_grammar
 from frontend.prompts import ChatPrompt, PromptReader
 from frontend.request import GenerationRequest, Grammar
-from frontend.sampling_params import check_choices, sampling_of, text_options
+from frontend.sampling_params import check_choices, check_prompt_scores, sampling_of, text_options
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
@@ -84,8 +84,11 @@ class Preparer:
             grammar = checked_grammar(body)
             special = body.add_special_tokens is not False
             requests: list[GenerationRequest] = []
-            for prompt in prompts:
-                ids = self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body)
+            read = [
+                self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body) for prompt in prompts
+            ]
+            check_prompt_scores(body, self._config, read)
+            for ids in read:
                 max_tokens = self._max_tokens(
                     len(ids), self._asked(body, body.max_tokens), self._config.completion_default_tokens, param="prompt"
                 )
@@ -106,6 +109,7 @@ class Preparer:
             self._metrics.answer_memory_hits.inc(prompt.num_recalled)
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
             ids = prompt.token_ids
+            check_prompt_scores(body, self._config, [ids])
             max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]

@@ -73,6 +73,22 @@ def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int
         )
 
 
+def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidRequest for more log-probabilities of prompts than one answer may tell: each choice tells its own,
+    a chat its one prompt's once."""
+    num_top = _prompt_logprobs(body)
+    if num_top is None:
+        return
+    num_tellings = 1 if isinstance(body, ChatBody) else body.num_choices
+    num_scores = num_tellings * (num_top + 1) * sum(map(len, prompts))
+    if num_scores > config.max_prompt_scores:
+        raise InvalidRequest(
+            f"{num_scores} log-probabilities of the prompts' tokens would be told: at most {config.max_prompt_scores} "
+            "are; ask for fewer likeliest tokens, answers or prompts at once",
+            param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+        )
+
+
 def _stops(stop: list[str] | None, config: FrontendConfig) -> tuple[str, ...]:
     stops = tuple(dict.fromkeys(stop or ()))
     if len(stops) > config.max_stop_strings:

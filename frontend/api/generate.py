@@ -20,6 +20,7 @@ from telemetry import logs
 
 T = TypeVar("T")
 _TELLABLE: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_MANY_TOKENS: Final = 1024  # told at once: writing them down would hold up the event loop
 _STALLED_CLIENT_S: Final = 5.0  # past its deadline the request is over; then the connection is, too
 
 
@@ -44,7 +45,8 @@ async def answer(
             )
             if not body.stream:
                 steps = await until_gone(http, session.collect())
-                content = await _told(service, steps, lambda: encode(shape.whole(steps)))
+                prompts = requests if body.return_token_ids else []
+                content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
                 return Response(content, media_type="application/json", headers=headers)
 
             async def more() -> list[dict[str, Any]] | None:
@@ -71,11 +73,17 @@ async def answer(
                 await asyncio.shield(service.close_session(session))
 
 
-async def _told(service: Service, steps: Sequence[Step], tell: Callable[[], T]) -> T:
-    """What `tell` makes of the steps; off the event loop where a prompt's log-probabilities are among them."""
+async def _told(
+    service: Service, steps: Sequence[Step], tell: Callable[[], T], prompts: Sequence[GenerationRequest] = ()
+) -> T:
+    """What `tell` makes of the steps and of the `prompts` told with them; off the event loop where that takes long."""
+    return await service.threads.run(tell) if _takes_long(steps, prompts) else tell()
+
+
+def _takes_long(steps: Sequence[Step], prompts: Sequence[GenerationRequest]) -> bool:
     if any(step.echo is not None and step.echo.scores is not None for step in steps):
-        return await service.threads.run(tell)
-    return tell()
+        return True
+    return sum(len(step.token_ids) for step in steps) + sum(len(told.prompt_ids) for told in prompts) > _MANY_TOKENS
 
 
 def _request_id(http: Request, own: str) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from frontend.api.generate import _takes_long
+from frontend.output import Step
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import worker_pb2
 
@@ -254,3 +256,26 @@ async def test_log_probabilities_go_on_after_a_worker_was_lost(
     assert status == 200, whole
     expected = [None, *(logprob_of(i, 9) for i in prompt[1:]), *(logprob_of(i, 2) for i in ids)]
     assert whole["choices"][0]["logprobs"]["token_logprobs"] == expected
+
+
+async def test_no_more_of_prompts_is_told_than_one_answer_may_hold(
+    cluster: Any, start_front: Any, ids_of: IdsOf
+) -> None:
+    ids = ids_of("the cat sat")
+    cluster.answer_with(lambda submit: (ids_of(" fox")[:1], LENGTH))
+    body = {"prompt": [ids, ids], "max_tokens": 1, "echo": True, "logprobs": 2, "n": 2}
+    async with start_front(max_prompt_scores=2 * 2 * 3 * len(ids)) as front:
+        status, whole = await front.post(COMPLETIONS, body)
+        assert (status, len(whole["choices"])) == (200, 4)
+        for more, param in (({"logprobs": 3}, "logprobs"), ({"n": 3}, "logprobs"), ({"prompt_logprobs": 4}, "prompt_")):
+            status, refused = await front.post(COMPLETIONS, body | more)
+            assert (status, refused["error"]["param"].startswith(param)) == (400, True)
+        assert (await front.post(COMPLETIONS, body | {"n": 3, "echo": False}))[0] == 200
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "n": 3}
+        assert (await front.post(CHAT, chat | {"prompt_logprobs": 0}))[0] == 200
+        assert (await front.post(CHAT, chat | {"prompt_logprobs": 20}))[0] == 400
+
+
+def test_long_answers_are_written_down_off_the_event_loop() -> None:
+    assert not _takes_long([Step((1,) * 8, "a")] * 128, [])
+    assert _takes_long([Step((1,) * 9, "a")] * 128, [])
