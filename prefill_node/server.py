@@ -56,16 +56,15 @@ class PrefillFace(WorkerFace):
 
     async def _serve(self, request: Request) -> None:
         node = self.node
-        node.begin_grammar(request)
         node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
         )
         try:
+            matcher = await node.matcher(request)  # while it holds nothing that others wait for
             async with (
                 self._turns.take() as turn,
                 prepared(node, request, peak_tokens=len(request.prompt)) as work,
             ):
-                matcher = await node.matcher(request)
                 if request.placement.HasField("decode"):
                     await self._prefill_and_hand_off(work, turn, matcher)
                 else:

@@ -25,15 +25,14 @@ class AggregatedFace(WorkerFace):
 
     async def _serve(self, request: Request) -> None:
         node = self.node
-        node.begin_grammar(request)
         report = node.reporter
         held = node.held[request.request_id] = Held(
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
         )
-        async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
-            held.committed_tokens = len(work.slots) * node.config.block_tokens
-            try:
-                matcher = await node.matcher(request)
+        try:
+            matcher = await node.matcher(request)  # while it holds nothing that others wait for
+            async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
+                held.committed_tokens = len(work.slots) * node.config.block_tokens
                 await load(node, work)
                 sequence = sequence_of(node, work, matcher, prefill_only=False)
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
@@ -42,8 +41,8 @@ class AggregatedFace(WorkerFace):
                     keys = node.all_keys(sequence)
                     node.index_blocks(work.slots[: len(keys)], keys)
                     await node.pool.store(keys, work.slots, work.pooled_blocks)
-            finally:
-                report.progress(request.request_id, request.attempt, PHASE_ENDED)
+        finally:
+            report.progress(request.request_id, request.attempt, PHASE_ENDED)
 
 
 async def serve_aggregated(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:

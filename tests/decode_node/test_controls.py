@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -170,4 +172,24 @@ async def test_a_row_out_of_range_is_refused_before_it_meets_others(start_pair: 
     assert (bad.failures[0].code, bad.failures[0].retryable) == ("bad_sampling", False)
     await fine.ended.wait()
     assert fine.failures == []
+    await pair.at_rest()
+
+
+async def test_requests_whose_grammars_take_long_to_compile_hold_up_no_others(start_pair: Start) -> None:
+    pair = await start_pair()
+    may_go_on = threading.Event()
+    pair.prefill.node.matchers._thread.submit(may_go_on.wait, 60)
+    try:
+        slow = [
+            await pair.frontend.submit(controlled(pair, f"g{i}", PROMPT, **CONTROLS["grammar"]))
+            for i in range(pair.prefill.node.config.prefill_lookahead)
+        ]
+        plain = await pair.frontend.submit(controlled(pair, "plain", PROMPT))
+        await asyncio.wait_for(plain.ended.wait(), 20)
+        assert [request.ended.is_set() for request in slow] == [False] * len(slow)
+    finally:
+        may_go_on.set()
+    for request in slow:
+        await request.ended.wait()
+        assert request.failures == []
     await pair.at_rest()
