@@ -189,20 +189,20 @@ class Generation:
         num_duplicates = attempt.num_duplicates
         tokens, setback = attempt.take(events)
         self._context.metrics.duplicate_tokens.inc(attempt.num_duplicates - num_duplicates)
-        step: Step | None = None
+        pieces: list[Step] = []
         for arrived in tokens:
             piece = self._accept(arrived)
             self._told.append(piece.text)
-            step = piece if step is None else step + piece
+            pieces.append(piece)
             if piece.finish_reason is not None:
                 # A stop string is found here, not by the worker, which goes on until told.
                 self._leave(attempt, cancel=arrived.token.finish == worker_pb2.FINISH_NONE, keep_kv=True)
                 self._attempt, self._outcome, self._finish_reason = None, "finished", piece.finish_reason
                 self._context.remember(self.request, self.facts.token_ids, "".join(self._told))
-                return step
+                return Step.joined(pieces)
         if setback is not None:
             self._set_back(attempt, setback)
-        return step
+        return Step.joined(pieces) if pieces else None
 
     def _accept(self, arrived: TokenArrived) -> Step:
         facts, metrics, token = self.facts, self._context.metrics, arrived.token

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from frontend.detokenizer import Detokenizer
@@ -32,14 +33,18 @@ class Step:
     scores: tuple[Scored, ...] = ()
     echo: Echo | None = None  # in a choice's first step
 
-    def __add__(self, later: "Step") -> "Step":
-        return Step(
-            self.token_ids + later.token_ids,
-            self.text + later.text,
-            later.finish_reason,
-            later.stop_reason,
-            self.scores + later.scores,
-            self.echo,
+    @classmethod
+    def joined(cls, steps: Sequence["Step"]) -> "Step":
+        """Successive steps, one at least, as one."""
+        if len(steps) == 1:
+            return steps[0]
+        return cls(
+            tuple(chain.from_iterable(step.token_ids for step in steps)),
+            "".join(step.text for step in steps),
+            steps[-1].finish_reason,
+            steps[-1].stop_reason,
+            tuple(chain.from_iterable(step.scores for step in steps)),
+            steps[0].echo,
         )
 
 

@@ -36,11 +36,11 @@ class Session:
 
     async def collect(self) -> list[Step]:
         """All choices, each in one step. Raises the first ApiError of any."""
-        whole: dict[int, Step] = {}
+        steps: list[list[Step]] = [[] for _ in self.generations]
         while (item := await self.next()) is not None:
             index, step = item
-            whole[index] = whole[index] + step if index in whole else step
-        return [whole[index] for index in range(len(self.generations))]
+            steps[index].append(step)
+        return [Step.joined(of_choice) for of_choice in steps]
 
     async def overflowed(self) -> None:
         """Return once the client is too slow for any of the generations."""
