@@ -66,6 +66,11 @@ class Matcher:
         self._vocabulary = vocabulary
         self.finish: Finish.ValueType = FINISH_NONE
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end any grammar."""
+        return self._vocabulary.end_ids
+
     def allowed(self) -> Bools:
         """bool [V]: the ids that may come next; only end tokens, once there is nothing else. Raises GrammarError."""
         packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)

@@ -66,7 +66,8 @@ class Steering:
         self._sampling = sampling
         self._matcher = matcher
         self._bias = Bias(sampling.bias_ids, sampling.bias_values) if len(sampling.bias_ids) else None
-        self._barred = np.array(sorted(i for i in sampling.stop_ids if i < vocab_size), np.int64)
+        ends = sampling.stop_ids | (matcher.end_ids if matcher is not None else frozenset())
+        self._barred = np.array(sorted(i for i in ends if i < vocab_size), np.int64)  # before `min_tokens`
         self._seen: SeenTokens | None = None
         if sampling.has_penalties:
             split = len(prompt) - generated

@@ -287,3 +287,13 @@ def test_a_step_none_of_whose_logits_are_numbers_has_failed(worker: Worker) -> N
     """Its weights may be damaged: such an engine must come to be called broken."""
     (step,) = worker.run(with_damaged_kv(worker, max_tokens=2))[-1:]
     assert isinstance(step.error, SamplingError)
+
+
+def test_a_grammars_end_is_no_end_before_the_least_number_of_tokens(worker: Worker) -> None:
+    """Though the client ignores the end token. A grammar that admits nothing else ends all the same."""
+    endless, short = (Grammar(kind=Grammar.KIND_REGEX, source=source) for source in ("[ab]*", "a"))
+    asked = {"logit_bias": {END: 100.0}, "min_tokens": 7}
+    held, cut = worker.sequence(PROMPT, grammar=endless, **asked), worker.sequence(PROMPT, grammar=short, **asked)
+    worker.run(held, cut)
+    assert (answer(held).index(END), held.finish) == (7, FINISH_STOP)
+    assert (answer(cut).index(END), cut.finish) == (1, FINISH_STOP)

@@ -21,6 +21,7 @@ class OnlyTheEnd:
     """A grammar that admits the end and nothing else."""
 
     finish = FINISH_NONE
+    end_ids = frozenset({1})
 
     def allowed(self) -> Any:
         return np.arange(VOCAB) == 1
