@@ -49,14 +49,14 @@ class Answer:
         """One line: what is known of how it was made."""
         parts = [] if self.ttft_s is None else [f"TTFT {self.ttft_s:.2f} s"]
         usage = self.usage or {}
-        tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        tokens, prompt = _count(usage.get("completion_tokens")), _count(usage.get("prompt_tokens"))
         if tokens and self.ttft_s is not None and tokens > 1 and self.last_s > self.ttft_s:
             parts.append(f"{(tokens - 1) / (self.last_s - self.ttft_s):.1f} tokens/s")
         if prompt is not None:
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            cached = _count(_object(usage.get("prompt_tokens_details")).get("cached_tokens")) or 0
             parts.append(f"{cached} of {prompt} prompt tokens cached")
         nodes = [(self.extension or {}).get(key) for key in ("prefill_node", "decode_node")]
-        parts += [" → ".join(dict.fromkeys(node for node in nodes if node))] if any(nodes) else []
+        parts += [" → ".join(dict.fromkeys(str(node) for node in nodes if node))] if any(nodes) else []
         parts += [f"cut at {tokens} tokens"] if self.finish_reason == "length" else []
         return " · ".join(parts)
 
@@ -133,8 +133,8 @@ def _take(data: str, now_s: float, answer: Answer, on_text: Callable[[str], None
                 on_text(piece)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatFailed(f"the server sent an event that is no part of a chat completion: {data[:_SHOWN]!r}") from error
-    answer.usage = event.get("usage") or answer.usage
-    answer.extension = event.get("moonpool") or answer.extension
+    answer.usage = _object(event.get("usage")) or answer.usage
+    answer.extension = _object(event.get("moonpool")) or answer.extension
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
@@ -146,3 +146,11 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
         return f"{said}; /undo or /reset makes the conversation shorter"
     again = response.headers.get("Retry-After")
     return f"{said}; ask again in {again} s" if again else said
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from moonpool.chat.commands import COMMANDS
 
-# All control characters but newline and tab: an answer must not move the cursor or recolour the terminal.
+# All control characters but newline and tab: what a server says must not move the cursor or recolour the terminal.
 _CONTROLS: Final = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
@@ -39,11 +39,12 @@ class View:
 
     def notice(self, text: str) -> None:
         """Something beside the answers."""
-        self._console.print(text, style="dim", markup=False, soft_wrap=True)
+        self._console.print(printable(text), style="dim", markup=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
         """Something went wrong."""
-        self._console.print(f"Error: {text}", style="red" if self.interactive else None, markup=False, soft_wrap=True)
+        style = "red" if self.interactive else None
+        self._console.print(f"Error: {printable(text)}", style=style, markup=False, soft_wrap=True)
 
     def help(self) -> None:
         """All commands."""

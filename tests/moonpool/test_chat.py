@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from moonpool.chat.client import Answer
+from moonpool.chat.client import Answer, _take
 from moonpool.chat.commands import COMMANDS, Line, parse
 from moonpool.chat.conversation import Conversation, Turn
-from moonpool.chat.view import printable
+from moonpool.chat.view import View, printable
 from moonpool.errors import ChatCommandError, ChatFileError
 
 
@@ -144,6 +144,22 @@ def test_a_conversation_survives_its_file_to_the_letter() -> None:
 def test_what_is_no_conversation_is_refused(text: str) -> None:
     with pytest.raises(ChatFileError, match="expected"):
         Conversation.from_json(text)
+
+
+def test_nothing_that_a_server_says_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    view = View(interactive=False, figures=True)
+    view.notice("node\x1b[2J")
+    view.error("busy\x1b[2J")
+    assert capsys.readouterr().err == "node\ufffd[2J\nError: busy\ufffd[2J\n"
+
+
+def test_figures_of_an_odd_server_are_left_out() -> None:
+    answer = Answer(text="a", ttft_s=0.5, last_s=1.0)
+    _take('{"usage": ["a"], "moonpool": "a"}', 0.0, answer, print)
+    assert answer.figures() == "TTFT 0.50 s"
+    odd = {"completion_tokens": "3", "prompt_tokens": 9, "prompt_tokens_details": [1]}
+    _take(json.dumps({"usage": odd, "moonpool": {"prefill_node": ["p"]}}), 0.0, answer, print)
+    assert answer.figures() == "TTFT 0.50 s · 0 of 9 prompt tokens cached · ['p']"
 
 
 def test_an_answer_cannot_move_the_cursor() -> None:
