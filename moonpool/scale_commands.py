@@ -9,17 +9,13 @@ import typer
 from moonpool.errors import ConfigError
 from moonpool.locate import DEFAULT_URL, locate
 from moonpool.options import reported_errors
-
-_Url = Annotated[
-    str, typer.Option("--url", help="The cluster that `moonpool serve` runs on this port of this machine.")
-]
-_ReadyFile = Annotated[Path | None, typer.Option("--ready-file", help="File written by `serve --ready-file`.")]
+from moonpool.status_command import Conductor, ReadyPath, Url
 
 
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT...", help="prefill=2 decode=4 aggregated=1")],
-    url: _Url = DEFAULT_URL,
-    ready_file: _ReadyFile = None,
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT", help="prefill=2 decode=4 aggregated=1")],
+    url: Url = DEFAULT_URL,
+    ready_file: ReadyPath = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory of the `serve` that is meant.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Also where nothing could be served any more.")] = False,
 ) -> None:
@@ -42,9 +38,9 @@ def scale(
 
 def drain(
     node_id: Annotated[str, typer.Argument(help="As `moonpool status` names it.")],
-    url: _Url = DEFAULT_URL,
-    conductor: Annotated[str, typer.Option("--conductor", help="gRPC address of the conductor of any cluster.")] = "",
-    ready_file: _ReadyFile = None,
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
     force: Annotated[bool, typer.Option("--force", help="Even the last one that can serve its model.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait until it has left; 0: only ask.", min=0.0)] = 120.0,
 ) -> None:

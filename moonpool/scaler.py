@@ -59,7 +59,11 @@ class Scaler:
 
     async def _drain(self, node_id: str, on_step: Callable[[Step], None]) -> None:
         began_s = time.monotonic()
-        grace_s = self._supervisor.plans()[node_id].stop_grace_s
+        plan = self._supervisor.plans().get(node_id)
+        if plan is None:  # it has left of its own accord, or of somebody else's
+            on_step(Step(node_id, "gone"))
+            return
+        grace_s = plan.stop_grace_s
         on_step(Step(node_id, "draining"))
         removing = asyncio.create_task(self._supervisor.remove(node_id, grace_s=grace_s + _DRAIN_MARGIN_S))
         await asyncio.sleep(0)  # from here on its end is wanted

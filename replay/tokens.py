@@ -15,7 +15,7 @@ from replay.errors import TokenizerUnusable
 @dataclass(frozen=True)
 class ModelTokens:
     """A tokenizer with what is needed beside it. `bos`: the ids before a prompt's text, empty or one.
-    `max_model_len`: of config.json, None where it does not say. `vocab_size`: ids are below it."""
+    `max_model_len`: of config.json, None where it does not say."""
 
     path: Path
     tokenizer: Any

@@ -1,14 +1,17 @@
 """What is started and drained for the counts asked for, and which counts are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moonpool.config import ModelEntry
+from moonpool.config import ModelEntry, ServeConfig
 from moonpool.errors import ConfigError, ScaleRefused
-from moonpool.plan import Group
+from moonpool.plan import Group, Planner
 from moonpool.scale_commands import parse_counts
+from moonpool.scaler import Scaler, Step
 from moonpool.scaling import Change, changes
+from moonpool.supervisor import Supervisor
 
 FIRST, SECOND = ModelEntry("first", Path("/first")), ModelEntry("second", Path("/second"))
 GROUPS = {
@@ -64,3 +67,13 @@ def test_counts_are_read_from_the_command_line() -> None:
 def test_a_count_that_cannot_be_read_is_an_error_that_says_so(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"ROLE=COUNT|twice"):
         parse_counts(arguments)
+
+
+async def test_a_worker_that_left_before_its_turn_is_gone_already(scripts: Any, tmp_path: Path) -> None:
+    # While the new workers came up, which takes a while, it was drained by hand.
+    supervisor: Supervisor[Any] = Supervisor([], runtime=scripts, log_dir=tmp_path)
+    planner = Planner(ServeConfig(), run_dir=tmp_path, port=1, cores=1)
+    scaler = Scaler(supervisor, planner, conductor="unix:/nowhere", startup_s=1.0)
+    steps: list[Step] = []
+    await scaler._drain("decode-1", steps.append)
+    assert steps == [Step("decode-1", "gone")]
