@@ -1,6 +1,6 @@
 """The application: routes, and how errors look. Each route decodes, calls, encodes."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from time import monotonic
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from frontend.api import models
 from frontend.api.body import parse_body, read_body
 from frontend.api.fields import RequestModel
 from frontend.api.formats import ChatFormat, CompletionFormat
-from frontend.api.generate import answer
+from frontend.api.generate import answer, given_request_id
 from frontend.api.openapi import describe
 from frontend.api.stream import encode
 from frontend.errors import ApiError, ClientGone
@@ -157,9 +157,7 @@ def _json(value: object, *, status: int = 200) -> Response:
 
 async def _api_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    response = _json(error.body(), status=error.status)
-    response.headers.update(error.headers())
-    return response
+    return _refusal(http, error.body(), error.status, error.headers())
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
@@ -167,8 +165,14 @@ async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    response = _json({"error": body}, status=error.status_code)
-    response.headers.update(error.headers or {})
+    return _refusal(http, {"error": body}, error.status_code, error.headers or {})
+
+
+def _refusal(http: Request, body: object, status: int, headers: Mapping[str, str]) -> Response:
+    response = _json(body, status=status)
+    response.headers.update(headers)
+    if given := given_request_id(http):
+        response.headers["x-request-id"] = given
     return response
 
 
@@ -178,4 +182,4 @@ async def _client_gone(http: Request, error: Exception) -> Response:
 
 async def _unforeseen(http: Request, error: Exception) -> Response:
     """A fault of ours; the server logs it with its traceback."""
-    return _json(ApiError("internal error", code="internal_error").body(), status=500)
+    return _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})

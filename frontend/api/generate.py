@@ -33,7 +33,7 @@ async def answer(
     form: type[Format],
 ) -> Response:
     """Run the requests on their model and answer in `form`. Raises ApiError while no byte of the answer is out."""
-    headers = {"x-request-id": _request_id(http, requests[0].request_id)}
+    headers = {"x-request-id": given_request_id(http) or requests[0].request_id}
     with logs.request(requests[0].request_id):
         session = service.open_session(model, requests)
         handed_over = False
@@ -86,7 +86,7 @@ def _takes_long(steps: Sequence[Step], prompts: Sequence[GenerationRequest]) -> 
     return sum(len(step.token_ids) for step in steps) + sum(len(told.prompt_ids) for told in prompts) > _MANY_TOKENS
 
 
-def _request_id(http: Request, own: str) -> str:
-    """The client's x-request-id is given back; in the cluster requests go under ids that no client can choose."""
+def given_request_id(http: Request) -> str:
+    """The client's x-request-id, or "". In the cluster requests go under ids that no client can choose."""
     given = http.headers.get("x-request-id", "")
-    return given if _TELLABLE.fullmatch(given) else own
+    return given if _TELLABLE.fullmatch(given) else ""

@@ -290,3 +290,10 @@ async def test_request_id_of_the_client_is_given_back_but_not_used_inside(cluste
     async with front.http.post(front.url + "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:
         assert response.headers["x-request-id"] == "mine"
     assert cluster.conductor.scheduled[0].request_id.startswith("cmpl-")
+
+
+async def test_request_id_of_the_client_is_given_back_with_errors_too(front: Any) -> None:
+    headers = {"x-request-id": "mine"}
+    for path, status in (("/v1/completions", 400), ("/nowhere", 404)):
+        async with front.http.post(front.url + path, json={"prompt": ""}, headers=headers) as response:
+            assert (response.status, response.headers["x-request-id"]) == (status, "mine")
