@@ -219,8 +219,12 @@ class Preparer:
         if num_prompt + wanted > limit:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
-                f"tokens ({num_prompt} in the {param}, {wanted} in the completion). Shorten the prompt"
-                + (' or send truncation "auto", which drops the oldest turns.' if param == "messages" else "."),
+                f"tokens ({num_prompt} in the {param}, {wanted} in the completion). "
+                + (
+                    'Ask for fewer, shorten the chat, or send truncation "auto", which drops the oldest turns.'
+                    if param == "messages"
+                    else "Ask for fewer, or shorten the prompt."
+                ),
                 param=param,
             )
         return asked or min(default, limit - num_prompt)
