@@ -102,12 +102,7 @@ class Extra:
     purposes: tuple[Purpose, ...] = ()
 
 
-EXTRAS: Final = (
-    Extra("ray", "ray", "run a cluster on Ray"),
-    Extra("redis", "redis", "share state between several conductors"),
-    Extra("triton", "triton", "compute with Triton kernels on a GPU"),
-    Extra("flash-attn", "flash_attn", "compute attention with flash-attn on a GPU"),
-)
+EXTRAS: Final = (Extra("ray", "ray", "run a cluster on Ray"),)
 
 
 def observe_extra(extra: Extra) -> Package:
