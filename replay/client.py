@@ -17,6 +17,7 @@ from replay.record import Outcome, RequestRecord
 from replay.retry import RetryPolicy
 from replay.server import ServerInfo, error_message
 from replay.sse import EventStream
+from replay.surrogates import mended
 
 _DONE = "[DONE]"
 _SHOWN = 200
@@ -67,6 +68,7 @@ class CompletionClient:
                 record.reason = ""
         finally:
             record.end_s = self._clock()
+            record.text, record.reason = mended(record.text), mended(record.reason)
 
     def body(self, request: PlannedRequest, *, cache_salt: str) -> bytes:
         """The request's JSON."""

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from replay.errors import ServerUnreachable, ServerUnusable, TokenizerMismatch
+from replay.surrogates import mended
 from replay.tokens import ModelTokens
 
 _SHOWN = 200
@@ -35,7 +36,7 @@ def error_message(text: str) -> str:
         message = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError):
         message = text
-    return " ".join(str(message).split())[:_SHOWN]
+    return " ".join(mended(str(message)).split())[:_SHOWN]
 
 
 async def discover(

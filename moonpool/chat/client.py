@@ -14,6 +14,7 @@ from moonpool.errors import ChatFailed
 from replay.errors import MalformedStream
 from replay.server import ServerInfo, error_message
 from replay.sse import EventStream
+from replay.surrogates import mended
 
 _DONE = "[DONE]"
 _SHOWN = 200
@@ -87,7 +88,10 @@ class ChatClient:
             async with self._post(url, body) as response:
                 if response.status != 200:
                     raise ChatFailed(await _refusal(response))
-                await _follow(response, began, answer, on_text)
+                try:
+                    await _follow(response, began, answer, on_text)
+                finally:
+                    answer.text = mended(answer.text)
         except MalformedStream as error:
             raise ChatFailed(f"{url} does not stream as an OpenAI-compatible server: {error}") from error
         except TimeoutError as error:
@@ -130,7 +134,7 @@ def _take(data: str, now_s: float, answer: Answer, on_text: Callable[[str], None
                 answer.ttft_s = now_s if answer.ttft_s is None else answer.ttft_s
                 answer.last_s = now_s
                 answer.text += piece
-                on_text(piece)
+                on_text(mended(piece))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatFailed(f"the server sent an event that is no part of a chat completion: {data[:_SHOWN]!r}") from error
     answer.usage = _object(event.get("usage")) or answer.usage

@@ -153,6 +153,12 @@ def test_nothing_that_a_server_says_moves_the_cursor(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "node\ufffd[2J\nError: busy\ufffd[2J\n"
 
 
+def test_half_a_character_can_be_shown() -> None:
+    shown: list[str] = []
+    _take('{"choices": [{"delta": {"content": "a\\ud83d"}}]}', 0.0, Answer(), shown.append)
+    assert shown == ["a\ufffd"]
+
+
 def test_figures_of_an_odd_server_are_left_out() -> None:
     answer = Answer(text="a", ttft_s=0.5, last_s=1.0)
     _take('{"usage": ["a"], "moonpool": "a"}', 0.0, answer, print)

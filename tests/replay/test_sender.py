@@ -23,13 +23,17 @@ from replay.server import ServerInfo
 def send(session):
     """Sends requests from now on; returns (records, tally)."""
 
-    async def start(server: Any, requests: list[Any], *, speed: float = 1.0, timeout_s: float = 20.0, stop=None):
+    async def start(
+        server: Any, requests: list[Any], *, speed: float = 1.0, timeout_s: float = 20.0, stop=None, dialect=None
+    ):
         begin = time.monotonic()
 
         def clock() -> float:
             return time.monotonic() - begin
 
-        client = CompletionClient(session, ServerInfo(server.url, "tiny"), timeout_s=timeout_s, clock=clock)
+        client = CompletionClient(
+            session, ServerInfo(server.url, "tiny"), timeout_s=timeout_s, clock=clock, dialect=dialect
+        )
         tally = Tally(len(requests))
         records = await send_open_loop(
             client,
@@ -232,3 +236,28 @@ def test_a_chats_event_may_have_no_delta_but_none_of_another_kind(make_request, 
     for event in ('{"choices": [{"delta": "a"}]}', '{"choices": [{"delta": {"content": 7}}]}'):
         with pytest.raises(StreamFailed, match="found the delta"):
             take_event(event, 0.0, record, request, dialect)
+
+
+async def test_a_character_cut_in_half_between_two_events_is_put_together(serve, send, make_request) -> None:
+    async def behave(server: Any, request: web.Request, body: Any) -> web.StreamResponse:
+        pieces = (b"\\ud83d", b"\\ude00 ", b"\\ud83d")
+        return await _broken(request, *(TOKEN.replace(b'"x"', b'"%b"' % piece) for piece in pieces), USAGE, DONE)
+
+    record = only(
+        (
+            await send(
+                serve(behave=behave),
+                [make_request(0)],
+                dialect=BenchDialect("/v1/completions", False, True, keep_text=True),
+            )
+        )[0]
+    )
+    assert (record.outcome, record.text) == (Outcome.COMPLETED, "\N{GRINNING FACE} \ufffd")
+
+
+async def test_a_refusal_can_be_shown_whatever_it_says(serve, send, make_request) -> None:
+    async def behave(server: Any, request: web.Request, body: Any) -> web.Response:
+        return web.Response(status=400, text='{"error": {"message": "no \\ud83d"}}')
+
+    record = only((await send(serve(behave=behave), [make_request(0)]))[0])
+    assert record.reason == "HTTP 400: no \ufffd"
