@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +23,9 @@ MAX_SOURCE_NBYTES = 128 * 1024
 MAX_LARK_LINES = 256  # the library's time to report an error grows with the cube of the rules' nesting
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _SHOWN_ERROR_CHARS = 500
+# The library negates the bounds of integers as 64-bit ones: with the least of all it would recurse without end.
+_LEAST_NUMBER = -9.2e18
+_NEGATIVE_NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # Rules and definitions that refer to one another nest the compiler's calls: 128 KiB of source nest no deeper than this.
 _STACK_NBYTES = 256 << 20
 _starting = threading.Lock()
@@ -45,18 +50,27 @@ def to_llguidance(kind: Grammar.Kind.ValueType, source: str) -> str:
     if kind == Grammar.KIND_JSON_SCHEMA:
         # Without white space between tokens, or a model could pad for ever.
         try:
-            return LLMatcher.grammar_from_json_schema(
+            form = LLMatcher.grammar_from_json_schema(
                 source, overrides={"whitespace_flexible": False, "whitespace_pattern": None}
             )
         except ValueError as error:
             raise GrammarError(told(f"the schema is not a JSON object: {error}")) from error
+        json.loads(source, parse_int=_check_number, parse_float=_check_number)
+        return form
     if kind == Grammar.KIND_LARK:
         if (lines := source.count("\n") + 1) > MAX_LARK_LINES:
             raise GrammarError(f"the grammar has {lines} lines; at most {MAX_LARK_LINES} are accepted")
+        for number in _NEGATIVE_NUMBER.findall(source):  # in schemas within it
+            _check_number(number)
         return LLMatcher.grammar_from_lark(source)
     if kind == Grammar.KIND_REGEX:
         return LLMatcher.grammar_from_regex(source)
     raise GrammarError(f"grammar kind {kind} is not known: expected a JSON schema, a Lark grammar or a regex")
+
+
+def _check_number(text: str) -> None:
+    if float(text) < _LEAST_NUMBER:
+        raise GrammarError(f"the grammar holds the number {told(text)}: none below {_LEAST_NUMBER:g} is accepted")
 
 
 def told(problem: str) -> str:

@@ -67,6 +67,32 @@ def test_the_deepest_nesting_that_fits_does_not_overflow_the_stack() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (JSON, '{"enum":["a",-9223372036854775808]}'),
+        (JSON, '{"type":"integer","minimum":-1e19,"maximum":-9.3E+18}'),
+        (JSON, '{"const":{"a":[-9223372036854775807]}}'),
+        (LARK, 'start: %json {"const": -9223372036854775808}'),
+    ],
+)
+def test_a_number_whose_negation_overflows_is_refused_before_it_is_compiled(
+    kind: Grammar.Kind.ValueType, source: str
+) -> None:
+    """In a process of its own, which the library would end."""
+    script = f"import sys; from worker.grammar import check_grammar; check_grammar({kind}, sys.stdin.read())"
+    done = subprocess.run([sys.executable, "-c", script], input=source, text=True, capture_output=True, check=False)
+    assert (done.returncode, "GrammarError" in done.stderr, "below -9.2e+18" in done.stderr) == (1, True, True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['{"const":-9000000000000000000}', '{"enum":["-9223372036854775808",9223372036854775808]}', '{"const":1e300}'],
+)
+def test_other_large_numbers_are_fine(source: str) -> None:
+    check_grammar(JSON, source)
+
+
 def test_checking_needs_no_torch() -> None:
     script = "import sys, worker.grammar; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
