@@ -91,6 +91,8 @@ def _with_calls(message: ChatMessage) -> str:
 
 def _arguments(call: ToolCall, param: str) -> Any:
     try:
-        return json.loads(call.function.arguments or "{}")
+        value = json.loads(call.function.arguments or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # an escape may be half a character, which is no text
+        return value
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error

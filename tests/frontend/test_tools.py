@@ -281,9 +281,10 @@ def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
     ]
     text = template.render(native_messages(messages), {"tools": [1]}, add_generation_prompt=True)
     assert text == "[1][system:be][assistant:now(7)][tool:noon]"
-    broken = call | {"function": {"name": "now", "arguments": "{"}}
-    with pytest.raises(InvalidRequest, match="is no JSON"):
-        native_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [broken]})])
+    for arguments in ("{", '{"a": "\\ud800"}', "[" * 5000 + "]" * 5000):
+        broken = call | {"function": {"name": "now", "arguments": arguments}}
+        with pytest.raises(InvalidRequest, match="is no JSON"):
+            native_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [broken]})])
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
