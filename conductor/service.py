@@ -146,7 +146,10 @@ class ConductorService(ConductorServicer):
         if not self._registry.remove(member):
             return
         node = member.node
-        log.warning("node %s is lost: its stream ended", node.node_id)
+        if member.report.draining:
+            log.info("node %s has left after draining", node.node_id)
+        else:
+            log.warning("node %s is lost: its stream ended", node.node_id)
         self._core.handle(NodeLost(node.node_id, node.incarnation))
         if wire.ROLES[node.role] == "pool":
             self._pools.remove(node.node_id)

@@ -472,7 +472,7 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     assert arrivals[0]["keys"] == keys_u64(chain).tolist()
 
 
-async def test_a_node_is_asked_to_drain_on_its_stream(conductor):
+async def test_a_node_is_asked_to_drain_on_its_stream_and_is_not_said_to_be_lost(conductor, caplog):
     _, client = await conductor()
     prefill, decode = await join_pair(client)
     await client.drain("decode-0")
@@ -487,6 +487,10 @@ async def test_a_node_is_asked_to_drain_on_its_stream(conductor):
     await prefill.report()
     decode.leave()
     await client.until_joined("prefill-0")
+    assert "is lost" not in caplog.text
+    prefill.leave()
+    await client.until_joined()
+    assert "node prefill-0 is lost" in caplog.text
 
 
 async def test_draining_an_unknown_node_is_refused_and_names_those_there_are(conductor):
