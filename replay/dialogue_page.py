@@ -59,9 +59,9 @@ def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
 <h1>Dialogues</h1>
 <p class="lead">{escape(lead)}</p>
 {notices}
-<section class="pictures">{cards}<div class="card"><h2>All turns</h2><table>{whole}</table></div></section>
-<section class="tables">
-<div class="card" style="grid-column: 1 / -1"><h2>By turn</h2><table><tr>{head}</tr>{rows}</table></div>
+<section class="pictures after-lead">{cards}<div class="card"><h2>All turns</h2><table>{whole}</table></div></section>
+<section class="after-lead">
+<div class="card"><h2>By turn</h2><table class="steps"><tr>{head}</tr>{rows}</table></div>
 </section>
 <footer>{"".join(f"<p>{escape(text)}</p>" for text in _DEFINITIONS)}</footer>
 </main>
