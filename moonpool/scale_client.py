@@ -27,7 +27,7 @@ async def ask_to_scale(run_dir: Path, wanted: Mapping[str, int], *, force: bool)
             async for step in SupervisorStub(channel).Scale(ScaleRequest(counts=wanted, force=force)):
                 seen = True
                 took = f" after {step.seconds:.1f} s" if step.what in ("ready", "gone") else ""
-                print(f"{step.node_id:<14} {step.what}{took}", flush=True)
+                print(f"{step.node_id:<18} {step.what}{took}", flush=True)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise ScaleRefused(error.details() or "refused") from error

@@ -26,14 +26,14 @@ class TerminalView(SupervisorEvents):
 
     def on_ready(self, state: NodeState, seconds: float) -> None:
         again = f" again (restart {state.restarts})" if state.restarts else ""
-        self.show(f"  {state.node_id:<14} ready{again} in {seconds:.1f} s")
+        self.show(f"  {state.node_id:<18} ready{again} in {seconds:.1f} s")
 
     def on_exit(self, state: NodeState, cause: str, restart_in_s: float | None) -> None:
         then = "given up" if restart_in_s is None else f"starting again in {restart_in_s:.1f} s"
-        self.show(f"  {state.node_id:<14} ended ({cause}); {then}")
+        self.show(f"  {state.node_id:<18} ended ({cause}); {then}")
 
     def on_left(self, state: NodeState) -> None:
-        self.show(f"  {state.node_id:<14} has left")
+        self.show(f"  {state.node_id:<18} has left")
 
     def on_line(self, node_id: str, line: str) -> None:
         if self._verbose or self._is_worth_showing(node_id, line):
