@@ -206,6 +206,22 @@ def _measure(config: BenchConfig, saving: Saving, console: Console | None) -> in
     return 0 if figures["valid"] else EXIT_INVALID
 
 
+def _check_alone(config: BenchConfig, given: dict[str, Any]) -> None:
+    """Raises SettingInvalid for flags of a single load, which a search would have to ignore."""
+    saving = [
+        f"--{name.replace('_', '-')}" for name in ("save_result", "append_result", "save_detailed") if given[name]
+    ]
+    if saving:
+        raise SettingInvalid(
+            f"{saving[0]} does not go with --find-capacity, which always writes capacity.json and capacity.html; "
+            "expected --result-dir alone"
+        )
+    if math.isfinite(config.request_rate):
+        raise SettingInvalid(
+            f"--request-rate is {config.request_rate:g}; --find-capacity searches the rate, from --capacity-start on"
+        )
+
+
 def _search(config: BenchConfig, given: dict[str, Any], folder: Path, console: Console | None) -> int:
     # Only now: the pictures take matplotlib, which takes a second.
     from replay.capacity import CapacityObjective, CapacitySearch
@@ -219,6 +235,7 @@ def _search(config: BenchConfig, given: dict[str, Any], folder: Path, console: C
         max_lost_share=given["capacity_max_lost"],
         step_s=given["capacity_step"],
     )
+    _check_alone(config, given)
     try:
         start = given["capacity_start"]
         search = CapacitySearch(

@@ -275,3 +275,9 @@ def test_the_headline_says_what_the_answer_is_worth(finding: Finding, said: str)
     result = CapacityResult("m", finding, [], OBJECTIVE, False, [])
     assert headline(result) == said
     assert f"<h1>{said}</h1>" in capacity_page(result)
+
+
+@pytest.mark.parametrize("flags", [("--request-rate", 4), ("--save-detailed",)])
+def test_a_flag_of_a_single_load_is_refused_rather_than_ignored(serve, tmp_path: Path, flags: tuple[Any, ...]) -> None:
+    done = search_command(serve(), tmp_path, *flags)
+    assert (done.exit_code, done.stderr.startswith(f"error: {flags[0]} ")) == (2, True)
