@@ -80,9 +80,13 @@ class _Routes:
         body = await self._body(http, models.TokenizeBody)
         model = self._service.models.find(body.model)
         ids = await model.preparer.tokens(body)
-        strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
         limit = model.preparer.max_model_len
-        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+        def told() -> Response:
+            strings = model.tokenizer.tokens(ids) if body.return_token_strs else None
+            return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+        return await self._service.threads.run(told)  # a body's text may have millions
 
     async def detokenize(self, http: Request) -> Response:
         self._tenant(http)
