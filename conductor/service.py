@@ -146,7 +146,7 @@ class ConductorService(ConductorServicer):
         if not self._registry.remove(member):
             return
         node = member.node
-        if member.report.draining:
+        if member.drain_asked.is_set() or member.report.draining:
             log.info("node %s has left after draining", node.node_id)
         else:
             log.warning("node %s is lost: its stream ended", node.node_id)
