@@ -34,9 +34,9 @@ class ConductorService(ConductorServicer):
         self._pools = pools
         self._incarnation = incarnation
 
-    async def Join(
+    async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
-    ) -> AsyncIterator[conductor_pb2.NodeCommand]:
+    ) -> None:
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("node"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Join must name the node")
@@ -49,10 +49,10 @@ class ConductorService(ConductorServicer):
         reading = asyncio.ensure_future(self._read(member, request_iterator))
         try:
             accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
-            yield conductor_pb2.NodeCommand(accepted=accepted)
+            await context.write(conductor_pb2.NodeCommand(accepted=accepted))
             await _first_of(reading, member.replaced, member.drain_asked)
             if member.drain_asked.is_set() and not member.replaced.is_set() and not reading.done():
-                yield conductor_pb2.NodeCommand(drain=conductor_pb2.Drain())
+                await context.write(conductor_pb2.NodeCommand(drain=conductor_pb2.Drain()))
                 await _first_of(reading, member.replaced)
         finally:
             reading.cancel()
