@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 MAX_SOURCE_NBYTES = 128 * 1024
 MAX_LARK_LINES = 256  # the library's time to report an error grows with the cube of the rules' nesting
+MAX_LARK_REPEATS = 500  # nested repetitions multiply in the library's chart: two of these still take half a second
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _SHOWN_ERROR_CHARS = 500
 # The library negates the bounds of integers as 64-bit ones: with the least of all it would recurse without end.
 _LEAST_NUMBER = -9.2e18
 _NEGATIVE_NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_REPEATS = re.compile(r"(?:\{\s*|~\s*)(\d*)(?:\s*(?:,|\.\.)\s*(\d+))?")
 # Rules and definitions that refer to one another nest the compiler's calls: 128 KiB of source nest no deeper than this.
 _STACK_NBYTES = 256 << 20
 _starting = threading.Lock()
@@ -62,6 +64,8 @@ def to_llguidance(kind: Grammar.Kind.ValueType, source: str) -> str:
             raise GrammarError(f"the grammar has {lines} lines; at most {MAX_LARK_LINES} are accepted")
         for number in _NEGATIVE_NUMBER.findall(source):  # in schemas within it
             _check_number(number)
+        for least, most in _REPEATS.findall(source):
+            _check_repeats(most or least)
         return LLMatcher.grammar_from_lark(source)
     if kind == Grammar.KIND_REGEX:
         return LLMatcher.grammar_from_regex(source)
@@ -73,6 +77,13 @@ def _check_number(text: str) -> None:
         raise GrammarError(f"the grammar holds the number {told(text)}: none below {_LEAST_NUMBER:g} is accepted")
 
 
+def _check_repeats(count: str) -> None:
+    if len(count) > 9 or int(count or 0) > MAX_LARK_REPEATS:
+        raise GrammarError(
+            f"the grammar repeats something {told(count)} times; at most {MAX_LARK_REPEATS} are accepted"
+        )
+
+
 def told(problem: str) -> str:
     """The library's message, cut to what a client can use."""
     short = problem.strip()
@@ -80,14 +91,19 @@ def told(problem: str) -> str:
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """Run `work` on a thread whose stack holds any nesting that MAX_SOURCE_NBYTES can spell; waits for it."""
+    """Run `work` on a thread whose stack holds any nesting that MAX_SOURCE_NBYTES can spell; waits for it.
+
+    Raises what `work` raises; what is no Exception, as the library's panics, as a GrammarError.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             done.set_exception(error)
+        except BaseException as panic:
+            done.set_exception(GrammarError(told(f"the grammar cannot be compiled: {panic}")))
 
     thread = threading.Thread(target=run, name="grammar")
     with _starting:

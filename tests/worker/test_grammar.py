@@ -10,7 +10,7 @@ import pytest
 
 from moonpool_proto.v1.common_pb2 import Grammar
 from worker.errors import GrammarError
-from worker.grammar import MAX_SOURCE_NBYTES, check_grammar
+from worker.grammar import MAX_SOURCE_NBYTES, check_grammar, on_deep_stack
 
 JSON, LARK, REGEX = Grammar.KIND_JSON_SCHEMA, Grammar.KIND_LARK, Grammar.KIND_REGEX
 
@@ -22,6 +22,7 @@ JSON, LARK, REGEX = Grammar.KIND_JSON_SCHEMA, Grammar.KIND_LARK, Grammar.KIND_RE
         (JSON, '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'),
         (LARK, 'start: "yes" | "no"'),
         (LARK, 'start: %json {"type":"integer"}'),
+        (LARK, "start: T~2..500\nT: /b{500}/"),
         (REGEX, r"\d{3}-\d{4}"),
     ],
 )
@@ -44,6 +45,9 @@ def test_a_sound_grammar_passes(kind: Grammar.Kind.ValueType, source: str) -> No
         (LARK, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000, "too deeply nested"),
         (LARK, "start: a\n" + "\n" * 300, "at most 256"),
         (LARK, 'start: "\ud800"', "Unicode"),
+        (LARK, "start: r r\nr: T~70000\nT: /b/", "70000 times; at most 500"),
+        (LARK, "start: r~1..9999999999\nr: /b/", "9999999999 times"),
+        (LARK, "start: T\nT: /b{2,1000}/", "1000 times"),
         (REGEX, "(((", "unclosed group"),
         (REGEX, "(?=a)b", "look-around"),
         (REGEX, "a" * (MAX_SOURCE_NBYTES + 1), f"at most {MAX_SOURCE_NBYTES}"),
@@ -96,3 +100,16 @@ def test_other_large_numbers_are_fine(source: str) -> None:
 def test_checking_needs_no_torch() -> None:
     script = "import sys, worker.grammar; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_panic_of_the_library_is_the_grammars_fault() -> None:
+    """Its class is no Exception: whoever waits for the request would not hear of it."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicException("index out of bounds")
+
+    with pytest.raises(GrammarError, match="index out of bounds"):
+        on_deep_stack(panic)
