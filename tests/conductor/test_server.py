@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 
 import grpc
@@ -491,6 +492,23 @@ async def test_a_node_is_asked_to_drain_on_its_stream_and_is_not_said_to_be_lost
     prefill.leave()
     await client.until_joined()
     assert "node prefill-0 is lost" in caplog.text
+
+
+async def test_a_node_that_leaves_while_a_command_is_written_to_it_is_taken_off(conductor):
+    _, client = await conductor()
+    gc.disable()
+    try:
+        for index in range(40):
+            prefill, decode = await join_pair(client)
+            asked = asyncio.ensure_future(client.drain("decode-0"))
+            for _ in range(index % 8):
+                await asyncio.sleep(0)
+            decode.leave()
+            prefill.leave()
+            await asyncio.gather(asked, return_exceptions=True)
+            await client.until_joined()
+    finally:
+        gc.enable()
 
 
 async def test_draining_an_unknown_node_is_refused_and_names_those_there_are(conductor):
