@@ -23,13 +23,22 @@ Start = Callable[..., str]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(short_path: Path) -> Iterator[Start]:
     """Start a role with these flags and wait until it is ready; gives the target it announces."""
     running: list[subprocess.Popen[str]] = []
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
 
     def begin(*arguments: str) -> str:
-        command = [sys.executable, "-m", "moonpool", *arguments, "--socket-dir", str(tmp_path), "--log-level", "error"]
+        command = [
+            sys.executable,
+            "-m",
+            "moonpool",
+            *arguments,
+            "--socket-dir",
+            str(short_path),
+            "--log-level",
+            "error",
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=kept | {"OMP_NUM_THREADS": "1"})
         running.append(process)
         assert process.stdout is not None

@@ -188,10 +188,10 @@ def test_a_wildcard_data_host_that_shared_memory_does_not_use_is_no_fault() -> N
 
 @pytest.mark.parametrize(("composite", "make"), [(PoolNodeRole, pool_node_config), (WorkerRole, worker_config)])
 def test_advertised_addresses_and_the_data_port_reach_the_node(
-    composite: type, make: Callable[[Any, str], Any], tmp_path: Path
+    composite: type, make: Callable[[Any, str], Any], short_path: Path
 ) -> None:
     flags = {"listen": "0.0.0.0:7002", "advertise": "10.0.0.2:17002", "data_host": "0.0.0.0"}
-    flags |= {"data_port": "7003", "data_advertise": "10.1.0.2", "socket_dir": str(tmp_path)}
+    flags |= {"data_port": "7003", "data_advertise": "10.1.0.2", "socket_dir": str(short_path)}
     config = make(loaded(composite, flags=flags | _required(composite)), "n")
     assert (config.listen, config.advertise) == ("0.0.0.0:7002", "10.0.0.2:17002")
     messenger = config.messenger

@@ -81,8 +81,8 @@ def test_a_chat_goes_to_the_newest_cluster_that_lives(tmp_path: Path, monkeypatc
             chat_url(wrong)
 
 
-def test_a_run_directory_is_its_users_alone(tmp_path: Path) -> None:
-    path = make_run_dir(tmp_path / "a" / "b")
+def test_a_run_directory_is_its_users_alone(short_path: Path) -> None:
+    path = make_run_dir(short_path / "a" / "b")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
