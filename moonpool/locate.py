@@ -40,13 +40,14 @@ def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
 
 
 def chat_url(url: str) -> str:
-    """Where to ask: `url` as given, without a trailing slash or /v1; else the newest local cluster's, else port 8000.
+    """Where to ask: `url` as given, without a trailing slash or /v1; else port 8000, as the other commands do, unless
+    no cluster of this user lives there and one does elsewhere: then the newest.
 
     Raises ConfigError for what is no http URL.
     """
     if not url:
-        newest = _newest_ready_file()
-        return newest.url if newest is not None else DEFAULT_URL
+        found = _usual_ready_file()
+        return found.url if found is not None else DEFAULT_URL
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -57,17 +58,18 @@ def chat_url(url: str) -> str:
     return parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _newest_ready_file() -> ReadyFile | None:
-    """Of this user's clusters that live, the one that came up last."""
+def _usual_ready_file() -> ReadyFile | None:
+    """Of this user's clusters that live, the one at the default port, else the one that came up last."""
+    usual = _default_ready_file(DEFAULT_URL)
     found = []
     for path in default_run_dir(READY_NAME).parent.glob(f"*/{READY_NAME}"):
         try:
             ready = ReadyFile.read(path)
             os.kill(ready.supervisor_pid, 0)
-            found.append((path.stat().st_mtime, ready))
+            found.append((path == usual, path.stat().st_mtime, ready))
         except (ClusterNotFound, OSError):
             continue  # gone, or left behind by one that was killed
-    return max(found, key=lambda entry: entry[0])[1] if found else None
+    return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
 def _default_ready_file(url: str) -> Path:

@@ -26,7 +26,7 @@ def chat(
     url: Annotated[
         str,
         typer.Option(
-            help="Address of the server. Default: this user's newest `moonpool serve`, else http://127.0.0.1:8000."
+            help="Address of the server. Default: this user's `moonpool serve` at port 8000, else the newest elsewhere."
         ),
     ] = "",
     api_key: Annotated[

@@ -63,7 +63,9 @@ def test_a_cluster_is_found_by_its_port_on_this_machine(tmp_path: Path, monkeypa
     assert locate(conductor="head:7000", url="", ready_file=None).urls == ()
 
 
-def test_a_chat_goes_to_the_newest_cluster_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_goes_to_the_default_port_or_to_the_newest_cluster_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert chat_url("") == "http://127.0.0.1:8000"
     for age_s, port in enumerate((3, 4, 5)):
@@ -74,6 +76,11 @@ def test_a_chat_goes_to_the_newest_cluster_that_lives(tmp_path: Path, monkeypatc
         replace(READY, url=f"http://127.0.0.1:{port}", supervisor_pid=pid).write(run_dir / "serve.json")
         os.utime(run_dir / "serve.json", (1e9 + age_s, 1e9 + age_s))
     assert chat_url("") == "http://127.0.0.1:4"
+    usual = tmp_path / f"moonpool-{os.getuid()}" / "8000"
+    usual.mkdir()
+    replace(READY, url="http://10.0.0.1:8000", supervisor_pid=os.getpid()).write(usual / "serve.json")
+    os.utime(usual / "serve.json", (1e9, 1e9))
+    assert chat_url("") == "http://10.0.0.1:8000"
     assert chat_url("head:80/v1/") == "http://head:80"
     assert chat_url("https://head/x/") == "https://head/x"
     for wrong in ("ftp://x", "http://", "http://x:0", "http://x:nine"):
