@@ -4,6 +4,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -84,6 +85,10 @@ class Preparer:
             grammar = checked_grammar(body)
             special = body.add_special_tokens is not False
             requests: list[GenerationRequest] = []
+            if body.truncate_prompt_tokens is None:
+                for text in (prompt for prompt in prompts if isinstance(prompt, str)):
+                    least = self._tokenizer.least_tokens(text)
+                    self._check_length(least, body.max_tokens or 1, param="prompt", least=True)
             read = [
                 self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body) for prompt in prompts
             ]
@@ -140,7 +145,8 @@ class Preparer:
         special, scope = body.add_special_tokens is True, (arrival.tenant, body.cache_salt or "")
         limit = self.max_model_len
         if body.truncation != "auto" or not limit:
-            return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope), 0
+            check = partial(self._check_length, wanted=asked or 1, param="messages", least=True)
+            return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
         wanted = asked or min(self._config.chat_default_tokens, max(1, limit // 8))
         return self._fitter.fitting(
             body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope
@@ -215,11 +221,17 @@ class Preparer:
         limit = self.max_model_len
         if not limit:
             return asked or default
-        wanted = asked or 1
-        if num_prompt + wanted > limit:
+        self._check_length(num_prompt, asked or 1, param=param)
+        return asked or min(default, limit - num_prompt)
+
+    def _check_length(self, num_prompt: int, wanted: int, *, param: str, least: bool = False) -> None:
+        """Raises ContextLengthExceeded. `least`: the prompt has so many tokens at least."""
+        limit = self.max_model_len
+        if limit and num_prompt + wanted > limit:
+            more = "or more " if least else ""
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
-                f"tokens ({num_prompt} in the {param}, {wanted} in the completion). "
+                f"{more}tokens ({num_prompt} {more}in the {param}, {wanted} in the completion). "
                 + (
                     'Ask for fewer, shorten the chat, or send truncation "auto", which drops the oldest turns.'
                     if param == "messages"
@@ -227,7 +239,6 @@ class Preparer:
                 ),
                 param=param,
             )
-        return asked or min(default, limit - num_prompt)
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float:

@@ -60,13 +60,16 @@ class PromptReader:
         *,
         add_special_tokens: bool,
         scope: Sequence[str],
+        check: Callable[[int], None] = lambda least: None,
     ) -> ChatPrompt:
         """A chat whose earlier answers have the ids they were generated with, as far as they are remembered in `scope`.
 
-        Their text is the template's to the byte: where it would not be, all ids are made from the text.
+        Their text is the template's to the byte: where it would not be, all ids are made from the text. `check` is told
+        how many tokens there are at least, before the work of tokenising, and may raise.
         """
         chat, render = self._chat(messages, rendering)
         text = render(chat)
+        check(self._tokenizer.least_tokens(text))
         # With BOS or the like from the tokenizer, parts tokenised apart would not be the whole.
         if add_special_tokens or not self._answers.is_on:
             return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))

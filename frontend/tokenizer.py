@@ -39,13 +39,19 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._is_byte_level = (json.loads(raw).get("decoder") or {}).get("type") == "ByteLevel"
+        parts = json.loads(raw)
+        self._is_byte_level = (parts.get("decoder") or {}).get("type") == "ByteLevel"
+        self._longest = self._longest_token(parts)
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The text's token ids."""
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, without the work of tokenising; 0 where nothing is known."""
+        return -(-len(text) // self._longest) if self._longest else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The ids' text; ids that the vocabulary lacks have none."""
@@ -78,6 +84,14 @@ class Tokenizer:
         if token_id in self._added_ids:
             return entry.encode()
         return byte_level_token(entry) if self._is_byte_level else piece_token(entry)
+
+    def _longest_token(self, parts: dict[str, Any]) -> int:
+        """The most characters of a text that one token can stand for; 0 where that has no bound."""
+        takes_spaces = any(token.lstrip or token.rstrip for token in self._fast.get_added_tokens_decoder().values())
+        drops_text = "Removed" in json.dumps(parts.get("pre_tokenizer"))
+        if not self._is_byte_level or parts.get("normalizer") or takes_spaces or drops_text:
+            return 0
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=0)
 
     def _eos_ids(self, *sources: dict[str, Any]) -> tuple[int, ...]:
         """All end tokens that the folder's files name: generation_config.json often knows more than config.json."""

@@ -1,17 +1,25 @@
 """The front door's half of the bundled model: its tokenizer, its end tokens, its chats."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import moonpool
 from frontend.errors import InvalidRequest
 from frontend.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
-def bundled() -> Tokenizer:
+@cache
+def _bundled() -> Tokenizer:
     return Tokenizer(Path(moonpool.__file__).parent / "data" / "model")
+
+
+@pytest.fixture
+def bundled() -> Tokenizer:
+    return _bundled()
 
 
 def test_it_has_limits_and_end_tokens(bundled: Tokenizer) -> None:
@@ -25,6 +33,16 @@ def test_text_streams_back_unchanged(bundled: Tokenizer, text: str) -> None:
     ids = bundled.encode(text, add_special_tokens=False)
     detokenizer = bundled.detokenizer([])
     assert "".join([*map(detokenizer.feed, ids), detokenizer.flush()]) == text
+
+
+@given(st.text())
+@example(" " * 500)
+@example("=" * 500)
+@example("<|assistant|>" * 40)
+def test_no_text_has_fewer_tokens_than_it_must_have(text: str) -> None:
+    tokenizer = _bundled()
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens(text * 100) >= len(text)  # 100 characters make no token
 
 
 def test_chats_are_rendered_and_unknown_roles_refused(bundled: Tokenizer) -> None:

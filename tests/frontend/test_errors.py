@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
 
 PROMPT = {"prompt": "the fox", "max_tokens": 1}
@@ -197,6 +198,20 @@ async def test_a_prompt_over_the_context_is_refused_with_openais_code(front: Any
         assert "maximum context length is 512 tokens" in answer["error"]["message"]
     status, answer = await front.post(CHAT, {"messages": [{"role": "user", "content": "🎉" * 600}]})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters tokenised")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    text = "long " * 150_000
+    for path, body in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        status, answer = await front.post(path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "or more tokens" in answer["error"]["message"]
 
 
 async def test_default_of_max_tokens_shrinks_to_what_fits(cluster: Any, front: Any) -> None:
