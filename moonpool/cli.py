@@ -8,14 +8,13 @@ from typing import Any
 
 import typer
 
-from moonpool.bench_command import add_bench
 from moonpool.chat.command import chat
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
 from moonpool.doctor.command import doctor
 from moonpool.inspection import config_keys, validate
+from moonpool.lazy_command import add_lazy
 from moonpool.options import configured_command
-from moonpool.replay_command import add_dialogues, add_replay
 from moonpool.roles import ROLES, Role, run_role
 from moonpool.scale_commands import drain, scale
 from moonpool.serve import serve
@@ -53,6 +52,27 @@ Start a whole cluster on this machine: conductor, KV pool, workers, OpenAI API. 
 Each flag is also a key of the file and a variable: --port 80, port: 80, MOONPOOL_PORT=80.
 """
 
+_LAZY = (
+    (
+        "replay",
+        "replay.cli",
+        "Replay a real trace against a running server and report what it saw; can verify every token.\n\n"
+        "[bold]moonpool replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
+    ),
+    (
+        "dialogues",
+        "replay.dialogue_cli",
+        "Lead many-turn chats with a running server and report what of each prompt was reused.\n\n"
+        "[bold]moonpool dialogues --dialogues 8 --turns 50 --think-time 0.5 --verify --out out/dialogues[/bold]",
+    ),
+    (
+        "bench",
+        "replay.bench.cli",
+        "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear.\n\n"
+        "[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]",
+    ),
+)
+
 app = typer.Typer(
     name="moonpool",
     help=_HELP,
@@ -77,9 +97,8 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
-add_replay(app)
-add_dialogues(app)
-add_bench(app)
+for _name, _module, _help in _LAZY:
+    add_lazy(app, _name, _module, _help)
 app.command("demo")(demo)
 app.command("chat")(chat)
 app.command("doctor")(doctor)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from replay.api_key import one_key
+from replay import options
 from replay.config import MAX_SEND_LAG_S, ReplayConfig
 from replay.errors import ReplayError
 from replay.runner import run
@@ -73,35 +73,13 @@ def replay(
             help="Longest prompt + output; longer prompts keep their head. 0: ask.", rich_help_panel=_SELECTING
         ),
     ] = 0,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Re-score a sample of the answers.", rich_help_panel=_REPORT),
-    ] = False,
-    verify_sample: Annotated[int, typer.Option(help="How many answers to re-score.", rich_help_panel=_REPORT)] = 100,
-    verify_tolerance: Annotated[
-        float,
-        typer.Option(help="A token is wrong if its score lies further below the largest.", rich_help_panel=_REPORT),
-    ] = 1e-3,
-    verify_device: Annotated[str, typer.Option(help="Where to re-score: cpu, cuda.", rich_help_panel=_REPORT)] = "cpu",
-    model_path: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the served model, for its tokenizer and for --verify. Default: the bundled model.",
-            rich_help_panel=_SENDING,
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Name of the model in requests. Default: the first served.", rich_help_panel=_SENDING)
-    ] = "",
-    api_key: Annotated[
-        str,
-        typer.Option(
-            envvar="MOONPOOL_API_KEY",
-            callback=one_key,
-            help="Bearer key; of several in the variable, the first is sent.",
-            rich_help_panel=_SENDING,
-        ),
-    ] = "",
+    verify: Annotated[bool, options.verify(_REPORT)] = False,
+    verify_sample: Annotated[int, options.verify_sample(_REPORT)] = 100,
+    verify_tolerance: Annotated[float, options.verify_tolerance(_REPORT)] = 1e-3,
+    verify_device: Annotated[str, options.verify_device(_REPORT)] = "cpu",
+    model_path: Annotated[Path | None, options.model_path(_SENDING)] = None,
+    model: Annotated[str, options.model(_SENDING)] = "",
+    api_key: Annotated[str, options.api_key(_SENDING)] = "",
     seed: Annotated[int, typer.Option(help="Of texts and of sampling.", rich_help_panel=_SENDING)] = 0,
     sampled_fraction: Annotated[
         float,

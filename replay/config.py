@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from traces import SAMPLING_SEED
 
 MAX_SEND_LAG_S: Final = 0.25
 
-_Bound = tuple[str, Callable[[Any], bool], str]
+Bound = tuple[str, Callable[[Any], bool], str]  # flag, what must hold, what that is in words
 
 
 def _above_zero(value: float) -> bool:
@@ -34,7 +34,26 @@ def is_http(url: str) -> bool:
         return False
 
 
-_BOUNDS: Final[dict[str, _Bound]] = {
+def server_root(url: str) -> str:
+    """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def check_bounds(config: object, bounds: Mapping[str, Bound]) -> None:
+    """Raises SettingInvalid naming the flag of the first field whose value is out of its bounds."""
+    for name, (flag, holds, expected) in bounds.items():
+        value = getattr(config, name)
+        if not holds(value):
+            raise SettingInvalid(f"{flag} is {_shown(value)}; expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}:{bound:g}" for key, bound in value.items())
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+_BOUNDS: Final[dict[str, Bound]] = {
     "url": ("--url", is_http, "http://HOST:PORT"),
     "speed": ("--speed", _above_zero, "a number above 0"),
     "sample_families": ("--sample-families", lambda value: 0 < value <= 1, "a fraction above 0, at most 1"),
@@ -123,11 +142,8 @@ class ReplayConfig:
     @property
     def base_url(self) -> str:
         """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return server_root(self.url)
 
     def __post_init__(self) -> None:
         """Raises SettingInvalid naming the flag."""
-        for name, (flag, holds, expected) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise SettingInvalid(f"{flag} is {value}; expected {expected}")
+        check_bounds(self, _BOUNDS)

@@ -61,14 +61,7 @@ class TokenIdCompletions:
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != request.prompt.tolist():
             raise StreamFailed("the server's prompt_token_ids are not the prompt that was sent")
-        ids = choice.get("token_ids")
-        if ids is None:
-            record.token_times.extend([now] if choice.get("text") else [])
-            return
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise StreamFailed(f"malformed event: found token_ids {str(ids)[:_SHOWN]}, expected a list of integers")
-        record.token_ids.extend(ids)
-        record.token_times.extend([now] * len(ids))
+        take_tokens(record, choice.get("token_ids"), now, has_text=bool(choice.get("text")))
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
         """Every count must be what was asked for."""
@@ -83,6 +76,20 @@ class TokenIdCompletions:
             raise StreamFailed(f"{len(record.token_ids)} token ids came; {request.max_tokens} were asked for")
         record.output_tokens = request.max_tokens
         record.cached_tokens = cached_tokens_of(usage, len(request.prompt))
+
+
+def take_tokens(record: RequestRecord, ids: Any, now: float, *, has_text: bool) -> None:
+    """Put the tokens of one choice into `record`; where the server gives no ids, an event with text is one token.
+
+    Raises StreamFailed for ids that are no list of integers.
+    """
+    if ids is None:
+        record.token_times.extend([now] if has_text else [])
+        return
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise StreamFailed(f"malformed event: found token_ids {str(ids)[:_SHOWN]}, expected a list of integers")
+    record.token_ids.extend(ids)
+    record.token_times.extend([now] * len(ids))
 
 
 def delta_text(choice: dict[str, Any]) -> str:

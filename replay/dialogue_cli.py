@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from replay.api_key import one_key
+from replay import options
 from replay.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, bundled_model
 from replay.dialogue_config import DialogueConfig
 from replay.dialogue_report import print_dialogues
@@ -55,34 +55,13 @@ def dialogues(
         ),
     ] = "disabled",
     seed: Annotated[int, typer.Option(help="Of texts, lengths, think times and sampling.", rich_help_panel=_TALK)] = 0,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Re-score a sample of the answers.", rich_help_panel=_REPORT)
-    ] = False,
-    verify_sample: Annotated[int, typer.Option(help="How many answers to re-score.", rich_help_panel=_REPORT)] = 100,
-    verify_tolerance: Annotated[
-        float,
-        typer.Option(help="A token is wrong if its score lies further below the largest.", rich_help_panel=_REPORT),
-    ] = 1e-3,
-    verify_device: Annotated[str, typer.Option(help="Where to re-score: cpu, cuda.", rich_help_panel=_REPORT)] = "cpu",
-    model_path: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the served model, for its tokenizer and for --verify. Default: the bundled model.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Name of the model in requests. Default: the first served.", rich_help_panel=_SERVER)
-    ] = "",
-    api_key: Annotated[
-        str,
-        typer.Option(
-            envvar="MOONPOOL_API_KEY",
-            callback=one_key,
-            help="Bearer key; of several in the variable, the first is sent.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "",
+    verify: Annotated[bool, options.verify(_REPORT)] = False,
+    verify_sample: Annotated[int, options.verify_sample(_REPORT)] = 100,
+    verify_tolerance: Annotated[float, options.verify_tolerance(_REPORT)] = 1e-3,
+    verify_device: Annotated[str, options.verify_device(_REPORT)] = "cpu",
+    model_path: Annotated[Path | None, options.model_path(_SERVER)] = None,
+    model: Annotated[str, options.model(_SERVER)] = "",
+    api_key: Annotated[str, options.api_key(_SERVER)] = "",
     request_timeout: Annotated[
         float, typer.Option(help="Seconds after which a turn has failed.", rich_help_panel=_SERVER)
     ] = 300.0,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from replay.config import is_http
-from replay.errors import SettingInvalid
+from replay.config import Bound, check_bounds, is_http, server_root
 
-_BOUNDS: Final[dict[str, tuple[str, Callable[[Any], bool], str]]] = {
+_BOUNDS: Final[dict[str, Bound]] = {
     "url": ("--url", is_http, "http://HOST:PORT"),
     "dialogues": ("--dialogues", lambda value: value >= 1, "at least 1"),
     "turns": ("--turns", lambda value: value >= 1, "at least 1"),
@@ -76,7 +74,7 @@ class DialogueConfig:
     @property
     def base_url(self) -> str:
         """`url` without a trailing slash, and without the /v1 that OpenAI's clients are given."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return server_root(self.url)
 
     @property
     def num_dialogues(self) -> int:
@@ -85,7 +83,4 @@ class DialogueConfig:
 
     def __post_init__(self) -> None:
         """Raises SettingInvalid naming the flag."""
-        for name, (flag, holds, expected) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise SettingInvalid(f"{flag} is {value}; expected {expected}")
+        check_bounds(self, _BOUNDS)

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 
 from replay.client import CompletionClient
-from replay.dialect import cached_tokens_of, delta_text
+from replay.dialect import cached_tokens_of, delta_text, take_tokens
 from replay.dialogue_plan import PlannedTurn
 from replay.dialogue_record import TurnRecord
 from replay.errors import StreamFailed
@@ -66,15 +66,9 @@ class ChatTurn:
 
     def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
         """Text, and tokens by their ids; where the server gives none, an event with text counts as one token."""
-        text, ids = delta_text(choice), choice.get("token_ids")
+        text = delta_text(choice)
         record.text += text
-        if ids is None:
-            record.token_times.extend([now] if text else [])
-            return
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise StreamFailed(f"malformed event: found token_ids {str(ids)[:200]}, expected a list of integers")
-        record.token_ids.extend(ids)
-        record.token_times.extend([now] * len(ids))
+        take_tokens(record, choice.get("token_ids"), now, has_text=bool(text))
 
     def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
         """Usage must be there, and agree with what came."""

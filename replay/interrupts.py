@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -21,8 +21,7 @@ def interrupts(stop: asyncio.Event) -> Iterator[None]:
         stop.set()
         loop.remove_signal_handler(signal.SIGINT)
 
-    with suppress(NotImplementedError):
-        loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
         yield
     finally:

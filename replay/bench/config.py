@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from replay.config import MAX_SEND_LAG_S, is_http
+from replay.config import MAX_SEND_LAG_S, Bound, check_bounds, is_http
 from replay.errors import SettingInvalid
 
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -22,8 +22,6 @@ FILE_DATASETS: Final = ("sharegpt", "custom")
 METRICS: Final = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 
-_Bound = tuple[str, Callable[[Any], bool], str]
-
 
 def _positive(value: float) -> bool:
     return value > 0 and not math.isnan(value)
@@ -33,7 +31,7 @@ def _at_least(least: int) -> Callable[[Any], bool]:
     return lambda value: value is None or value >= least
 
 
-_BOUNDS: Final[dict[str, _Bound]] = {
+_BOUNDS: Final[dict[str, Bound]] = {
     "base_url": ("--base-url", is_http, "http://HOST:PORT"),
     "backend": ("--backend", lambda v: v in ENDPOINTS, f"one of {', '.join(ENDPOINTS)}"),
     "dataset_name": (
@@ -180,10 +178,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         """Raises SettingInvalid naming the flag."""
-        for name, (flag, holds, expected) in _BOUNDS.items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise SettingInvalid(f"{flag} is {_shown(value)}; expected {expected}")
+        check_bounds(self, _BOUNDS)
         if not self.path.endswith(ENDPOINTS[self.backend].removeprefix("/v1")):
             raise SettingInvalid(
                 f"--endpoint is {self.path}; --backend {self.backend} needs one that ends with "
@@ -192,9 +187,3 @@ class BenchConfig:
         if (self.dataset_path is not None) != (self.dataset_name in FILE_DATASETS):
             needs = "needs" if self.dataset_path is None else "takes no"
             raise SettingInvalid(f"--dataset-name {self.dataset_name} {needs} --dataset-path")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{key}:{bound:g}" for key, bound in value.items())
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -22,6 +22,7 @@ from replay.bench.dialects import BenchDialect, BenchRequest
 from replay.bench.files import custom_prompts, sharegpt_prompts
 from replay.bench.prompts import Prompt, random_prompts, repeated_prefixes
 from replay.bench.warm_up import warm_up
+from replay.config import server_root
 from replay.errors import ServerUnreachable, TokenizerMismatch
 from replay.interrupts import interrupts
 from replay.load import Load
@@ -100,7 +101,7 @@ async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
 
 async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> ServerInfo:
     deadline = time.monotonic() + config.ready_check_timeout_s
-    name, url = config.served_model_name or config.model, config.base_url.rstrip("/").removesuffix("/v1")
+    name, url = config.served_model_name or config.model, server_root(config.base_url)
     while True:
         try:
             return await discover(session, url, model=name, deadline_s=_ASK_DEADLINE_S, needs_list=False)
