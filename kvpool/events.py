@@ -7,6 +7,8 @@ All messages of a snapshot carry the `seq` at which it was taken, and its runs c
 
 from dataclasses import dataclass
 
+from kvpool.errors import AddressError
+from kvpool.tiers import Tier
 from moonpool_proto.v1 import pool_pb2
 
 __all__ = ["BlockRun", "PoolEvents"]
@@ -14,10 +16,14 @@ __all__ = ["BlockRun", "PoolEvents"]
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one namespace: `chain` is 16 bytes per block, not necessarily neighbours in any prompt."""
+    """Blocks of one namespace: `chain` is 16 bytes per block, not necessarily neighbours in any prompt.
+
+    `tier` of stored blocks: the fastest that they are in now, which for a known block may be another than before.
+    """
 
     kv_namespace: bytes
     chain: bytes
+    tier: Tier = Tier.DRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,12 @@ class PoolEvents:
             seq=self.seq,
             snapshot_begin=self.snapshot_begin,
             snapshot_end=self.snapshot_end,
-            stored=[pool_pb2.BlockRun(kv_namespace=run.kv_namespace, chain=run.chain) for run in self.stored],
+            stored=[
+                pool_pb2.BlockRun(
+                    kv_namespace=run.kv_namespace, chain=run.chain, tier=pool_pb2.Tier.ValueType(run.tier)
+                )
+                for run in self.stored
+            ],
             removed=[pool_pb2.BlockRun(kv_namespace=run.kv_namespace, chain=run.chain) for run in self.removed],
         )
 
@@ -53,6 +64,13 @@ class PoolEvents:
             message.seq,
             message.snapshot_begin,
             message.snapshot_end,
-            tuple(BlockRun(run.kv_namespace, run.chain) for run in message.stored),
+            tuple(BlockRun(run.kv_namespace, run.chain, _tier(run.tier)) for run in message.stored),
             tuple(BlockRun(run.kv_namespace, run.chain) for run in message.removed),
         )
+
+
+def _tier(value: int) -> Tier:
+    try:
+        return Tier(value)
+    except ValueError as error:
+        raise AddressError(f"stored blocks in tier {value}: expected 1 (DRAM) or 2 (SSD)") from error

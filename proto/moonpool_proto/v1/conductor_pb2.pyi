@@ -177,7 +177,7 @@ class TransferSample(_message.Message):
     bytes: _builtins.int
     seconds: _builtins.float
     path: _builtins.str
-    """"push" | "pull" | "load" | "store" | "copy" """
+    """"push" | "pull" | "load" | "store" | "copy" | "ssd_read" | "ssd_write" """
     def __init__(
         self,
         *,
@@ -480,8 +480,11 @@ class Holder(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     num_blocks: _builtins.int
+    ssd_blocks: _builtins.int
+    """of them, those that are on SSD only"""
     @_builtins.property
     def pool(self) -> Global___NodeRef: ...
     def __init__(
@@ -490,10 +493,11 @@ class Holder(_message.Message):
         pool: Global___NodeRef | None = ...,
         first_block: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        ssd_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "num_blocks", b"num_blocks", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "num_blocks", b"num_blocks", "pool", b"pool", "ssd_blocks", b"ssd_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

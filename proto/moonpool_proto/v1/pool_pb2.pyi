@@ -42,6 +42,23 @@ SLOT_EXISTS: SlotStatus.ValueType  # 2
 SLOT_NO_SPACE: SlotStatus.ValueType  # 3
 Global___SlotStatus: _TypeAlias = SlotStatus  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    TIER_DRAM: _Tier.ValueType  # 1
+    TIER_SSD: _Tier.ValueType  # 2
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper): ...
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+TIER_DRAM: Tier.ValueType  # 1
+TIER_SSD: Tier.ValueType  # 2
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 @_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -65,9 +82,15 @@ class DescribeReply(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_BYTES_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
     arena_bytes: _builtins.int
+    ssd_bytes: _builtins.int
+    """0: no SSD tier"""
+    door: _builtins.str
+    """unix socket where processes of this host get the arena and its index mapped; empty: none"""
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
     def __init__(
@@ -77,10 +100,12 @@ class DescribeReply(_message.Message):
         incarnation: _builtins.int = ...,
         endpoint: _common_pb2.Endpoint | None = ...,
         arena_bytes: _builtins.int = ...,
+        ssd_bytes: _builtins.int = ...,
+        door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "endpoint", b"endpoint", "incarnation", b"incarnation", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "door", b"door", "endpoint", b"endpoint", "incarnation", b"incarnation", "node_id", b"node_id", "ssd_bytes", b"ssd_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,6 +122,8 @@ class AllocateRequest(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     owner: _builtins.str
     """node id, for accounting"""
@@ -106,8 +133,16 @@ class AllocateRequest(_message.Message):
     parents: _builtins.bytes
     """16 bytes per block: the preceding block's chain key (zeros for the first)"""
     ttl_s: _builtins.float
+    compute_s: _builtins.float
+    """what computing all these blocks took, 0 = not told"""
     @_builtins.property
     def spec(self) -> _common_pb2.KvSpec: ...
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A partial block: tokens in it, 0 = full. Its key is the tail key of its tokens, its parent the last full block.
+        Empty: all are full.
+        """
+
     def __init__(
         self,
         *,
@@ -118,10 +153,12 @@ class AllocateRequest(_message.Message):
         chain: _builtins.bytes = ...,
         parents: _builtins.bytes = ...,
         ttl_s: _builtins.float = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        compute_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "parents", b"parents", "spec", b"spec", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "compute_s", b"compute_s", "kv_namespace", b"kv_namespace", "num_tokens", b"num_tokens", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "parents", b"parents", "spec", b"spec", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,11 +288,17 @@ class PinRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     OWNER_INCARNATION_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
     owner: _builtins.str
     owner_incarnation: _builtins.int
     lease_s: _builtins.float
+    wait_s: _builtins.float
+    """how long to wait for blocks that are on SSD only; 0: lease what is in DRAM"""
+    tails: _builtins.bool
+    """lease partial blocks that follow the run's last block, too"""
     def __init__(
         self,
         *,
@@ -264,10 +307,12 @@ class PinRequest(_message.Message):
         owner: _builtins.str = ...,
         owner_incarnation: _builtins.int = ...,
         lease_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        tails: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "tails", b"tails", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,8 +326,13 @@ class PinReply(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """empty when nothing matched"""
+    ssd_blocks: _builtins.int
+    """of `blocks`, those that had to come from SSD for this"""
     @_builtins.property
     def key(self) -> _worker_pb2.RemoteKey:
         """grants reading"""
@@ -291,6 +341,12 @@ class PinReply(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.PullBlock]: ...
     @_builtins.property
     def endpoint(self) -> _common_pb2.Endpoint: ...
+    @_builtins.property
+    def spec(self) -> _common_pb2.KvSpec: ...
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tail]:
+        """most recently used first"""
+
     def __init__(
         self,
         *,
@@ -298,14 +354,48 @@ class PinReply(_message.Message):
         key: _worker_pb2.RemoteKey | None = ...,
         blocks: _abc.Iterable[_worker_pb2.PullBlock] | None = ...,
         endpoint: _common_pb2.Endpoint | None = ...,
+        ssd_blocks: _builtins.int = ...,
+        spec: _common_pb2.KvSpec | None = ...,
+        tails: _abc.Iterable[Global___Tail] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "endpoint", b"endpoint", "key", b"key", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "endpoint", b"endpoint", "key", b"key", "lease_id", b"lease_id", "spec", b"spec", "ssd_blocks", b"ssd_blocks", "tails", b"tails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
+
+@_typing.final
+class Tail(_message.Message):
+    """a partial block right after the run: reusable if its tokens are the prompt's next ones"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """16 bytes, the tail key of its tokens"""
+    num_tokens: _builtins.int
+    @_builtins.property
+    def block(self) -> _worker_pb2.PullBlock:
+        """digests over the first `num_tokens` tokens"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        block: _worker_pb2.PullBlock | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "key", b"key", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
@@ -474,6 +564,208 @@ class CopyReply(_message.Message):
 Global___CopyReply: _TypeAlias = CopyReply  # noqa: Y015
 
 @_typing.final
+class PrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    chain: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+        chain: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADING_FIELD_NUMBER: _builtins.int
+    loading: _builtins.int
+    """blocks on their way from SSD"""
+    def __init__(
+        self,
+        *,
+        loading: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
+
+@_typing.final
+class HintRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    OTHER_REPLICAS_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    chain: _builtins.bytes
+    @_builtins.property
+    def other_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per block"""
+
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+        chain: _builtins.bytes = ...,
+        other_replicas: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "other_replicas", b"other_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintRequest: _TypeAlias = HintRequest  # noqa: Y015
+
+@_typing.final
+class HintReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintReply: _TypeAlias = HintReply  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEY_PREFIX_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    """empty: any"""
+    key_prefix: _builtins.bytes
+    """leading bytes of the chain key"""
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+        key_prefix: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_prefix", b"key_prefix", "kv_namespace", b"kv_namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class FlushRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    DRAM_ONLY_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    """empty: all"""
+    dram_only: _builtins.bool
+    """write what is not on SSD there, then empty DRAM; else remove the blocks everywhere here"""
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+        dram_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_only", b"dram_only", "kv_namespace", b"kv_namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushRequest: _TypeAlias = FlushRequest  # noqa: Y015
+
+@_typing.final
+class FlushReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    removed: _builtins.int
+    kept: _builtins.int
+    """in use"""
+    def __init__(
+        self,
+        *,
+        removed: _builtins.int = ...,
+        kept: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushReply: _TypeAlias = FlushReply  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    """empty: all"""
+    def __init__(
+        self,
+        *,
+        kv_namespace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_namespace", b"kv_namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKED_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    checked: _builtins.int
+    total: _builtins.int
+    corrupt: _builtins.int
+    """taken out of the pool"""
+    def __init__(
+        self,
+        *,
+        checked: _builtins.int = ...,
+        total: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked", b"checked", "corrupt", b"corrupt", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyProgress: _TypeAlias = VerifyProgress  # noqa: Y015
+
+@_typing.final
 class EventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -537,20 +829,24 @@ Global___PoolEvents: _TypeAlias = PoolEvents  # noqa: Y015
 class BlockRun(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TIER_FIELD_NUMBER: _builtins.int
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """stored: the fastest tier that the blocks are in now, also when they were known in another"""
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
     """16 bytes per block; every group of the block is sealed (stored) or any is gone (removed)"""
     def __init__(
         self,
         *,
+        tier: Global___Tier.ValueType = ...,
         kv_namespace: _builtins.bytes = ...,
         chain: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

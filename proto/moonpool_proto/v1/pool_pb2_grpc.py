@@ -86,6 +86,31 @@ class PoolStub:
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/moonpool.v1.Pool/Prefetch',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.PrefetchReply.FromString,
+                _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/moonpool.v1.Pool/Hint',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.HintReply.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/moonpool.v1.Pool/Inspect',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.InspectRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+                _registered_method=True)
+        self.Flush = channel.unary_unary(
+                '/moonpool.v1.Pool/Flush',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.FlushRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.FlushReply.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/moonpool.v1.Pool/Verify',
+                request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.VerifyProgress.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/moonpool.v1.Pool/Events',
                 request_serializer=moonpool__proto_dot_v1_dot_pool__pb2.EventsRequest.SerializeToString,
@@ -171,6 +196,39 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
+        """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flush(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued.
         """
@@ -242,6 +300,31 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Copy,
                     request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.PrefetchRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.PrefetchReply.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.HintReply.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.InspectRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
+            ),
+            'Flush': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flush,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.FlushRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.FlushReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=moonpool__proto_dot_v1_dot_pool__pb2.VerifyRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_pool__pb2.VerifyProgress.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -530,6 +613,141 @@ class Pool:
             '/moonpool.v1.Pool/Copy',
             moonpool__proto_dot_v1_dot_pool__pb2.CopyRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_pool__pb2.CopyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Pool/Prefetch',
+            moonpool__proto_dot_v1_dot_pool__pb2.PrefetchRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Pool/Hint',
+            moonpool__proto_dot_v1_dot_pool__pb2.HintRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.HintReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Pool/Inspect',
+            moonpool__proto_dot_v1_dot_pool__pb2.InspectRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Pool/Flush',
+            moonpool__proto_dot_v1_dot_pool__pb2.FlushRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.FlushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.v1.Pool/Verify',
+            moonpool__proto_dot_v1_dot_pool__pb2.VerifyRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_pool__pb2.VerifyProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,14 @@ class PoolStub:
     """Remove blocks found corrupt by a reader."""
     Copy: _grpc.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]
+    """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+    Hint: _grpc.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]
+    """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]
+    """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+    Flush: _grpc.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]
+    Verify: _grpc.UnaryStreamMultiCallable[_pool_pb2.VerifyRequest, _pool_pb2.VerifyProgress]
     Events: _grpc.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]
     """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
@@ -72,6 +80,14 @@ class PoolAsyncStub(PoolStub):
     """Remove blocks found corrupt by a reader."""
     Copy: _aio.UnaryUnaryMultiCallable[_pool_pb2.CopyRequest, _pool_pb2.CopyReply]  # type: ignore[assignment]
     """Copy blocks from another pool node into this one (hot-spot replication)."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_pool_pb2.PrefetchRequest, _pool_pb2.PrefetchReply]  # type: ignore[assignment]
+    """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+    Hint: _aio.UnaryUnaryMultiCallable[_pool_pb2.HintRequest, _pool_pb2.HintReply]  # type: ignore[assignment]
+    """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_pool_pb2.InspectRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+    Flush: _aio.UnaryUnaryMultiCallable[_pool_pb2.FlushRequest, _pool_pb2.FlushReply]  # type: ignore[assignment]
+    Verify: _aio.UnaryStreamMultiCallable[_pool_pb2.VerifyRequest, _pool_pb2.VerifyProgress]  # type: ignore[assignment]
     Events: _aio.UnaryStreamMultiCallable[_pool_pb2.EventsRequest, _pool_pb2.PoolEvents]  # type: ignore[assignment]
     """Sequenced events; a snapshot first unless (incarnation, after_seq) can be continued."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
@@ -153,6 +169,44 @@ class PoolServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pool_pb2.CopyReply, _abc.Awaitable[_pool_pb2.CopyReply]]:
         """Copy blocks from another pool node into this one (hot-spot replication)."""
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _pool_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.PrefetchReply, _abc.Awaitable[_pool_pb2.PrefetchReply]]:
+        """Begin to bring blocks of a waiting request from SSD to DRAM; answers at once, holds nothing."""
+
+    @_abc_1.abstractmethod
+    def Hint(
+        self,
+        request: _pool_pb2.HintRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.HintReply, _abc.Awaitable[_pool_pb2.HintReply]]:
+        """How many other pool nodes hold these blocks: what is elsewhere too is evicted sooner, a last copy later."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _pool_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
+        """For people: one block in full, as JSON; drop what nobody uses; read everything back and check it."""
+
+    @_abc_1.abstractmethod
+    def Flush(
+        self,
+        request: _pool_pb2.FlushRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pool_pb2.FlushReply, _abc.Awaitable[_pool_pb2.FlushReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _pool_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pool_pb2.VerifyProgress], _abc.AsyncIterator[_pool_pb2.VerifyProgress]]: ...
 
     @_abc_1.abstractmethod
     def Events(

@@ -333,6 +333,9 @@ class Timing(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    CACHED_DRAM_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """counted where the KV was used"""
     queue_s: _builtins.float
@@ -343,6 +346,14 @@ class Timing(_message.Message):
     """reused KV"""
     prefill_s: _builtins.float
     """first step to first token"""
+    cached_dram_tokens: _builtins.int
+    """Of cached_tokens, where the KV was found; the rest in the worker's own pages:
+    this host's pool
+    """
+    cached_ssd_tokens: _builtins.int
+    """this host's pool, from SSD"""
+    cached_remote_tokens: _builtins.int
+    """another host's pool"""
     def __init__(
         self,
         *,
@@ -350,10 +361,13 @@ class Timing(_message.Message):
         queue_s: _builtins.float = ...,
         load_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        cached_dram_tokens: _builtins.int = ...,
+        cached_ssd_tokens: _builtins.int = ...,
+        cached_remote_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

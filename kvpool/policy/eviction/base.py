@@ -1,0 +1,70 @@
+"""What a tier tells its eviction policy of a block, and what it asks. No tier, tree or lease lives here.
+
+The tier knows the tree and the leases; the policy only orders. A block is *offered* whenever it may be taken: it is
+sealed, nobody has leased it and no block of the tier follows it (leaf first). A policy may keep what it was offered in
+any structure with stale entries in it: `pop` asks `may_take` before it takes a block.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["EvictionPolicy", "Resident", "Use"]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One request's use of blocks: a look-up that found them, or the put that stored them."""
+
+    now_ns: int
+    request_blocks: int = 0  # blocks of the whole prompt (and answer) that the request is about; 0 = not known
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One block in one tier. The tier keeps the facts up to date; `rank`, `hits` and `state` are the policy's own."""
+
+    key: object  # hashable, unique within the tier; stable when a block comes back
+    parent: object  # the key of the block before it; None for a prompt's first
+    nbytes: int
+    depth: int = 0  # blocks before it in its chain, as far as known
+    cost_s: float = 0.0  # what computing it took, 0 = not known
+    num_tokens: int = 0  # of a partial block; 0 = full
+    replicas: int = 0  # copies on other nodes, as last told
+    kept_below: bool = False  # a slower tier has it too: leaving here loses nothing but time
+    born_ns: int = 0
+    used_ns: int = 0
+    hits: int = 0  # uses after the one that stored it
+    rank: float = 0.0
+    state: object = None
+
+
+class EvictionPolicy(ABC):
+    """Orders the blocks of one tier by what is lost with them."""
+
+    def admits(self, block: Resident, use: Use) -> bool:
+        """Whether a block that is not here is worth a place when something else must leave for it. Default: always."""
+        return True
+
+    @abstractmethod
+    def insert(self, block: Resident, use: Use) -> None:
+        """The block is in the tier from now on; `block.key` may have been here before (ghosts)."""
+
+    @abstractmethod
+    def hit(self, block: Resident, use: Use) -> None:
+        """A request used the block. A prompt's blocks come in order, first to last."""
+
+    @abstractmethod
+    def offer(self, block: Resident) -> None:
+        """The block may be taken from now on, until `may_take` says otherwise. May be told again for the same block."""
+
+    @abstractmethod
+    def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
+        """Choose and forget the block that is missed least; None when none that was offered may be taken.
+
+        An offered block that may not be taken now is skipped; it is offered again when that changes.
+        """
+
+    @abstractmethod
+    def remove(self, block: Resident) -> None:
+        """The block has left for another reason than `pop`: removed, corrupt, moved."""
