@@ -1,4 +1,4 @@
-"""Who leaves a full tier: pluggable policies behind one interface. Pure; the live pool and the simulator drive the same."""
+"""Who leaves a full tier: policies behind one interface. Pure; the live pool and the simulator drive the same ones."""
 
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 
