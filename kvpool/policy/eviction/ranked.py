@@ -1,0 +1,103 @@
+"""A queue of blocks by rank: the lowest that may be taken is wanted next. What the simple policies are made of.
+
+Ranks only rise while a block is queued. So an entry of the heap may lie about a block, but only ever too low: it is put
+right when it comes to the top, and a block never has more than one entry. What is offered and may not be taken loses
+its entry; what leaves otherwise leaves a dead one, and dead entries are swept out before they outnumber the others.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.policy.eviction.base import Resident
+
+__all__ = ["RankedQueue"]
+
+Rank = tuple[int, ...]
+
+
+class _Place:
+    """A block's rank now, and whether the heap has an entry for it. Kept in `Resident.state`."""
+
+    __slots__ = ("block", "queued", "rank")
+
+    def __init__(self, block: Resident, rank: Rank) -> None:
+        self.block: Resident | None = block
+        self.rank = rank
+        self.queued = False
+
+
+class RankedQueue:
+    """Blocks of one tier, or of one of a policy's lists. Ranks differ from block to block and are tuples of one length.
+
+    Every operation takes O(log n), spread over many.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, _Place]] = []
+        self._num_blocks = 0
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the heap, dead ones included: never more than twice the blocks, and 64."""
+        return len(self._heap)
+
+    def add(self, block: Resident, rank: Rank) -> None:
+        """The block is in this queue from now on, not yet offered."""
+        block.state = _Place(block, rank)
+        self._num_blocks += 1
+
+    def raise_rank(self, block: Resident, rank: Rank) -> None:
+        """A new rank, above the block's last one."""
+        _place(block).rank = rank
+
+    def offer(self, block: Resident) -> None:
+        """The block may be taken; to say so again changes nothing."""
+        place = _place(block)
+        if not place.queued:
+            place.queued = True
+            heapq.heappush(self._heap, (place.rank, place))
+
+    def take(self, may_take: Callable[[Resident], bool]) -> Resident | None:
+        """Take out the block of the lowest rank among those offered that may be taken; None when there is none."""
+        heap = self._heap
+        while heap:
+            rank, place = heap[0]
+            block = place.block
+            if block is None:
+                heapq.heappop(heap)
+                self._num_dead -= 1
+            elif place.rank != rank:
+                heapq.heapreplace(heap, (place.rank, place))
+            else:
+                heapq.heappop(heap)
+                place.queued = False
+                if may_take(block):
+                    self._forget(place, block)
+                    return block
+        return None
+
+    def discard(self, block: Resident) -> None:
+        """The block is in this queue no more."""
+        place = _place(block)
+        self._forget(place, block)
+        self._num_dead += place.queued
+        if 2 * self._num_dead > len(self._heap) + 64:
+            self._heap = [entry for entry in self._heap if entry[1].block is not None]
+            heapq.heapify(self._heap)
+            self._num_dead = 0
+
+    def _forget(self, place: _Place, block: Resident) -> None:
+        place.block = None
+        block.state = None
+        self._num_blocks -= 1
+
+
+def _place(block: Resident) -> _Place:
+    place: Any = block.state
+    assert place is not None, "a block that the policy was not told of, or has forgotten"
+    return place  # type: ignore[no-any-return]
