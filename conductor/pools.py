@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from conductor.core import Core
 from conductor.policy.decisions import Copy
 from conductor.policy.events import CopyFinished
-from kvpool import Directory, KvPoolError, keys_from_bytes
+from kvpool import Directory, KvPoolError, Match, keys_from_bytes
 from kvpool.client import PoolClient
 from kvpool.directory_feed import follow_pool_events
 from messenger import MessengerError
@@ -54,7 +54,7 @@ class Pools:
         self._disconnect(node_id)
         self.directory.drop_node(node_id)
 
-    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
+    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, Match]:
         """Leading blocks of the chain held, per pool node that holds any."""
         return self.directory.match(kv_namespace, keys)
 

@@ -16,6 +16,7 @@ from conductor.policy.events import (
     Role,
     TransferSample,
 )
+from kvpool import Match
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "rejection", "report"]
@@ -65,10 +66,10 @@ def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
 
 
 def arrived(
-    request: conductor_pb2.ScheduleRequest, kv_namespace: bytes, matches: Mapping[str, int], keys: Sequence[int]
+    request: conductor_pb2.ScheduleRequest, kv_namespace: bytes, matches: Mapping[str, Match], keys: Sequence[int]
 ) -> RequestArrived:
-    """`matches`: pool node -> leading blocks of `kv_namespace` held; `keys`: uint64 per full block."""
-    longest = max(matches.values(), default=0)
+    """`matches`: what each pool node holds of `kv_namespace`; `keys`: uint64 per full block."""
+    longest = max((match.blocks for match in matches.values()), default=0)
     # The same prompt for another model is another prefix: the namespace tells them apart.
     match_key = keys[longest - 1] ^ int.from_bytes(kv_namespace[:8], "little") if longest else 0
     return RequestArrived(
@@ -78,7 +79,7 @@ def arrived(
         model=request.model,
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens,
-        matches=tuple(sorted(matches.items())),
+        matches=tuple(sorted((pool, match.blocks) for pool, match in matches.items())),
         match_key=match_key,
         generated=request.generated,
         excluded=tuple(sorted(set(request.exclude_nodes))),

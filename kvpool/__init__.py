@@ -13,7 +13,7 @@ from kvpool.address import (
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
-from kvpool.directory import Directory, DirectoryState
+from kvpool.directory import Directory, DirectoryState, Match
 from kvpool.directory_feed import follow_pool_events
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
@@ -29,6 +29,7 @@ __all__ = [
     "KvPoolError",
     "KvSpec",
     "Lease",
+    "Match",
     "Namespace",
     "PoolClient",
     "PoolDescription",

@@ -7,6 +7,7 @@ and came without a gap, DEGRADED otherwise (never silently stale).
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from kvpool.address import KEY_NBYTES, Namespace, keys_from_bytes, keys_u64
 from kvpool.directory_table import DirectoryTable, warm_up
 from kvpool.errors import AddressError
 from kvpool.events import BlockRun, PoolEvents
+from kvpool.tiers import Tier
 
-__all__ = ["Directory", "DirectoryState"]
+__all__ = ["Directory", "DirectoryState", "Match"]
 
 
 class DirectoryState(enum.Enum):
@@ -24,6 +26,13 @@ class DirectoryState(enum.Enum):
 
     EXACT = "exact"
     DEGRADED = "degraded"
+
+
+class Match(NamedTuple):
+    """What one node holds of a chain."""
+
+    blocks: int  # the leading run
+    ssd_blocks: int  # of these, how many are on SSD only
 
 
 @dataclass
@@ -43,6 +52,7 @@ class Directory:
     def __init__(self) -> None:
         warm_up()
         self._tables: dict[Namespace, DirectoryTable] = {}
+        self._on_ssd: dict[Namespace, DirectoryTable] = {}  # of the held, those that are on SSD only
         self._nodes: dict[str, _Node] = {}
         self._numbers: list[str | None] = []
 
@@ -71,17 +81,23 @@ class Directory:
         known.seq, known.state = events.seq, DirectoryState.EXACT
         return True
 
-    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> dict[str, int]:
-        """How many leading blocks of the chain (uint64 [n], see `keys_u64`) each node holds.
+    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> dict[str, Match]:
+        """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`).
 
         Nodes with none are left out; the others come in the order of their ids.
         """
         table = self._tables.get(kv_namespace)
         if table is None or not len(keys):
             return {}
-        lengths = table.match(np.ascontiguousarray(keys, np.uint64), len(self._numbers))
-        held = {self._numbers[i]: int(lengths[i]) for i in np.flatnonzero(lengths)}
-        return {node: held[node] for node in sorted(name for name in held if name is not None)}
+        keys = np.ascontiguousarray(keys, np.uint64)
+        lengths = table.match(keys, len(self._numbers))
+        on_ssd = self._on_ssd.get(kv_namespace)
+        held: dict[str, Match] = {}
+        for i in np.flatnonzero(lengths).tolist():
+            name, length = self._numbers[i], int(lengths[i])
+            if name is not None:
+                held[name] = Match(length, on_ssd.count(i, keys[:length]) if on_ssd is not None else 0)
+        return {node: held[node] for node in sorted(held)}
 
     def mark_degraded(self, node: str) -> None:
         """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped."""
@@ -153,21 +169,34 @@ class Directory:
         if len(keys):
             table = self._tables.setdefault(run.kv_namespace, DirectoryTable())
             known.num_blocks += table.add(known.number, keys)
+            if run.tier is Tier.SSD:
+                self._on_ssd.setdefault(run.kv_namespace, DirectoryTable()).add(known.number, keys)
+            else:
+                self._leave_ssd(known, run.kv_namespace, keys)
 
     def _remove(self, known: _Node, run: BlockRun) -> None:
         table = self._tables.get(run.kv_namespace)
         if table is not None:
-            known.num_blocks -= table.remove(known.number, _short_keys(run))
+            keys = _short_keys(run)
+            known.num_blocks -= table.remove(known.number, keys)
+            self._leave_ssd(known, run.kv_namespace, keys)
             self._drop_if_empty(run.kv_namespace)
+
+    def _leave_ssd(self, known: _Node, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> None:
+        if kv_namespace in self._on_ssd:
+            self._on_ssd[kv_namespace].remove(known.number, keys)
 
     def _forget_blocks(self, known: _Node) -> None:
         for kv_namespace in list(self._tables):
             known.num_blocks -= self._tables[kv_namespace].remove_all(known.number)
+            if kv_namespace in self._on_ssd:
+                self._on_ssd[kv_namespace].remove_all(known.number)
             self._drop_if_empty(kv_namespace)
 
     def _drop_if_empty(self, kv_namespace: Namespace) -> None:
         if self._tables[kv_namespace].num_alive == 0:
             del self._tables[kv_namespace]
+            self._on_ssd.pop(kv_namespace, None)
 
 
 def _short_keys(run: BlockRun) -> NDArray[np.uint64]:

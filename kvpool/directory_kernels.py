@@ -20,8 +20,8 @@ _S32 = np.uint64(32)
 
 
 @functools.cache
-def directory_kernels() -> tuple[Any, Any, Any]:
-    """(`set_bit`, `clear_bit`, `match`), compiled or loaded at the first call."""
+def directory_kernels() -> tuple[Any, Any, Any, Any]:
+    """(`set_bit`, `clear_bit`, `match`, `count`), compiled or loaded at the first call."""
     keys, used = types.Array(types.uint64, 1, "C"), types.Array(types.uint8, 1, "C")
     masks, queries = types.Array(types.uint64, 2, "C"), types.Array(types.uint64, 1, "C", readonly=True)
     counts = types.UniTuple(types.int64, 3)  # type: ignore[no-untyped-call]
@@ -31,6 +31,7 @@ def directory_kernels() -> tuple[Any, Any, Any]:
         compiled(_set_bit, counts(*table, types.int64, types.uint64)),
         compiled(_clear_bit, counts(*table, types.int64, types.uint64)),
         compiled(_match, types.void(*table, types.Array(types.int64, 1, "C"))),
+        compiled(_count, types.int64(*table, types.int64, types.uint64)),
     )
 
 
@@ -80,6 +81,15 @@ def _clear_bit(keys: Any, used: Any, masks: Any, queries: Any, word: Any, bit: A
             alive |= masks[at, w] != 0
         new_dead += not alive
     return 0, new_dead, cleared
+
+
+def _count(keys: Any, used: Any, masks: Any, queries: Any, word: Any, bit: Any) -> Any:
+    """How many queries have the bit set."""
+    count = 0
+    for i in range(len(queries)):
+        at = _find(keys, used, queries[i])
+        count += used[at] and masks[at, word] & bit != 0
+    return count
 
 
 def _match(keys: Any, used: Any, masks: Any, queries: Any, lengths: Any) -> None:

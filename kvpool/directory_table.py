@@ -22,7 +22,7 @@ class DirectoryTable:
     def add(self, node: int, keys: NDArray[np.uint64]) -> int:
         """Node `node` holds `keys` too. Returns how many it did not hold before."""
         self._reserve(len(keys), node // _NODES_PER_WORD + 1)
-        set_bit, _, _ = _kernels()
+        set_bit, _, _, _ = _kernels()
         new_used, new_alive, added = set_bit(self._keys, self._used, self._masks, keys, *_word_and_bit(node))
         self._num_used += new_used
         self.num_alive += new_alive
@@ -33,7 +33,7 @@ class DirectoryTable:
         word, bit = _word_and_bit(node)
         if word >= self._masks.shape[1]:
             return 0
-        _, clear_bit, _ = _kernels()
+        _, clear_bit, _, _ = _kernels()
         _, new_dead, removed = clear_bit(self._keys, self._used, self._masks, keys, word, bit)
         self.num_alive -= new_dead
         return int(removed)
@@ -53,6 +53,13 @@ class DirectoryTable:
         lengths = np.zeros(num_nodes, np.int64)
         _kernels()[2](self._keys, self._used, self._masks, keys, lengths)
         return lengths
+
+    def count(self, node: int, keys: NDArray[np.uint64]) -> int:
+        """How many of `keys` node `node` holds."""
+        word, bit = _word_and_bit(node)
+        if word >= self._masks.shape[1]:
+            return 0
+        return int(_kernels()[3](self._keys, self._used, self._masks, keys, word, bit))
 
     def num_held(self, node: int) -> int:
         """How many keys node `node` holds, counted afresh."""
@@ -88,7 +95,7 @@ class DirectoryTable:
             capacity *= 2
         self._allocate(capacity, words)
         self._num_used = len(keys)
-        set_bit, _, _ = _kernels()
+        set_bit, _, _, _ = _kernels()
         for word in range(masks.shape[1]):
             for b in range(_NODES_PER_WORD):
                 bit = np.uint64(1 << b)
@@ -106,7 +113,7 @@ def _word_and_bit(node: int) -> tuple[int, np.uint64]:
     return node // _NODES_PER_WORD, np.uint64(1 << (node % _NODES_PER_WORD))
 
 
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels() -> tuple[Any, Any, Any, Any]:
     # numba takes half a second to import, and a process that only computes addresses never needs it.
     from kvpool.directory_kernels import directory_kernels
 

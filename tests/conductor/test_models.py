@@ -7,6 +7,7 @@ from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost
 from conductor.wire import arrived
+from kvpool import Match
 from moonpool_proto.v1 import conductor_pb2
 
 
@@ -113,7 +114,7 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
             max_new_tokens=8,
             exclude_nodes=[f"{model}-prefill-0"],
         )
-        _, copy = c.send(arrived(ask, namespace, {"pool-0": 10}, keys))
+        _, copy = c.send(arrived(ask, namespace, {"pool-0": Match(10, 0)}, keys))
         copies.append(copy)
     assert {(copy.source, copy.target) for copy in copies} == {("pool-0", "pool-1")}
     assert copies[0].match_key != copies[1].match_key

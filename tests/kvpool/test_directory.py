@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool import BlockRun, Directory, DirectoryState, PoolEvents, keys_from_bytes, keys_u64
+from kvpool import BlockRun, Directory, DirectoryState, Match, PoolEvents, keys_from_bytes, keys_u64
 from kvpool.errors import AddressError
+from kvpool.tiers import Tier
 
 NS = b"n" * 16
 OTHER = b"o" * 16
@@ -19,8 +20,8 @@ def key(i: int) -> bytes:
     return i.to_bytes(8, "little") + bytes(8)
 
 
-def run(*blocks: int, ns: bytes = NS) -> BlockRun:
-    return BlockRun(ns, b"".join(map(key, blocks)))
+def run(*blocks: int, ns: bytes = NS, tier: Tier = Tier.DRAM) -> BlockRun:
+    return BlockRun(ns, b"".join(map(key, blocks)), tier)
 
 
 def short(*blocks: int) -> np.ndarray:
@@ -36,7 +37,7 @@ def test_match_is_the_leading_run_of_each_node_in_order_of_node_id() -> None:
     assert directory.apply("b", snapshot(run(1, 2, 3, 5)))
     assert directory.apply("a", snapshot(run(1, 2)))
     assert directory.apply("c", snapshot(run(2, 3)))
-    assert list(directory.match(NS, short(1, 2, 3, 4, 5)).items()) == [("a", 2), ("b", 3)]
+    assert list(directory.match(NS, short(1, 2, 3, 4, 5)).items()) == [("a", Match(2, 0)), ("b", Match(3, 0))]
     assert directory.match(OTHER, short(1)) == {}
     assert directory.match(NS, short()) == {}
 
@@ -47,7 +48,7 @@ def test_events_that_continue_the_stream_are_taken_in() -> None:
     assert directory.apply("a", PoolEvents(1, 8, stored=(run(2),)))
     assert directory.apply("a", PoolEvents(1, 10, removed=(run(1),), stored=(run(3),)))
     assert directory.apply("a", PoolEvents(1, 10))
-    assert directory.match(NS, short(2, 3)) == {"a": 2}
+    assert directory.match(NS, short(2, 3)) == {"a": Match(2, 0)}
     assert directory.match(NS, short(1)) == {}
     assert directory.position("a") == (1, 10)
 
@@ -59,7 +60,7 @@ def test_a_gap_is_refused_and_shows_as_degraded_until_a_snapshot() -> None:
     assert directory.state("a") is DirectoryState.DEGRADED
     assert directory.position("a") == (0, 0)
     assert not directory.apply("a", PoolEvents(1, 6, stored=(run(3),)))
-    assert directory.match(NS, short(1)) == {"a": 1}
+    assert directory.match(NS, short(1)) == {"a": Match(1, 0)}
     assert directory.apply("a", snapshot(run(4), seq=6))
     assert directory.state("a") is DirectoryState.EXACT
     assert directory.match(NS, short(1)) == {}
@@ -69,10 +70,10 @@ def test_former_contents_serve_until_the_snapshot_of_the_same_incarnation_is_com
     directory = Directory()
     directory.apply("a", snapshot(run(1)))
     directory.apply("a", PoolEvents(1, 3, snapshot_begin=True, stored=(run(2),)))
-    assert directory.match(NS, short(1)) == {"a": 1}
+    assert directory.match(NS, short(1)) == {"a": Match(1, 0)}
     assert directory.state("a") is DirectoryState.DEGRADED
     directory.apply("a", PoolEvents(1, 3, snapshot_end=True, stored=(run(3),)))
-    assert [directory.match(NS, short(i)) for i in (1, 2, 3)] == [{}, {"a": 1}, {"a": 1}]
+    assert [directory.match(NS, short(i)) for i in (1, 2, 3)] == [{}, {"a": Match(1, 0)}, {"a": Match(1, 0)}]
 
 
 def test_a_restarted_node_holds_nothing_at_once() -> None:
@@ -93,7 +94,7 @@ def test_a_broken_stream_degrades_and_its_continuation_makes_exact_again() -> No
     assert directory.position("a") == (1, 4)
     assert directory.apply("a", PoolEvents(1, 5, stored=(run(2),)))
     assert directory.state("a") is DirectoryState.EXACT
-    assert directory.match(NS, short(1, 2)) == {"a": 2}
+    assert directory.match(NS, short(1, 2)) == {"a": Match(2, 0)}
 
 
 def test_a_dropped_node_is_forgotten_and_its_number_used_again() -> None:
@@ -101,10 +102,10 @@ def test_a_dropped_node_is_forgotten_and_its_number_used_again() -> None:
     for name in ("a", "b"):
         directory.apply(name, snapshot(run(1), run(9, ns=OTHER)))
     directory.drop_node("a")
-    assert directory.match(NS, short(1)) == {"b": 1}
+    assert directory.match(NS, short(1)) == {"b": Match(1, 0)}
     assert directory.state("a") is DirectoryState.DEGRADED
     directory.apply("c", snapshot(run(2)))
-    assert directory.match(NS, short(1)) == {"b": 1}
+    assert directory.match(NS, short(1)) == {"b": Match(1, 0)}
     directory.drop_node("b")
     directory.drop_node("c")
     assert directory.nodes == []
@@ -117,7 +118,21 @@ def test_two_hundred_nodes_and_ten_thousand_blocks() -> None:
         directory.apply(f"n{i:03}", snapshot(run(*range(i % 50))))
     directory.apply("big", snapshot(run(*range(10_000))))
     matches = directory.match(NS, short(*range(100)))
-    assert matches == {"big": 100} | {f"n{i:03}": i % 50 for i in range(200) if i % 50}
+    assert matches == {"big": Match(100, 0)} | {f"n{i:03}": Match(i % 50, 0) for i in range(200) if i % 50}
+    assert directory.validate() == []
+
+
+def test_a_stored_run_moves_known_blocks_between_tiers() -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(1, 2, 3), run(9, tier=Tier.SSD), run(4, tier=Tier.SSD, ns=OTHER)))
+    assert directory.match(NS, short(1, 2, 3, 9)) == {"a": Match(4, 1)}
+    directory.apply("a", PoolEvents(1, 2, stored=(run(2, 3, tier=Tier.SSD), run(9))))
+    assert directory.match(NS, short(1, 2, 3, 9)) == {"a": Match(4, 2)}
+    directory.apply("a", PoolEvents(1, 3, removed=(run(3),)))
+    directory.apply("a", PoolEvents(1, 4, stored=(run(3),)))
+    assert directory.match(NS, short(1, 2, 3, 9)) == {"a": Match(4, 1)}
+    assert directory.match(OTHER, short(4)) == {"a": Match(1, 1)}
+    assert directory.num_blocks("a") == 5
     assert directory.validate() == []
 
 
@@ -174,7 +189,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def match(self, ns: bytes, start: int, length: int) -> None:
         chain = range(start, start + length)
         want = {
-            node: depth
+            node: Match(depth, 0)
             for node, held in sorted(self.model.items())
             if (depth := sum(1 for _ in itertools.takewhile(held.__contains__, ((ns, b) for b in chain))))
         }

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvpool import Directory, DirectoryState, PoolEvents, follow_pool_events, keys_u64
+from kvpool import Directory, DirectoryState, Match, PoolEvents, follow_pool_events, keys_u64
 from messenger import MessengerConfig
 from messenger.control import start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
@@ -37,7 +37,8 @@ class Follower:
 
     def holds(self, ns: bytes, chain: Any, n: int, state: DirectoryState = EXACT) -> Callable[[], Any]:
         async def so() -> bool:
-            return self.directory.state("p") is state and self.directory.match(ns, keys_u64(chain)).get("p", 0) == n
+            held = self.directory.match(ns, keys_u64(chain)).get("p", Match(0, 0))
+            return self.directory.state("p") is state and held == Match(n, 0)
 
         return so
 
