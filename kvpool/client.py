@@ -5,7 +5,7 @@ of `kvpool.errors` when it refuses.
 """
 
 import json
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvpool.address import check_chain
 from kvpool.errors import CopyFailed, PoolRefused, PutLost, SpecMismatch
-from kvpool.handles import Lease, PoolDescription, PutTicket, from_pull_blocks, pull_blocks
+from kvpool.handles import Flushed, Lease, PoolDescription, PutTicket, Verified, pull_blocks
 from kvpool.policy.records import SlotStatus
 from kvpool.spec import KvSpec
 from messenger import Endpoint, RemoteKey
@@ -24,6 +24,10 @@ from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 __all__ = ["PoolClient"]
 
 T = TypeVar("T")
+
+# A pool node decides on these calls in milliseconds, so one that needs longer hangs or is overloaded, and what it could
+# give costs less to compute. Below the 5 s after which the conductor suspects a silent node.
+_ANSWER_S = 3.0
 
 _REFUSALS: dict[str, type[Exception]] = {
     "NOT_FOUND": PutLost,
@@ -46,7 +50,9 @@ class PoolClient:
         """Asks afresh: a node that restarted has another incarnation."""
         reply = await self._call("Describe", self._stub().Describe(pool_pb2.DescribeRequest()), deadline_s)
         endpoint = Endpoint.from_proto(reply.endpoint)
-        self._description = PoolDescription(reply.node_id, reply.incarnation, endpoint, reply.arena_bytes)
+        self._description = PoolDescription(
+            reply.node_id, reply.incarnation, endpoint, reply.arena_bytes, reply.ssd_bytes, reply.door
+        )
         return self._description
 
     async def allocate(
@@ -57,12 +63,16 @@ class PoolClient:
         parents: NDArray[np.uint8],
         *,
         ttl_s: float,
-        deadline_s: float = 10,
+        num_tokens: Sequence[int] = (),
+        compute_s: float = 0.0,
+        deadline_s: float = _ANSWER_S,
     ) -> PutTicket:
         """Slots for those of the blocks [n, 16] that are not there yet; seal within `ttl_s`.
 
-        `parents` [n, 16] are the keys of the blocks before, zeros for a prompt's first. Raises SpecMismatch when the
-        namespace is stored there under another spec, PoolRefused when a block cannot fit or the chain is malformed.
+        `parents` [n, 16] are the keys of the blocks before, zeros for a prompt's first. `num_tokens` per block where
+        some are partial (0 = full; the key is then a tail key); `compute_s`: what computing all of them took, as far as
+        known. Raises SpecMismatch when the namespace is stored there under another spec, PoolRefused when a block
+        cannot fit or the chain is malformed.
         """
         if self._description is None:
             await self.describe(deadline_s=deadline_s)
@@ -74,6 +84,8 @@ class PoolClient:
             chain=check_chain(chain).tobytes(),
             parents=check_chain(parents).tobytes(),
             ttl_s=ttl_s,
+            num_tokens=num_tokens,
+            compute_s=compute_s,
         )
         reply = await self._call("Allocate", self._stub().Allocate(request), deadline_s)
         status = [SlotStatus(value) for value in reply.status]
@@ -102,22 +114,53 @@ class PoolClient:
             await self._call("AbortPut", self._stub().AbortPut(request), deadline_s)
 
     async def pin(
-        self, kv_namespace: bytes, chain: NDArray[np.uint8], *, lease_s: float, deadline_s: float = 10
+        self,
+        kv_namespace: bytes,
+        chain: NDArray[np.uint8],
+        *,
+        lease_s: float,
+        wait_s: float = 0.0,
+        tails: bool = False,
+        deadline_s: float | None = None,
     ) -> Lease | None:
-        """Lease the longest run of sealed blocks at the start of `chain` [n, 16]; None when its first is not there."""
+        """Lease the longest run of sealed blocks at the start of `chain` [n, 16]; None when its first is not there.
+
+        Blocks on SSD belong to the run as far as they can be brought to DRAM within `wait_s`; nothing is waited for
+        where there are none. With `tails`, partial blocks that follow the run's last block are leased too (if the chain
+        is empty, those that begin a prompt). `deadline_s`: 3 s above `wait_s` where not given.
+        """
         request = pool_pb2.PinRequest(
             kv_namespace=kv_namespace,
             chain=check_chain(chain).tobytes(),
             owner=self._owner,
             owner_incarnation=self._owner_incarnation,
             lease_s=lease_s,
+            wait_s=wait_s,
+            tails=tails,
         )
+        deadline_s = wait_s + _ANSWER_S if deadline_s is None else deadline_s
         reply = await self._call("Pin", self._stub().Pin(request), deadline_s)
-        if not reply.lease_id:
-            return None
-        offsets, digests = from_pull_blocks(list(reply.blocks), None)
-        key, endpoint = RemoteKey.unpack(reply.key.packed), Endpoint.from_proto(reply.endpoint)
-        return Lease(reply.lease_id, key, endpoint, offsets, digests, chain[: len(reply.blocks)])
+        return Lease.from_pin_reply(reply, chain) if reply.lease_id else None
+
+    async def prefetch(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = _ANSWER_S) -> int:
+        """Begin to bring a waiting request's blocks from SSD to DRAM, holding nothing. How many are on their way."""
+        request = pool_pb2.PrefetchRequest(kv_namespace=kv_namespace, chain=check_chain(chain).tobytes())
+        reply = await self._call("Prefetch", self._stub().Prefetch(request), deadline_s)
+        return reply.loading
+
+    async def hint(
+        self,
+        kv_namespace: bytes,
+        chain: NDArray[np.uint8],
+        other_replicas: Sequence[int],
+        *,
+        deadline_s: float = _ANSWER_S,
+    ) -> None:
+        """Tell how many other pool nodes hold each of the blocks: what is elsewhere too is evicted sooner."""
+        request = pool_pb2.HintRequest(
+            kv_namespace=kv_namespace, chain=check_chain(chain).tobytes(), other_replicas=other_replicas
+        )
+        await self._call("Hint", self._stub().Hint(request), deadline_s)
 
     async def renew(self, lease: Lease, lease_s: float, *, deadline_s: float = 10) -> bool:
         """Let the lease last `lease_s` from now. False when it is gone: pin again."""
@@ -155,6 +198,38 @@ class PoolClient:
         )
         reply = await self._call("Copy", self._stub().Copy(request), timeout_s + 5)
         return reply.copied, reply.bytes
+
+    async def inspect(
+        self, key_prefix: bytes, kv_namespace: bytes = b"", *, deadline_s: float = 10
+    ) -> list[dict[str, Any]]:
+        """All about the blocks whose chain key begins with these bytes, in any namespace where none is given.
+
+        Their bytes are read and checked for it. Raises PoolRefused for too short a prefix of too many blocks.
+        """
+        request = pool_pb2.InspectRequest(kv_namespace=kv_namespace, key_prefix=key_prefix)
+        reply = await self._call("Inspect", self._stub().Inspect(request), deadline_s)
+        return list(json.loads(reply.json))
+
+    async def flush(self, kv_namespace: bytes = b"", *, dram_only: bool = False, deadline_s: float = 600) -> Flushed:
+        """Take out what nobody uses, everywhere; or, `dram_only`, write it to SSD and empty DRAM of it."""
+        request = pool_pb2.FlushRequest(kv_namespace=kv_namespace, dram_only=dram_only)
+        reply = await self._call("Flush", self._stub().Flush(request), deadline_s)
+        return Flushed(reply.removed, reply.kept)
+
+    async def verify(self, kv_namespace: bytes = b"", *, silence_s: float = 60) -> AsyncIterator[Verified]:
+        """Let the node read back and check every sealed block of both tiers; corrupt ones are taken out.
+
+        Tells its progress, the last time with `checked` equal to `total`. `silence_s` is the deadline of each step.
+        """
+        stream = self._stub().Verify(pool_pb2.VerifyRequest(kv_namespace=kv_namespace))
+        try:
+            while True:
+                progress = await self._call("Verify", stream.read(), silence_s)
+                if not isinstance(progress, pool_pb2.VerifyProgress):
+                    return
+                yield Verified(progress.checked, progress.total, progress.corrupt)
+        finally:
+            stream.cancel()
 
     async def state(self, *, deadline_s: float = 10) -> dict[str, Any]:
         """What the node holds and has counted, for people and tools."""

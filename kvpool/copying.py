@@ -64,8 +64,8 @@ async def _copy(
     if lease is None:
         return Copied(0, 0)
     try:
-        spec = node.core.store.spec_of(kv_namespace) or await _spec_at(source, kv_namespace)
-        return await _copy_leased(node, kv_namespace, spec, source, lease, deadline)
+        assert lease.spec is not None
+        return await _copy_leased(node, kv_namespace, lease.spec, source, lease, deadline)
     finally:
         # The lease ends by itself if the source cannot be told.
         with contextlib.suppress(MessengerError):
@@ -150,11 +150,3 @@ def _left_s(deadline: float) -> float:
     if left_s <= 0:
         raise TimeoutError
     return left_s
-
-
-async def _spec_at(source: PoolClient, kv_namespace: bytes) -> KvSpec:
-    state = await source.state()
-    known = state["namespaces"].get(kv_namespace.hex())
-    if known is None:
-        raise CopyFailed(f"{source.target} does not say what namespace {kv_namespace.hex()} is made of")
-    return KvSpec.from_json(known["spec"])

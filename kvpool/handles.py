@@ -1,6 +1,6 @@
-"""What a pool node's client hands out: descriptions, put tickets, leases; and their wire forms. No calls."""
+"""What a pool node's client hands out: descriptions, put tickets, leases, tails; and their wire forms. No calls."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +9,9 @@ from kvpool.errors import SpecError
 from kvpool.policy.records import SlotStatus
 from kvpool.spec import KvSpec
 from messenger import Endpoint, RemoteKey
-from moonpool_proto.v1 import worker_pb2
+from moonpool_proto.v1 import pool_pb2, worker_pb2
 
-__all__ = ["Lease", "PoolDescription", "PutTicket", "SlotStatus"]
+__all__ = ["Flushed", "Lease", "PoolDescription", "PutTicket", "SlotStatus", "Tail", "Verified"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class PoolDescription:
     incarnation: int
     endpoint: Endpoint
     arena_bytes: int
+    ssd_bytes: int = 0  # 0: no SSD tier
+    door: str = ""  # unix socket where processes of this host get the arena mapped; empty: none
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +43,21 @@ class PutTicket:
 
 
 @dataclass(frozen=True, eq=False)
+class Tail:
+    """A partial block right after a leased run, leased with it: reusable if `key` is the prompt's own tail key."""
+
+    key: bytes  # 16 bytes, `tail_key` of its tokens
+    num_tokens: int
+    offsets: NDArray[np.int64]  # [groups], from the start of the pool's region
+    digests: list[NDArray[np.uint64]]  # per group [layers], over the first `num_tokens` tokens
+
+
+@dataclass(frozen=True, eq=False)
 class Lease:
     """Blocks that may be read until the lease ends; what was read is right if its digests are those given here.
 
-    `key` gives the right to read the whole region. A lease read from a PullRange is the sender's: it has no id and no
-    chain, and only its sender can renew it or give it back.
+    `key` gives the right to read the whole region. A lease read from a PullRange is the sender's: it has no id, chain
+    or tails, and only its sender can renew it or give it back. A lease may be of tails alone.
     """
 
     lease_id: str
@@ -54,15 +66,19 @@ class Lease:
     offsets: NDArray[np.int64]  # [groups, num_blocks], from the start of the pool's region
     digests: list[NDArray[np.uint64]]  # per group [num_blocks, layers]
     chain: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 16), np.uint8))  # [num_blocks, 16]
+    spec: KvSpec | None = None  # what the blocks are made of, as the pool node knows it
+    ssd_blocks: int = 0  # of the blocks, those that had to come from SSD for this lease
+    tails: tuple[Tail, ...] = ()  # after the last block; most recently used first
 
     @property
     def num_blocks(self) -> int:
         return int(self.offsets.shape[1])
 
     def head(self, n: int) -> "Lease":
-        """The same lease, seen as its first `n` blocks."""
+        """The same lease, seen as its first `n` blocks; without tails where those are not all."""
+        tails = self.tails if n >= self.num_blocks else ()
         digests = [each[:n] for each in self.digests]
-        return Lease(self.lease_id, self.key, self.endpoint, self.offsets[:, :n], digests, self.chain[:n])
+        return replace(self, offsets=self.offsets[:, :n], digests=digests, chain=self.chain[:n], tails=tails)
 
     def to_pull_range(self, first_block: int) -> worker_pb2.PullRange:
         """For another process to read under this lease; `first_block` is the first one's place in the prompt."""
@@ -77,7 +93,48 @@ class Lease:
     def from_pull_range(cls, message: worker_pb2.PullRange, spec: KvSpec) -> "Lease":
         """Raises SpecError when the blocks are not of this spec, InvalidArgument for a malformed key."""
         offsets, digests = from_pull_blocks(list(message.blocks), [spec.num_layers(g) for g in range(spec.num_groups)])
-        return cls("", RemoteKey.unpack(message.key.packed), Endpoint.from_proto(message.endpoint), offsets, digests)
+        key, endpoint = RemoteKey.unpack(message.key.packed), Endpoint.from_proto(message.endpoint)
+        return cls("", key, endpoint, offsets, digests, spec=spec)
+
+    @classmethod
+    def from_pin_reply(cls, reply: pool_pb2.PinReply, chain: NDArray[np.uint8]) -> "Lease":
+        """Of a reply that granted one; `chain` [n, 16] is what was asked for. Raises SpecError as `from_pull_range`."""
+        spec = KvSpec.from_proto(reply.spec)
+        num_layers = [spec.num_layers(g) for g in range(spec.num_groups)]
+        offsets, digests = from_pull_blocks(list(reply.blocks), num_layers)
+        tail_offsets, tail_digests = from_pull_blocks([tail.block for tail in reply.tails], num_layers)
+        tails = tuple(
+            Tail(tail.key, tail.num_tokens, tail_offsets[:, i], [each[i] for each in tail_digests])
+            for i, tail in enumerate(reply.tails)
+        )
+        return cls(
+            reply.lease_id,
+            RemoteKey.unpack(reply.key.packed),
+            Endpoint.from_proto(reply.endpoint),
+            offsets,
+            digests,
+            chain[: len(reply.blocks)],
+            spec,
+            reply.ssd_blocks,
+            tails,
+        )
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """Blocks that a flush took out, and blocks that it left since they were in use."""
+
+    removed: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a verification is: copies of blocks, a block in DRAM and on SSD having two."""
+
+    checked: int
+    total: int
+    corrupt: int  # taken out of the pool
 
 
 def pull_blocks(offsets: NDArray[np.int64], digests: list[NDArray[np.uint64]]) -> list[worker_pb2.PullBlock]:
@@ -91,14 +148,9 @@ def pull_blocks(offsets: NDArray[np.int64], digests: list[NDArray[np.uint64]]) -
 
 
 def from_pull_blocks(
-    blocks: list[worker_pb2.PullBlock], num_layers: list[int] | None
+    blocks: list[worker_pb2.PullBlock], num_layers: list[int]
 ) -> tuple[NDArray[np.int64], list[NDArray[np.uint64]]]:
-    """(offsets [groups, n], digests per group [n, layers]). The layers per group are the first block's where None.
-
-    Raises SpecError when a block has other groups or layers.
-    """
-    if num_layers is None:
-        num_layers = [len(digest) // 8 for digest in blocks[0].digests] if blocks else []
+    """(offsets [groups, n], digests per group [n, layers]). Raises SpecError for a block of other groups or layers."""
     want = [8 * n for n in num_layers]
     for i, block in enumerate(blocks):
         if len(block.offsets) != len(want) or [len(digest) for digest in block.digests] != want:

@@ -145,6 +145,19 @@ class PoolNode:
             lease_ns=lease_ns,
         )
 
+    def flush(self, kv_namespace: bytes) -> tuple[int, int]:
+        """Remove the blocks nobody uses, of one namespace or of all (empty). Returns how many, and how many stay."""
+        index = self.core.store.index
+        removed = 0
+        while True:
+            mine = [b for b in index if not kv_namespace or b.kv_namespace == kv_namespace]
+            leaves = [block for block in mine if index.is_evictable(block)]
+            if not leaves:
+                break
+            removed += sum(self.core.evict(block.kv_namespace, [block.chain_key]) for block in leaves)
+        self.tell()
+        return removed, len(mine)
+
     def renew(self, lease_id: str, lease_ns: int) -> bool:
         """As `PoolCore.renew`."""
         return self.core.renew(time.monotonic_ns(), lease_id, lease_ns)

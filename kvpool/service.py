@@ -21,9 +21,11 @@ from kvpool.errors import (
     SpecError,
     SpecMismatch,
 )
+from kvpool.inspecting import inspect
 from kvpool.node import PoolNode
 from kvpool.policy import Block
 from kvpool.spec import KvSpec
+from kvpool.verifying import verify
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc, worker_pb2
 
 __all__ = ["PoolService"]
@@ -41,6 +43,10 @@ _CODES: dict[type[KvPoolError], grpc.StatusCode] = {
 }
 
 
+def _code_of(error: KvPoolError) -> grpc.StatusCode:
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
 def _refusing(handler: Handler) -> Handler:
     """Answer the package's errors with a status code that `kvpool.client` turns back into them."""
 
@@ -49,8 +55,7 @@ def _refusing(handler: Handler) -> Handler:
         try:
             return await handler(self, request, context)
         except KvPoolError as error:
-            code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-            await context.abort(code, str(error))
+            await context.abort(_code_of(error), str(error))
 
     return answer  # type: ignore[return-value]
 
@@ -122,7 +127,23 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             key=worker_pb2.RemoteKey(packed=self._node.read_key.pack()),
             blocks=[_pull_block(block) for block in grant.blocks],
             endpoint=self._node.messenger.endpoint.to_proto(),
+            spec=grant.blocks[0].spec.to_proto(),
         )
+
+    @_refusing
+    async def Prefetch(self, request: pool_pb2.PrefetchRequest, context: Context[Any, Any]) -> pool_pb2.PrefetchReply:
+        _namespace(request.kv_namespace)
+        _keys(request.chain)
+        return pool_pb2.PrefetchReply(loading=0)
+
+    @_refusing
+    async def Hint(self, request: pool_pb2.HintRequest, context: Context[Any, Any]) -> pool_pb2.HintReply:
+        _namespace(request.kv_namespace)
+        if len(_keys(request.chain)) != len(request.other_replicas):
+            raise AddressError(
+                f"{len(request.other_replicas)} numbers of replicas for {len(request.chain)} bytes of keys"
+            )
+        return pool_pb2.HintReply()
 
     @_refusing
     async def Renew(self, request: pool_pb2.RenewRequest, context: Context[Any, Any]) -> pool_pb2.RenewReply:
@@ -153,6 +174,25 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         copied = await copy_blocks(self._node, namespace, chain, request.source_target, request.timeout_s)
         return pool_pb2.CopyReply(copied=copied.num_blocks, bytes=copied.nbytes)
 
+    @_refusing
+    async def Inspect(self, request: pool_pb2.InspectRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
+        found = await inspect(self._node, _any_namespace(request.kv_namespace), request.key_prefix)
+        return common_pb2.JsonReply(json=json.dumps(found))
+
+    @_refusing
+    async def Flush(self, request: pool_pb2.FlushRequest, context: Context[Any, Any]) -> pool_pb2.FlushReply:
+        removed, kept = self._node.flush(_any_namespace(request.kv_namespace))
+        return pool_pb2.FlushReply(removed=removed, kept=kept)
+
+    async def Verify(
+        self, request: pool_pb2.VerifyRequest, context: Context[Any, Any]
+    ) -> AsyncIterator[pool_pb2.VerifyProgress]:
+        try:
+            async for done in verify(self._node, _any_namespace(request.kv_namespace)):
+                yield pool_pb2.VerifyProgress(checked=done.checked, total=done.total, corrupt=done.corrupt)
+        except KvPoolError as error:
+            await context.abort(_code_of(error), str(error))
+
     async def Events(
         self, request: pool_pb2.EventsRequest, context: Context[Any, Any]
     ) -> AsyncIterator[pool_pb2.PoolEvents]:
@@ -176,6 +216,11 @@ def _namespace(data: bytes) -> bytes:
     if len(data) != KEY_NBYTES:
         raise AddressError(f"a namespace of {len(data)} bytes: expected {KEY_NBYTES}")
     return data
+
+
+def _any_namespace(data: bytes) -> bytes:
+    """A namespace, or nothing for all of them."""
+    return _namespace(data) if data else data
 
 
 def _keys(data: bytes) -> list[bytes]:

@@ -109,7 +109,9 @@ class SilentSource(pool_pb2_grpc.PoolServicer):
         digests = [np.zeros((n, spec.num_layers(g)), np.uint64) for g in range(2)]
         lease = Lease("lease", key, endpoint, np.zeros((2, n), np.int64), digests)
         pulled = lease.to_pull_range(0)
-        return pool_pb2.PinReply(lease_id="lease", key=pulled.key, endpoint=pulled.endpoint, blocks=pulled.blocks)
+        return pool_pb2.PinReply(
+            lease_id="lease", key=pulled.key, endpoint=pulled.endpoint, blocks=pulled.blocks, spec=spec.to_proto()
+        )
 
     async def Unpin(self, request: Any, context: Any) -> pool_pb2.UnpinReply:
         self.unpinned += 1
