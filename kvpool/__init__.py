@@ -9,6 +9,7 @@ from kvpool.address import (
     keys_u64,
     kv_namespace,
     parent_keys,
+    tail_key,
 )
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
@@ -49,4 +50,5 @@ __all__ = [
     "parent_keys",
     "seal_digest",
     "serve_pool_node",
+    "tail_key",
 ]

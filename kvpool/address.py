@@ -8,6 +8,11 @@ tokenizer; the namespace says whose KV: weights, KvSpec, provenance. All hashing
     key_0     = keyed(chain_key, seed    || tokens_0 as int32 little-endian)[:16]
     key_i     = keyed(chain_key, key_i-1 || tokens_i as int32 little-endian)[:16]
 
+A partial last block, of 1 to block_tokens - 1 tokens, has a key of another family, which no full block's can equal:
+
+    tail_chain_key = derive_key("…tail key", seed)[:32]
+    tail_key       = keyed(tail_chain_key, key of the last full block (or seed) || tokens as int32 little-endian)[:16]
+
 Every key depends on all tokens before it and on the salt: without the salt no key can be computed, nor collided with
 on purpose.
 """
@@ -32,6 +37,7 @@ __all__ = [
     "keys_u64",
     "kv_namespace",
     "parent_keys",
+    "tail_key",
 ]
 
 KEY_NBYTES = 16
@@ -39,6 +45,7 @@ Namespace = bytes
 
 _SEED_CONTEXT = "moonpool v1 2026 chain seed"
 _CHAIN_CONTEXT = "moonpool v1 2026 chain key"
+_TAIL_CONTEXT = "moonpool v1 2026 tail key"
 _NAMESPACE_CONTEXT = "moonpool v1 2026 kv namespace"
 
 
@@ -71,13 +78,10 @@ def chain_keys(
     `chain_keys(seed, a)` followed by `chain_keys(seed, b, parent=last of a)` when `a` fills whole blocks.
     Raises AddressError for token arrays that are not one-dimensional integers of 32 bits.
     """
-    if len(seed) != KEY_NBYTES or (parent is not None and len(parent) != KEY_NBYTES):
-        raise AddressError(f"seed and parent take {KEY_NBYTES} bytes each")
+    _check_links(seed, parent)
     if block_tokens < 1:
         raise AddressError(f"block_tokens is {block_tokens}: must be positive")
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.dtype.itemsize != 4:
-        raise AddressError(f"token_ids is {ids.dtype} of shape {ids.shape}: expected int32 [n]")
+    ids = _checked_ids(token_ids)
     num_blocks = len(ids) // block_tokens
     data = np.ascontiguousarray(ids[: num_blocks * block_tokens], dtype=ids.dtype.newbyteorder("<")).tobytes()
     chain_key = blake3(seed, derive_key_context=_CHAIN_CONTEXT).digest(length=32)
@@ -88,6 +92,21 @@ def chain_keys(
         previous = blake3(previous + data[start : start + stride], key=chain_key).digest(length=KEY_NBYTES)
         keys += previous
     return np.frombuffer(bytes(keys), np.uint8).reshape(num_blocks, KEY_NBYTES)
+
+
+def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> bytes:
+    """The key (16 bytes) of a partial last block of these tokens; `parent` is the full block before it, if there is one.
+
+    Equal for equal tokens from the prompt's start on under equal salts. Raises AddressError for no tokens, or as
+    `chain_keys`.
+    """
+    _check_links(seed, parent)
+    ids = _checked_ids(token_ids)
+    if not len(ids):
+        raise AddressError("a partial block has at least one token")
+    tail_chain_key = blake3(seed, derive_key_context=_TAIL_CONTEXT).digest(length=32)
+    data = np.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("<")).tobytes()
+    return blake3((parent or seed) + data, key=tail_chain_key).digest(length=KEY_NBYTES)
 
 
 def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArray[np.uint8]:
@@ -126,6 +145,18 @@ def kv_namespace(weights_fingerprint: str, spec: KvSpec, provenance: Provenance 
     approximations = sorted(str(flag.name) for flag in provenance)
     parts.append("+".join(approximations).encode())
     return blake3(_fields(*parts), derive_key_context=_NAMESPACE_CONTEXT).digest(length=KEY_NBYTES)
+
+
+def _check_links(seed: bytes, parent: bytes | None) -> None:
+    if len(seed) != KEY_NBYTES or (parent is not None and len(parent) != KEY_NBYTES):
+        raise AddressError(f"seed and parent take {KEY_NBYTES} bytes each")
+
+
+def _checked_ids(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.dtype.itemsize != 4:
+        raise AddressError(f"token_ids is {ids.dtype} of shape {ids.shape}: expected int32 [n]")
+    return ids
 
 
 def _fields(*parts: bytes) -> bytes:

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import KvSpec, Provenance, chain_keys, chain_seed, keys_from_bytes, keys_u64, kv_namespace, parent_keys
+from kvpool import (
+    KvSpec,
+    Provenance,
+    chain_keys,
+    chain_seed,
+    keys_from_bytes,
+    keys_u64,
+    kv_namespace,
+    parent_keys,
+    tail_key,
+)
 from kvpool.errors import AddressError
 
 SEED = chain_seed("salt", "tok", 4)
@@ -50,6 +60,31 @@ def test_chain_keys_are_final() -> None:
     assert keys.tobytes().hex() == "9212b22f9f4e821822754ae0e2807f22cf7747600544957d7489ca5b263f8358"
 
 
+def test_a_tails_key_depends_on_each_of_its_tokens_what_came_before_and_the_salt() -> None:
+    tokens = np.array([1, 2, 3], np.int32)
+    parent = bytes(range(16))
+    keys = [tail_key(SEED, parent, tokens[:n]) for n in (1, 2, 3)]
+    keys += [tail_key(SEED, parent, tokens[::-1]), tail_key(SEED, bytes(16), tokens), tail_key(SEED, None, tokens)]
+    keys.append(tail_key(chain_seed("other", "tok", 4), parent, tokens))
+    assert len(set(keys)) == 7
+    assert tail_key(SEED, parent, tokens.copy()) == keys[2]
+
+
+def test_a_tail_never_has_the_key_of_a_full_block_of_the_same_tokens() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    chain = [bytes(key) for key in chain_keys(SEED, tokens, 4)]
+    assert tail_key(SEED, None, tokens[:4]) != chain[0]
+    assert tail_key(SEED, chain[0], tokens[4:]) != chain[1]
+
+
+def test_tail_keys_are_final() -> None:
+    """Stored KV outlives releases: these bytes may never change."""
+    seed = chain_seed("", "bundled", 2)
+    assert tail_key(seed, None, np.array([5], np.int32)).hex() == "7e8cff23a98002842fb184ea5420446a"
+    parent = bytes(chain_keys(seed, np.array([1, 2], np.int32), 2)[0])
+    assert tail_key(seed, parent, np.array([3], np.int32)).hex() == "76306fed5d02497c24728662f5058a5e"
+
+
 def test_short_keys_are_the_first_eight_bytes_little_endian() -> None:
     keys = keys_from_bytes(bytes(range(32)))
     assert keys_u64(keys).tolist() == [int.from_bytes(bytes(key[:8]), "little") for key in keys]
@@ -75,6 +110,10 @@ def test_malformed_keys_are_refused() -> None:
         keys_u64(np.zeros((2, 8), np.uint8))
     with pytest.raises(AddressError, match="16 bytes"):
         chain_keys(b"short", np.zeros(4, np.int32), 4)
+    with pytest.raises(AddressError, match="16 bytes"):
+        tail_key(SEED, b"short", np.zeros(1, np.int32))
+    with pytest.raises(AddressError, match="at least one token"):
+        tail_key(SEED, None, np.zeros(0, np.int32))
 
 
 def test_no_approximation_shares_the_exact_namespace(spec: KvSpec) -> None:
