@@ -95,7 +95,7 @@ def chain_keys(
 
 
 def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> bytes:
-    """The key (16 bytes) of a partial last block of these tokens; `parent` is the full block before it, if there is one.
+    """The key (16 bytes) of a partial last block of these tokens; `parent` is the full block before it, if any.
 
     Equal for equal tokens from the prompt's start on under equal salts. Raises AddressError for no tokens, or as
     `chain_keys`.
