@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvpool.errors import PoolConfigError
 from kvpool.policy import PoolLimits
@@ -11,6 +12,7 @@ from messenger import MessengerConfig
 __all__ = ["PoolNodeConfig"]
 
 _MIN_ARENA_NBYTES = 64 << 10
+_MIN_SSD_NBYTES = 1 << 20
 _MAX_SLAB_NBYTES = 1 << 20
 _PAGE_NBYTES = 4096
 
@@ -29,6 +31,14 @@ class PoolNodeConfig:
     """The conductor to join; empty: none."""
     arena_bytes: int = 256 << 20
     """Memory for blocks. Committed by the kernel as it is used, not at the start."""
+    policy: str = "lru"
+    """Who leaves a full tier first: a name that `kvpool.policy.eviction` knows."""
+    ssd_dir: Path | None = None
+    """Folder on an SSD: the node keeps blocks in `ssd_folder`, also over its restarts. None: no SSD tier."""
+    ssd_bytes: int = 0
+    """Room for blocks there, taken at the first start."""
+    ssd_depth: int = 16
+    """Reads and writes in flight on the SSD."""
     host_id: str = ""
     """Nodes of equal host share memory; empty: the messenger's."""
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
@@ -60,6 +70,13 @@ class PoolNodeConfig:
         if self.arena_bytes > memory:
             raise PoolConfigError(f"arena_bytes is {self.arena_bytes}, but this machine has {memory} bytes of memory")
 
+        self._check_ssd()
+
+    @property
+    def ssd_folder(self) -> Path | None:
+        """The node's own folder; it is made where it is missing, `ssd_dir` is not."""
+        return None if self.ssd_dir is None else self.ssd_dir / self.node_id
+
     @property
     def limits(self) -> PoolLimits:
         """What the policy needs of this. A unit of the arena is a 64th of it, at most 1 MiB."""
@@ -70,3 +87,13 @@ class PoolNodeConfig:
             operation_ns=int(self.operation_s * 1e9),
             max_lease_ns=int(self.max_lease_s * 1e9),
         )
+
+    def _check_ssd(self) -> None:
+        if (self.ssd_dir is None) != (self.ssd_bytes == 0):
+            raise PoolConfigError(f"ssd_dir is {self.ssd_dir} and ssd_bytes is {self.ssd_bytes}: one needs the other")
+        if self.ssd_bytes and self.ssd_bytes < _MIN_SSD_NBYTES:
+            raise PoolConfigError(f"ssd_bytes must be at least {_MIN_SSD_NBYTES}, not {self.ssd_bytes}")
+        if self.ssd_depth < 1:
+            raise PoolConfigError(f"ssd_depth must be at least 1, not {self.ssd_depth}")
+        if self.ssd_dir is not None and (self.node_id in (".", "..") or "/" in self.node_id):
+            raise PoolConfigError(f"node_id {self.node_id!r} cannot name the node's folder in {self.ssd_dir}")

@@ -53,6 +53,10 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
         advertise=config.host.advertise,
         conductor_target=config.conductor.conductor,
         arena_bytes=config.pool.pool_bytes,
+        policy=config.pool.pool_policy,
+        ssd_dir=config.pool.pool_ssd_dir,
+        ssd_bytes=config.pool.ssd_bytes,
+        ssd_depth=config.pool.pool_ssd_depth,
         host_id=config.host.host_id,
         messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
     )

@@ -162,10 +162,38 @@ class PoolSettings(Slice):
             default_text="1GiB",
         ),
     ] = 1 << 30
+    pool_ssd_dir: Annotated[
+        Path | None,
+        Key("Folder on an SSD; each pool node keeps KV in a subfolder of it, named like the node, also over restarts"),
+    ] = None
+    pool_ssd_bytes: Annotated[
+        int | None,
+        Key(
+            "Room of each pool node in --pool-ssd-dir, taken at the first start",
+            low=1 << 20,
+            parse=parse_size,
+            default_text="4 times --pool-bytes",
+        ),
+    ] = None
+    pool_ssd_depth: Annotated[int, Key("Reads and writes in flight on the SSD", low=1, high=256)] = 16
+    pool_policy: Annotated[
+        str, Key("Who leaves a full pool first", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
+    ] = "lru"
     put_ttl: Annotated[float, Key("Seconds after which a put that was never sealed is dropped", low=0.1, high=3600)] = (
         30.0
     )
     lease: Annotated[float, Key("Seconds for which a reader holds blocks of the pool", low=0.1, high=3600)] = 30.0
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Room of a pool node on the SSD; 0: no SSD tier."""
+        if self.pool_ssd_dir is None:
+            return 0
+        return 4 * self.pool_bytes if self.pool_ssd_bytes is None else self.pool_ssd_bytes
+
+    def check(self) -> None:
+        if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
+            raise ConfigError("pool_ssd_bytes is set and pool_ssd_dir is not: say where, with --pool-ssd-dir FOLDER")
 
 
 @dataclass(frozen=True)
