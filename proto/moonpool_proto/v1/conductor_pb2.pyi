@@ -513,6 +513,7 @@ class Placement(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
@@ -524,6 +525,10 @@ class Placement(_message.Message):
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]: ...
+    @_builtins.property
+    def pool(self) -> Global___NodeRef:
+        """the prefill node's: the answer's KV is stored there too, so that the next turn finds all in one place"""
+
     def __init__(
         self,
         *,
@@ -533,10 +538,11 @@ class Placement(_message.Message):
         holders: _abc.Iterable[Global___Holder] | None = ...,
         predicted_ttft_s: _builtins.float = ...,
         predicted_tbt_s: _builtins.float = ...,
+        pool: Global___NodeRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reuse_blocks", b"reuse_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reuse_blocks", b"reuse_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -443,15 +443,23 @@ class UnpinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    superseded: _builtins.bytes
+    """keys of leased partial blocks that longer ones have taken the place of: removed if unused"""
+    kv_namespace: _builtins.bytes
+    """theirs"""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        superseded: _builtins.bytes = ...,
+        kv_namespace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_namespace", b"kv_namespace", "lease_id", b"lease_id", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -588,12 +588,15 @@ class CommitRequest(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
     first_token: _builtins.int
     first_index: _builtins.int
     timeout_s: _builtins.float
+    token_s: _builtins.float
+    """what computing one token of the prompt took; 0 = not known"""
     def __init__(
         self,
         *,
@@ -603,10 +606,11 @@ class CommitRequest(_message.Message):
         first_token: _builtins.int = ...,
         first_index: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_index", b"first_index", "first_token", b"first_token", "request_id", b"request_id", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_index", b"first_index", "first_token", b"first_token", "request_id", b"request_id", "timeout_s", b"timeout_s", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,6 +622,7 @@ class CommitReply(_message.Message):
 
     JOINED_FIELD_NUMBER: _builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: _builtins.int
+    CORRUPT_BLOCKS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     joined: _builtins.bool
     error: _builtins.str
@@ -626,16 +631,21 @@ class CommitReply(_message.Message):
     def missing_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """failed verification or pull: push these again, then commit again"""
 
+    @_builtins.property
+    def corrupt_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of them, those that came damaged from a pool node"""
+
     def __init__(
         self,
         *,
         joined: _builtins.bool = ...,
         missing_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        corrupt_blocks: _abc.Iterable[_builtins.int] | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "joined", b"joined", "missing_blocks", b"missing_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt_blocks", b"corrupt_blocks", "error", b"error", "joined", b"joined", "missing_blocks", b"missing_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
