@@ -1,0 +1,104 @@
+"""What goes into and out of the SSD store: plain frozen records, no behaviour beyond small derived values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.errors import SsdFolderError
+from kvpool.spec import KvSpec
+
+__all__ = ["PAGE_NBYTES", "SsdConfig", "SsdEntry", "SsdRead", "SsdWrite", "extent_nbytes"]
+
+PAGE_NBYTES = 4096
+"""Extents start at multiples of this, and take a multiple of it."""
+
+Bytes = NDArray[np.uint8]
+
+
+def extent_nbytes(spec: KvSpec) -> int:
+    """Bytes on the SSD of one block: all groups one after the other, rounded up to whole pages. No header."""
+    return -(-spec.block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+@dataclass(frozen=True)
+class SsdConfig:
+    """Where a pool node's SSD tier lies and how it is driven. `dir` must exist and belong to this node alone."""
+
+    dir: Path
+    nbytes: int
+    """Space for extents; preallocated when the store opens. May change between runs: extents that end beyond are lost."""
+    node_id: str
+    cluster: str = ""
+    """Another cluster's folder, or another node's, is refused."""
+    segment_nbytes: int = 1 << 30
+    """Size of a segment file. A folder keeps the size that it was made with."""
+    read_depth: int = 8
+    """I/Os in flight at most for reads; writes have threads of their own, so neither waits for the other's."""
+    write_depth: int = 8
+    min_journal_nbytes: int = 4 << 20
+    """The journal is written anew when it is larger than this and more than twice what it needs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", Path(self.dir))
+        if self.nbytes < PAGE_NBYTES or self.nbytes % PAGE_NBYTES:
+            raise SsdFolderError(f"the SSD tier's size is {self.nbytes} bytes: expected a positive multiple of 4096")
+        if self.segment_nbytes < PAGE_NBYTES or self.segment_nbytes % PAGE_NBYTES:
+            raise SsdFolderError(f"segment_nbytes is {self.segment_nbytes}: expected a positive multiple of 4096")
+        if not self.node_id:
+            raise SsdFolderError("the SSD tier needs the pool node's id")
+        for name in ("read_depth", "write_depth"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise SsdFolderError(f"{name} is {getattr(self, name)}: expected 1..256")
+        if self.min_journal_nbytes < 16 * PAGE_NBYTES:
+            raise SsdFolderError(f"min_journal_nbytes is {self.min_journal_nbytes}: expected 65536 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class SsdEntry:
+    """One block on the SSD, over all its groups: where it lies and all that the pool node knows of it."""
+
+    offset: int  # bytes from the start of the SSD space, a multiple of 4096
+    kv_namespace: bytes  # 16
+    chain_key: bytes  # 16
+    parent: bytes  # 16: the parent's chain key
+    spec: KvSpec
+    num_tokens: int  # 0 for a full block, otherwise the tokens of a tail
+    digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
+    compute_s: float = 0.0  # what computing it again would take, for policies that weigh it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the extent."""
+        return extent_nbytes(self.spec)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SsdWrite:
+    """A block to write to `entry.offset`. `sources`: per group uint8 [slot_nbytes], contiguous.
+
+    Sources that start at a multiple of 4096 and are multiples of 4096 long go to the disk as they are; others are
+    copied. They must not change until the write returns.
+    """
+
+    entry: SsdEntry
+    sources: Sequence[Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRead:
+    """A block to read from `offset`. `targets`: per group uint8 [slot_nbytes], contiguous and writable.
+
+    The address says which block the caller expects there: another one is never given in its place.
+    """
+
+    offset: int
+    kv_namespace: bytes
+    chain_key: bytes
+    targets: Sequence[Bytes]

@@ -1,0 +1,89 @@
+"""What the SSD store counts: per direction I/Os, bytes, seconds, latencies in log buckets, errors by kind."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DirectionStats", "LatencyHistogram", "SsdStats"]
+
+_BUCKETS_PER_OCTAVE = 4
+_NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
+
+
+@dataclass(frozen=True)
+class DirectionStats:
+    """Reads, or writes. A block is carried in I/Os of at most 4 MiB; latencies are those of I/Os."""
+
+    num_blocks: int
+    num_ios: int
+    nbytes: int  # given to or taken from the disk, whole pages
+    io_s: float  # sum of the I/Os' latencies
+    p50_s: float
+    p99_s: float
+    num_in_flight: int  # blocks asked for and not yet answered
+    errors: dict[str, int]  # blocks, by kind
+
+
+@dataclass(frozen=True)
+class SsdStats:
+    """A snapshot of the store's counters since it was opened, and of what it holds."""
+
+    num_entries: int
+    entries_nbytes: int
+    capacity_nbytes: int
+    direct: bool  # False: the file system has no direct I/O, so the page cache is in between
+    accepts_writes: bool  # False: the journal could not be written; a restart is needed
+    num_recovered: int
+    recovery: dict[str, int]  # what the start found, see kvpool.ssd.recovery
+    journal_nbytes: int
+    num_compactions: int
+    num_freed: int
+    reads: DirectionStats
+    writes: DirectionStats
+
+
+@dataclass
+class LatencyHistogram:
+    """Latencies counted in buckets whose bounds grow by a quarter of an octave: quantiles are right to 19 %."""
+
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_NUM_BUCKETS, np.int64))
+    total_ns: int = 0
+
+    def add(self, nanos: NDArray[np.int64]) -> None:
+        """`nanos` [n]: one latency per I/O."""
+        buckets = (np.log2(np.maximum(nanos, 1)) * _BUCKETS_PER_OCTAVE).astype(np.int64)
+        np.add.at(self.counts, buckets, 1)
+        self.total_ns += int(nanos.sum())
+
+    def quantile_s(self, quantile: float) -> float:
+        """Upper bound of the bucket in which the quantile lies; 0 without any I/O."""
+        total = int(self.counts.sum())
+        if not total:
+            return 0.0
+        bucket = int(np.searchsorted(np.cumsum(self.counts), quantile * total))
+        return float(2.0 ** ((bucket + 1) / _BUCKETS_PER_OCTAVE)) / 1e9
+
+
+@dataclass
+class DirectionCounters:
+    """The running counters of one direction; the store's lock guards them."""
+
+    num_blocks: int = 0
+    nbytes: int = 0
+    num_in_flight: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
+
+    def snapshot(self) -> DirectionStats:
+        return DirectionStats(
+            num_blocks=self.num_blocks,
+            num_ios=int(self.latencies.counts.sum()),
+            nbytes=self.nbytes,
+            io_s=self.latencies.total_ns / 1e9,
+            p50_s=self.latencies.quantile_s(0.5),
+            p99_s=self.latencies.quantile_s(0.99),
+            num_in_flight=self.num_in_flight,
+            errors=dict(self.errors),
+        )
