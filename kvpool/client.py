@@ -168,9 +168,16 @@ class PoolClient:
         reply = await self._call("Renew", self._stub().Renew(request), deadline_s)
         return reply.alive
 
-    async def unpin(self, lease: Lease, *, deadline_s: float = 10) -> None:
-        """Give the lease back once no read under it is under way. No error if it is gone."""
-        await self._call("Unpin", self._stub().Unpin(pool_pb2.UnpinRequest(lease_id=lease.lease_id)), deadline_s)
+    async def unpin(
+        self, lease: Lease, *, kv_namespace: bytes = b"", superseded: bytes = b"", deadline_s: float = 10
+    ) -> None:
+        """Give the lease back once no read under it is under way. No error if it is gone.
+
+        `superseded`: keys (16 bytes each) of its partial blocks that longer ones have taken the place of. They are
+        removed, unless somebody else has leased them.
+        """
+        request = pool_pb2.UnpinRequest(lease_id=lease.lease_id, kv_namespace=kv_namespace, superseded=superseded)
+        await self._call("Unpin", self._stub().Unpin(request), deadline_s)
 
     async def evict(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = 10) -> int:
         """Remove those of the blocks that nobody has leased and no other block here follows. Returns how many."""

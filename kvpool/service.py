@@ -151,7 +151,11 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Unpin(self, request: pool_pb2.UnpinRequest, context: Context[Any, Any]) -> pool_pb2.UnpinReply:
+        superseded = _keys(request.superseded)
         self._node.core.unpin(request.lease_id)
+        if superseded:
+            self._node.core.evict(_namespace(request.kv_namespace), superseded)
+            self._node.tell()
         return pool_pb2.UnpinReply()
 
     @_refusing
