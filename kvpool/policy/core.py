@@ -9,13 +9,24 @@ longest operation's deadline has passed after that.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvpool.errors import AddressError, PutLost, SpecError
 from kvpool.policy.audit import audit
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.records import Allocation, Block, Lease, LeaseGrant, Put, SlotStatus
+from kvpool.policy.records import (
+    Allocation,
+    Block,
+    Lease,
+    LeaseGrant,
+    Load,
+    LoadOutcome,
+    Put,
+    SlotStatus,
+    SsdBlock,
+    Write,
+)
 from kvpool.policy.store import BlockStore
 from kvpool.spec import KvSpec
 
@@ -31,6 +42,12 @@ class PoolLimits:
     operation_ns: int  # the longest deadline of a messenger operation
     max_lease_ns: int  # longer leases and puts are cut to this
     event_log_nbytes: int = 16 << 20  # memory for events kept for reconnecting directories
+    policy: str = "lru"  # of eviction, by its name in `kvpool.policy.eviction`; each tier has its own instance
+    ssd_nbytes: int = 0  # for extents; 0: no SSD tier
+    ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
+    write_above: float = 0.5  # share of DRAM in use above which what would leave next is written to SSD ahead of need
+    max_tails: int = 4  # partial blocks kept after one block
+    quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
 
 
 class PoolCore:
@@ -57,8 +74,13 @@ class PoolCore:
         owner: str,
         owner_incarnation: int,
         ttl_ns: int,
+        num_tokens: Sequence[int] = (),
+        compute_s: float = 0.0,
     ) -> Allocation:
         """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
+
+        `num_tokens` per block where some are partial (0 = full; a partial one's key is a tail key); `compute_s`: what
+        computing all the blocks took, 0 = not known. A block that is on SSD only EXISTS.
 
         Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
         AddressError when there is not one parent per block.
@@ -131,8 +153,13 @@ class PoolCore:
         owner: str,
         owner_incarnation: int,
         lease_ns: int,
+        tails: bool = False,
     ) -> LeaseGrant | None:
-        """Lease the longest leading run of sealed blocks; None when the first is not here."""
+        """Lease the longest leading run of sealed blocks in DRAM; None when there is nothing to lease.
+
+        With `tails`, also the partial blocks in DRAM whose parent is the run's last block (where the run is empty:
+        those that begin a prompt), most recently used first; then the grant may have tails and no blocks.
+        """
         blocks = self.store.leading_run(kv_namespace, chain)
         self.counters["pinned_blocks"] += len(blocks)
         self.counters["pin_missed_blocks"] += len(chain) - len(blocks)
@@ -144,6 +171,79 @@ class PoolCore:
         expires_ns, kept_until_ns = self._lease_times(now_ns, lease_ns)
         self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, blocks, expires_ns, kept_until_ns)
         return LeaseGrant(lease_id, tuple(blocks), expires_ns)
+
+    def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
+        """Somebody has read these blocks without a lease (verified by their digests): it counts as a look-up."""
+
+    def hint(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], other_replicas: Sequence[int]) -> None:
+        """How many other nodes hold each of the blocks, as far as is known; unknown blocks are passed over.
+
+        Raises AddressError when there is not one number per block.
+        """
+        if len(other_replicas) != len(chain):
+            raise AddressError(f"{len(chain)} blocks with {len(other_replicas)} numbers of replicas")
+
+    def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool = False) -> list[Load]:
+        """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too.
+
+        Slots are taken in order, evicting others but never the run's own, as far as there are any to be had; blocks
+        already under way are not named again. Every Load must be answered by `loaded`, whatever happens.
+        """
+        return []
+
+    def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
+        """A Load has ended. OK: the block is in DRAM from now on, and on SSD. IO_ERROR: it stays on SSD; after the
+        second in a row it does not. CORRUPT: it is quarantined.
+        """
+
+    def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """How many of these blocks are on their way from SSD to DRAM."""
+        return 0
+
+    def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[Write]:
+        """What is worth writing to SSD now, parents before children, at most `max_nbytes` of extents; often nothing.
+
+        First what would leave DRAM next, once more than `PoolLimits.write_above` of it is used; then what was used
+        again. `everything`: all that is sealed and not there (before DRAM is emptied). Where SSD is full, this makes
+        room instead: `take_ssd_freed` tells of it, and what was wanted comes at the next call. Every Write must be
+        answered by `written`, whatever happens; never lets a put wait or fail.
+        """
+        return []
+
+    def written(self, now_ns: int, write: Write, ok: bool) -> None:
+        """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed."""
+
+    def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
+        """Take in what the SSD store found at its start, before any other call. Returns how many blocks.
+
+        What cannot be taken in (beyond the capacity, overlapping, of another spec than its namespace) is counted as
+        `ssd_refused_blocks`, and its extent is among the freed.
+        """
+        return 0
+
+    def take_ssd_freed(self) -> list[int]:
+        """Offsets of the extents given up since the last call, each once: the SSD store must forget them.
+
+        Extents told here are given to Writes of later calls of `writes`: forget them durably before such a Write.
+        """
+        return []
+
+    def take_dram_changes(self) -> list[tuple[bool, Block]]:
+        """What came to DRAM, visible (True), and what left it (False), in order, since the last call.
+
+        The first call begins the record, with all that is there. A block that left may still have leased slots.
+        """
+        return []
+
+    def flush(self, now_ns: int, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
+        """Remove the blocks that nobody uses, of one namespace or of all (None); `dram_only`: drop their copies in DRAM
+        where they are on SSD too. Returns how many, and how many of those asked for are still here (or in DRAM).
+        """
+        return 0, 0
+
+    def totals(self) -> dict[str, int]:
+        """All that was counted since the start, histograms as cumulative buckets; nothing in it ever falls."""
+        return dict(self.counters)
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
         """Let a lease last `lease_ns` from now. False when it has expired: pin again."""

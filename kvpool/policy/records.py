@@ -5,7 +5,20 @@ from dataclasses import dataclass, field
 
 from kvpool.spec import KvSpec
 
-__all__ = ["Allocation", "Block", "BlockKey", "Lease", "LeaseGrant", "Put", "SlotStatus", "block_key"]
+__all__ = [
+    "Allocation",
+    "Block",
+    "BlockKey",
+    "Lease",
+    "LeaseGrant",
+    "Load",
+    "LoadOutcome",
+    "Put",
+    "SlotStatus",
+    "SsdBlock",
+    "Write",
+    "block_key",
+]
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
 
@@ -35,6 +48,8 @@ class Block:
     num_leases: int = 0
     last_use: int = 0
     removed: bool = False  # out of the index; its slots are kept for the leases it still has
+    num_tokens: int = 0  # of a partial block; 0 = full
+    ssd_offset: int | None = None  # of its extent on SSD, all groups one after the other; None: not there
 
     @property
     def kv_namespace(self) -> bytes:
@@ -83,8 +98,48 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """Answer to a Pin: a lease on the longest leading run of sealed blocks, never empty."""
+    """Answer to a Pin: a lease on the longest leading run of blocks in DRAM and on tails after it; never of nothing."""
 
     lease_id: str
     blocks: tuple[Block, ...]
     expires_ns: int
+    tails: tuple[Block, ...] = ()  # partial blocks right after the last of `blocks`; most recently used first
+
+
+class LoadOutcome(enum.Enum):
+    """How the reading of a block from SSD ended."""
+
+    OK = "ok"
+    IO_ERROR = "io_error"  # nothing is known of the bytes: they may be read again
+    CORRUPT = "corrupt"  # they do not have the block's digests
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """To be read from SSD into DRAM now. Both places are kept for it until `PoolCore.loaded`."""
+
+    block: Block
+    ssd_offset: int  # all groups one after the other
+    offsets: tuple[int, ...]  # per group, in the arena
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """To be written from DRAM to SSD now. Both places are kept for it until `PoolCore.written`."""
+
+    block: Block
+    offsets: tuple[int, ...]  # per group, in the arena
+    ssd_offset: int  # all groups one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class SsdBlock:
+    """A block that the SSD store has found at its start."""
+
+    offset: int
+    kv_namespace: bytes
+    chain_key: bytes
+    parent: bytes  # chain key of the block before it; zeros for a prompt's first
+    spec: KvSpec
+    digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
+    num_tokens: int = 0  # of a partial block; 0 = full

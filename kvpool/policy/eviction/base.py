@@ -5,6 +5,7 @@ sealed, nobody has leased it and no block of the tier follows it (leaf first). A
 any structure with stale entries in it: `pop` asks `may_take` before it takes a block.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Resident:
     state: object = None
 
 
+class _SeenEnough(Exception):
+    """Ends a `pop` that only looks."""
+
+
 class EvictionPolicy(ABC):
     """Orders the blocks of one tier by what is lost with them."""
 
@@ -62,8 +67,26 @@ class EvictionPolicy(ABC):
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
         """Choose and forget the block that is missed least; None when none that was offered may be taken.
 
-        An offered block that may not be taken now is skipped; it is offered again when that changes.
+        An offered block that may not be taken now is skipped; it is offered again when that changes. `may_take` may
+        raise: then nothing has left, and the block it was asked about is offered again at once.
         """
+
+    def next_victims(self, now_ns: int, count: int, may_take: Callable[[Resident], bool]) -> list[Resident]:
+        """Up to `count` of those that `pop` would choose next, the first one first; they all stay."""
+        seen: list[Resident] = []
+
+        def look(block: Resident) -> bool:
+            if may_take(block):
+                seen.append(block)
+                if len(seen) >= count:
+                    raise _SeenEnough
+            return False
+
+        with contextlib.suppress(_SeenEnough):
+            self.pop(now_ns, look)
+        for block in seen:
+            self.offer(block)
+        return seen
 
     @abstractmethod
     def remove(self, block: Resident) -> None:
