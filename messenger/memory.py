@@ -1,10 +1,13 @@
 """Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'."""
 
+import contextlib
 import fcntl
 import mmap
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,32 +18,62 @@ Bytes = npt.NDArray[np.uint8]
 
 # From linux/fcntl.h; the fcntl module of Python 3.11 names only some.
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-F_SEAL_SHRINK, F_SEAL_GROW = 2, 4
+F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 2, 4, 16
+
+HugePages = Literal["auto", "on", "off"]
+"""on: of huge pages alone, or not at all; auto: of huge pages if there are enough, else as the kernel may make them."""
+Pages = Literal["huge", "transparent", "small"]
+"""What memory is made of: reserved huge pages, pages that the kernel may make huge, or small ones."""
+
+_THP_FOR_SHARED_MEMORY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_THP_BY_ADVICE = ("[advise]", "[within_size]", "[always]", "[force]")
 
 
 class SharedMemory:
-    """Anonymous shared memory with a file descriptor; its size is sealed, so nobody can pull it from under a peer."""
+    """Anonymous shared memory with a file descriptor; its size is sealed, so nobody can pull it from under a peer.
 
-    def __init__(self, fd: int, array: Bytes, name: str) -> None:
+    Whoever is given the descriptor can map it for reading only.
+    """
+
+    def __init__(self, fd: int, array: Bytes, name: str, pages: Pages = "small") -> None:
         self.fd = fd
         self.name = name
         self.nbytes = int(array.nbytes)
+        self.pages = pages
         self._array: Bytes | None = array
 
     @classmethod
-    def create(cls, nbytes: int, name: str) -> "SharedMemory":
-        """Zeroed memory of `nbytes` > 0; `name` is what /proc shows. Raises OSError when there is not enough."""
+    def create(cls, nbytes: int, name: str, huge_pages: HugePages = "off") -> "SharedMemory":
+        """Zeroed memory of `nbytes` > 0, rounded up to whole huge pages where it is made of them.
+
+        `name` is what /proc shows. Raises OSError when there is not enough, of huge pages if these are `on`.
+        """
         if nbytes <= 0:
             raise InvalidArgument(f"shared memory {name!r} needs a positive size, not {nbytes}")
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if huge_pages != "off":
+            try:
+                return cls._create(_rounded_up(nbytes), name, os.MFD_HUGETLB, "huge")
+            except OSError as error:
+                if huge_pages == "on":
+                    raise OSError(error.errno, _TOO_FEW_HUGE_PAGES.format(nbytes=nbytes, name=name)) from error
+        transparent = huge_pages == "auto" and _may_be_transparent()
+        return cls._create(nbytes, name, 0, "transparent" if transparent else "small")
+
+    @classmethod
+    def _create(cls, nbytes: int, name: str, flags: int, pages: Pages) -> "SharedMemory":
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            array = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+            mapping = mmap.mmap(fd, nbytes)
+            with contextlib.suppress(OSError):  # not known before Linux 5.1
+                fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+            if pages == "transparent":
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            return cls(fd, np.frombuffer(mapping, dtype=np.uint8), name, pages)
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, array, name)
 
     @property
     def array(self) -> Bytes:
@@ -100,3 +133,26 @@ class PeerMemory:
             os.close(fd)
         self.nbytes = nbytes
         self.address = int(self.array.ctypes.data)
+
+
+_TOO_FEW_HUGE_PAGES = (
+    "shared memory {name!r} of {nbytes} bytes was to be made of huge pages, and there are not enough free ones: "
+    "reserve more (sysctl vm.nr_hugepages), or do not ask for them"
+)
+
+
+def _rounded_up(nbytes: int) -> int:
+    """To whole huge pages of the default size; as it is where the kernel knows none."""
+    size = 1
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Hugepagesize:"):
+            size = int(line.split()[1]) << 10
+    return -(-nbytes // size) * size
+
+
+def _may_be_transparent() -> bool:
+    try:
+        choice = _THP_FOR_SHARED_MEMORY.read_text()
+    except OSError:
+        return False
+    return any(name in choice for name in _THP_BY_ADVICE)
