@@ -30,7 +30,8 @@ def test_huge_pages_on_are_had_or_refused_with_what_to_do() -> None:
     nbytes = (3 << 21) + 5
     if free_huge_pages() > 3:
         memory = SharedMemory.create(nbytes, "huge", "on")
-        assert memory.pages == "huge" and memory.nbytes >= nbytes
+        assert memory.pages == "huge"
+        assert memory.nbytes >= nbytes
         memory.close()
         return
     with pytest.raises(OSError, match=r"not enough free ones: reserve more \(sysctl vm.nr_hugepages\)") as raised:
@@ -41,7 +42,8 @@ def test_huge_pages_on_are_had_or_refused_with_what_to_do() -> None:
 def test_huge_pages_auto_are_never_a_reason_to_fail() -> None:
     beyond = (free_huge_pages() + 8) << 21
     memory = SharedMemory.create(beyond, "arena", "auto")
-    assert memory.pages in ("transparent", "small") and memory.nbytes == beyond
+    assert memory.pages in ("transparent", "small")
+    assert memory.nbytes == beyond
     memory.array[-1] = 1
     memory.close()
 
