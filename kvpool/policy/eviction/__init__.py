@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvpool.errors import PoolConfigError
+from kvpool.policy.eviction.arc import Arc
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
+from kvpool.policy.eviction.length_aware import LengthAware
+from kvpool.policy.eviction.lfu import Lfu
 from kvpool.policy.eviction.lru import Lru
 
 __all__ = ["POLICIES", "EvictionPolicy", "Resident", "Use", "make_policy"]
@@ -12,6 +15,9 @@ __all__ = ["POLICIES", "EvictionPolicy", "Resident", "Use", "make_policy"]
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {
         "lru": lambda capacity_nbytes: Lru(),
+        "lfu": lambda capacity_nbytes: Lfu(),
+        "length-aware": lambda capacity_nbytes: LengthAware(),
+        "arc": Arc,
     }
 )
 """What `make_policy` makes: from the tier's capacity in bytes, by name."""

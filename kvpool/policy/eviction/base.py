@@ -34,7 +34,7 @@ class Resident:
     replicas: int = 0  # copies on other nodes, as last told
     kept_below: bool = False  # a slower tier has it too: leaving here loses nothing but time
     born_ns: int = 0
-    used_ns: int = 0
+    used_ns: int = 0  # last use; while a policy is told of a hit still the one before it
     hits: int = 0  # uses after the one that stored it
     rank: float = 0.0
     state: object = None
@@ -48,7 +48,10 @@ class EvictionPolicy(ABC):
     """Orders the blocks of one tier by what is lost with them."""
 
     def admits(self, block: Resident, use: Use) -> bool:
-        """Whether a block that is not here is worth a place when something else must leave for it. Default: always."""
+        """Whether a block that is not here is worth a place when something else must leave for it. Default: always.
+
+        Asked before the first `pop` that makes room for the block.
+        """
         return True
 
     @abstractmethod

@@ -6,12 +6,13 @@ its entry; what leaves otherwise leaves a dead one, and dead entries are swept o
 """
 
 import heapq
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.policy.eviction.base import Resident
+from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 
-__all__ = ["RankedQueue"]
+__all__ = ["Rank", "RankedPolicy", "RankedQueue"]
 
 Rank = tuple[int, ...]
 
@@ -62,6 +63,10 @@ class RankedQueue:
             place.queued = True
             heapq.heappush(self._heap, (place.rank, place))
 
+    def is_offered(self, block: Resident) -> bool:
+        """Whether the block was offered, and not found untakeable since."""
+        return _place(block).queued
+
     def take(self, may_take: Callable[[Resident], bool]) -> Resident | None:
         """Take out the block of the lowest rank among those offered that may be taken; None when there is none."""
         heap = self._heap
@@ -95,6 +100,37 @@ class RankedQueue:
         place.block = None
         block.state = None
         self._num_blocks -= 1
+
+
+class RankedPolicy(EvictionPolicy):
+    """The block of the lowest rank leaves. What a subclass adds is the rank, made anew at every use."""
+
+    def __init__(self) -> None:
+        self._queue = RankedQueue()
+        self._num_uses = 0
+
+    @abstractmethod
+    def rank(self, block: Resident, num_uses: int) -> Rank:
+        """The block's rank after this use, the `num_uses`-th of all blocks; above its rank before."""
+
+    def insert(self, block: Resident, use: Use) -> None:
+        block.hits = 0
+        self._num_uses += 1
+        self._queue.add(block, self.rank(block, self._num_uses))
+
+    def hit(self, block: Resident, use: Use) -> None:
+        block.hits += 1
+        self._num_uses += 1
+        self._queue.raise_rank(block, self.rank(block, self._num_uses))
+
+    def offer(self, block: Resident) -> None:
+        self._queue.offer(block)
+
+    def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
+        return self._queue.take(may_take)
+
+    def remove(self, block: Resident) -> None:
+        self._queue.discard(block)
 
 
 def _place(block: Resident) -> _Place:
