@@ -71,6 +71,12 @@ _LAZY = (
         "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear.\n\n"
         "[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]",
     ),
+    (
+        "simulate",
+        "moonpool.simulate_command",
+        "Run the cluster's own policies on a trace without a cluster: what would a pool of N blocks find?\n\n"
+        "[bold]moonpool simulate cache conversation --capacity 1k,10k,30k --policy all[/bold]",
+    ),
 )
 
 app = typer.Typer(

@@ -7,39 +7,55 @@ only if it is used again before all that it could replace.
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
+from dataclasses import dataclass
 
 from simulator.chains import ChainedTrace
 
-__all__ = ["belady_hits"]
+__all__ = ["BeladyRun", "run_belady"]
 
 
-def belady_hits(trace: ChainedTrace, capacity: int) -> list[int]:
-    """Leading blocks found per request. The block with the furthest next use leaves, of one prompt's the deepest.
+@dataclass(frozen=True, slots=True)
+class BeladyRun:
+    """`hits`: leading blocks found, per request."""
 
+    hits: list[int]
+    evictions: int
+    not_stored: int
+
+
+def run_belady(trace: ChainedTrace, capacity: int) -> BeladyRun:
+    """Run the whole trace through a pool of `capacity` blocks.
+
+    The block with the furthest next use leaves, and of one prompt's blocks the deepest.
     A block's next use is never after that of the blocks that follow it, so no prefix loses its beginning first.
     """
     next_requests = _next_requests(trace)
     never = len(trace.chains)
     next_use: dict[int, int] = {}  # of the blocks present
     furthest: list[tuple[int, int, int]] = []  # heap of (-next use, -depth, block); entries go stale and are skipped
-    hits = []
+    hits: list[int] = []
+    evictions = not_stored = 0
     for number, chain in enumerate(trace.chains):
         found = 0
         while found < len(chain.blocks) and chain.blocks[found] in next_use:
             found += 1
         hits.append(found)
         for depth, (block, upcoming) in enumerate(zip(chain.blocks, next_requests[number], strict=True)):
-            if block not in next_use and upcoming == never:
+            is_new = block not in next_use
+            if is_new and upcoming == never:
+                not_stored += len(chain.blocks) - depth
                 break
-            if block not in next_use and len(next_use) >= capacity:
+            if is_new and len(next_use) >= capacity:
                 while furthest and next_use.get(furthest[0][2]) != -furthest[0][0]:
                     heapq.heappop(furthest)
                 if not furthest or (-upcoming, -depth) <= furthest[0][:2]:
+                    not_stored += len(chain.blocks) - depth
                     break
                 del next_use[heapq.heappop(furthest)[2]]
+                evictions += 1
             next_use[block] = upcoming
             heapq.heappush(furthest, (-upcoming, -depth, block))
-    return hits
+    return BeladyRun(hits, evictions, not_stored)
 
 
 def _next_requests(trace: ChainedTrace) -> list[list[int]]:

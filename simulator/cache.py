@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool.policy.eviction import EvictionPolicy, Resident, Use, make_policy
-from simulator.belady import belady_hits
+from simulator.belady import run_belady
 from simulator.chains import Chain, ChainedTrace
 from simulator.errors import BadSetting
 
@@ -152,10 +152,10 @@ def simulate_cache(
     if capacity < 1:
         raise BadSetting(f"a capacity of {capacity} blocks holds nothing; give at least 1")
     began = time.perf_counter()
-    evictions = not_stored = 0
     if policy == BELADY:
         leaf_first = True
-        hits = belady_hits(trace, capacity)
+        oracle = run_belady(trace, capacity)
+        hits, evictions, not_stored = oracle.hits, oracle.evictions, oracle.not_stored
     else:
         leaf_first = policy in _LEAF_FIRST if leaf_first is None else leaf_first
         pool = CachePool(trace, make_policy(policy, capacity), capacity, leaf_first=leaf_first)

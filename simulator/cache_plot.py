@@ -1,0 +1,90 @@
+"""The picture of a cache simulation: hit rate over capacity, a line for each policy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from simulator.cache import BELADY, CacheRun
+from simulator.errors import BadSetting
+
+__all__ = ["check_plot_path", "plot_runs"]
+
+_INK, _MUTED, _GRID = "#1f2328", "#59636e", "#d8dee4"
+_COLOURS: Final = {
+    "lru": "#0969da",
+    "lfu": "#bc4c00",
+    "length-aware": "#8250df",
+    "arc": "#1a7f37",
+    "moonpool": "#cf222e",
+    BELADY: _MUTED,
+}
+_SUFFIXES: Final = (".svg", ".png")
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.hashsalt": "cache",
+    "font.size": 10.0,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "text.color": _INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+}
+
+
+def check_plot_path(path: Path) -> None:
+    """Raises BadSetting when no picture could be written there, before any work is done for it."""
+    if path.suffix not in _SUFFIXES:
+        raise BadSetting(f"cannot draw {path}: the name must end in one of {', '.join(_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise BadSetting(f"cannot draw {path}: there is no folder {path.parent}")
+
+
+def plot_runs(runs: Sequence[CacheRun], source: str, path: Path) -> None:
+    """Write the picture. Raises BadSetting when the file cannot be written."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for policy in dict.fromkeys(run.policy for run in runs):
+            line = sorted((run.capacity, run.hit_rate) for run in runs if run.policy == policy)
+            style = "--" if policy == BELADY else "-"
+            label = "belady (the limit)" if policy == BELADY else policy
+            axes.plot(*zip(*line, strict=True), style, marker="o", color=_COLOURS.get(policy), label=label)
+        axes.set_xscale("log")
+        capacities = sorted({run.capacity for run in runs})
+        axes.set_xticks(_apart(capacities))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(int(value))))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_tick_params(which="minor", length=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color=_GRID, linewidth=0.7)
+        axes.set_xlabel("blocks held")
+        axes.set_ylabel("blocks found at look-up")
+        axes.set_title(f"Prefix hit rate of one pool, {source}", loc="left", fontsize=11)
+        axes.legend(frameon=False, fontsize=9.5, loc="best")
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
+
+
+def _apart(capacities: Sequence[int]) -> list[int]:
+    """The capacities whose labels do not touch on a logarithmic axis."""
+    span = capacities[-1] / capacities[0]
+    kept: list[int] = []
+    for capacity in capacities:
+        if not kept or capacity / kept[-1] > span**0.06:
+            kept.append(capacity)
+    return kept
+
+
+def _short(blocks: int) -> str:
+    return f"{blocks / 1000:.4g}k" if blocks >= 1000 else str(blocks)
