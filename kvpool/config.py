@@ -79,13 +79,15 @@ class PoolNodeConfig:
 
     @property
     def limits(self) -> PoolLimits:
-        """What the policy needs of this. A unit of the arena is a 64th of it, at most 1 MiB."""
-        unit = min(self.arena_bytes // 64, _MAX_SLAB_NBYTES) // _PAGE_NBYTES * _PAGE_NBYTES
+        """What the policy needs of this."""
         return PoolLimits(
             arena_nbytes=self.arena_bytes,
-            slab_nbytes=max(unit, _PAGE_NBYTES),
+            slab_nbytes=_slab_nbytes(self.arena_bytes),
             operation_ns=int(self.operation_s * 1e9),
             max_lease_ns=int(self.max_lease_s * 1e9),
+            policy=self.policy,
+            ssd_nbytes=self.ssd_bytes // _PAGE_NBYTES * _PAGE_NBYTES,
+            ssd_slab_nbytes=_slab_nbytes(self.ssd_bytes),
         )
 
     def _check_ssd(self) -> None:
@@ -97,3 +99,8 @@ class PoolNodeConfig:
             raise PoolConfigError(f"ssd_depth must be at least 1, not {self.ssd_depth}")
         if self.ssd_dir is not None and (self.node_id in (".", "..") or "/" in self.node_id):
             raise PoolConfigError(f"node_id {self.node_id!r} cannot name the node's folder in {self.ssd_dir}")
+
+
+def _slab_nbytes(nbytes: int) -> int:
+    """Unit of a tier in which sizes of slots get their share: a 64th of it, at most 1 MiB, whole pages."""
+    return max(min(nbytes // 64, _MAX_SLAB_NBYTES) // _PAGE_NBYTES * _PAGE_NBYTES, _PAGE_NBYTES)

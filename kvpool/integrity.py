@@ -14,13 +14,16 @@ __all__ = ["right_at"]
 
 
 def right_at(memory: NDArray[np.uint8], blocks: Sequence[Block], offsets: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Per block, whether its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] have its digests."""
+    """Per block, whether its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] have its digests.
+
+    Of a partial block its valid tokens count.
+    """
     right = [True] * len(blocks)
     members: dict[KvSpec, list[int]] = defaultdict(list)
     for i, block in enumerate(blocks):
         members[block.spec].append(i)
     for spec, mine in members.items():
-        valid = np.array([spec.block_tokens for _ in mine], np.int32)
+        valid = np.array([blocks[i].num_tokens or spec.block_tokens for i in mine], np.int32)
         for g in range(spec.num_groups):
             at = np.array([offsets[i][g] for i in mine], np.int64)
             got = layer_digests_at(memory, at, spec, g, valid)

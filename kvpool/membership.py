@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from kvpool import node_numbers
 from kvpool.node import PoolNode
 from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
@@ -63,7 +64,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
 
 def _report(node: PoolNode) -> conductor_pb2.NodeReport:
     """Totals and gauges alone: a pool node runs no requests."""
-    values = node.counters() | node.gauges()
+    values = node_numbers.counters(node) | node_numbers.gauges(node)
     return conductor_pb2.NodeReport(
         draining=node.draining.is_set(), counters={name: float(value) for name, value in values.items()}
     )

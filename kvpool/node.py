@@ -8,7 +8,7 @@ unsealed used again.
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from kvpool.errors import PutLost
 from kvpool.events import PoolEvents
 from kvpool.policy import Allocation, LeaseGrant, PoolCore
 from kvpool.spec import KvSpec
+from kvpool.ssd_tier import SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 
 __all__ = ["PoolNode"]
@@ -36,6 +37,8 @@ class PoolNode:
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=incarnation)
         self.copying = asyncio.Semaphore(config.max_copies)
         self.num_copies = 0
+        self.ssd: SsdTier | None = None
+        self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
         self.closing = False
         self.draining = asyncio.Event()  # set from outside: serve on as long as somebody reads or writes, then leave
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
@@ -45,7 +48,10 @@ class PoolNode:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Endpoint:
-        """Reserve the arena, listen, begin to sweep. Raises AddressInUse, BindFailed or OSError."""
+        """Reserve the arena, listen, take in what is on SSD, begin to sweep.
+
+        Raises AddressInUse, BindFailed, SsdFolderError or OSError.
+        """
         await asyncio.to_thread(digest.warm_up)
         endpoint = self.messenger.start()
         try:
@@ -53,6 +59,13 @@ class PoolNode:
         except BaseException:
             await asyncio.to_thread(self.messenger.close)
             raise
+        if self.config.ssd_dir is not None:
+            try:
+                self.ssd = await SsdTier.open(self.config, self.core, self.memory.array, self.tell, self.counters)
+            except BaseException:
+                await asyncio.to_thread(self.messenger.close)
+                self.memory.close()
+                raise
         self.region = self.messenger.register(self.memory)
         self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
         self._spawn(self._sweep())
@@ -65,11 +78,13 @@ class PoolNode:
         return endpoint
 
     async def close(self) -> None:
-        """End everything; the arena and what was in it are gone."""
+        """End everything; the arena and what was in it alone are gone."""
         self.stop_events()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.ssd is not None:
+            await self.ssd.close()
         await asyncio.to_thread(self.messenger.close)
         self.memory.close()
 
@@ -83,6 +98,8 @@ class PoolNode:
         owner: str,
         owner_incarnation: int,
         ttl_ns: int,
+        num_tokens: Sequence[int] = (),
+        compute_s: float = 0.0,
     ) -> Allocation:
         """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`."""
         allocation = self.core.allocate(
@@ -94,6 +111,8 @@ class PoolNode:
             owner=owner,
             owner_incarnation=owner_incarnation,
             ttl_ns=ttl_ns,
+            num_tokens=num_tokens,
+            compute_s=compute_s,
         )
         self.tell()
         return allocation
@@ -132,31 +151,47 @@ class PoolNode:
         if self.core.abort(put_id):
             await self._revoked(put_id)
 
-    def pin(
-        self, kv_namespace: bytes, chain: Sequence[bytes], *, owner: str, owner_incarnation: int, lease_ns: int
-    ) -> LeaseGrant | None:
-        """As `PoolCore.pin`; read with `read_key`."""
-        return self.core.pin(
+    async def pin(
+        self,
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        *,
+        owner: str,
+        owner_incarnation: int,
+        lease_ns: int,
+        wait_s: float = 0.0,
+        tails: bool = False,
+    ) -> tuple[LeaseGrant | None, int]:
+        """As `PoolCore.pin`, once what is on SSD has come to DRAM, or `wait_s` is over; read with `read_key`.
+
+        Returns the grant, and how many of its blocks and tails came from SSD since they were last leased.
+        """
+        if wait_s > 0 and self.ssd is not None:
+            await self.ssd.loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s)
+        grant = self.core.pin(
             time.monotonic_ns(),
             kv_namespace,
             chain,
             owner=owner,
             owner_incarnation=owner_incarnation,
             lease_ns=lease_ns,
+            tails=tails,
         )
+        if grant is None or self.ssd is None:
+            return grant, 0
+        return grant, self.ssd.loader.take_unused([*grant.blocks, *grant.tails])
 
-    def flush(self, kv_namespace: bytes) -> tuple[int, int]:
-        """Remove the blocks nobody uses, of one namespace or of all (empty). Returns how many, and how many stay."""
-        index = self.core.store.index
-        removed = 0
-        while True:
-            mine = [b for b in index if not kv_namespace or b.kv_namespace == kv_namespace]
-            leaves = [block for block in mine if index.is_evictable(block)]
-            if not leaves:
-                break
-            removed += sum(self.core.evict(block.kv_namespace, [block.chain_key]) for block in leaves)
+    def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """Begin to bring a prompt's blocks and tails from SSD to DRAM. Returns how many are on their way."""
+        return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True)
+
+    async def flush(self, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
+        """As `PoolCore.flush`; before DRAM is emptied, what is not on SSD is written, as far as the SSD takes it."""
+        if dram_only and self.ssd is not None:
+            await self.ssd.write_back.write_everything()
+        done = self.core.flush(time.monotonic_ns(), kv_namespace, dram_only=dram_only)
         self.tell()
-        return removed, len(mine)
+        return done
 
     def renew(self, lease_id: str, lease_ns: int) -> bool:
         """As `PoolCore.renew`."""
@@ -201,62 +236,10 @@ class PoolNode:
             self._told_seq = self.core.log.seq
             self._wake()
 
-    def state(self) -> dict[str, Any]:
-        """What the node holds and has counted, as plain data."""
-        store = self.core.store
-        namespaces = {
-            kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
-            for kv_namespace, count in store.num_blocks.items()
-            if (spec := store.spec_of(kv_namespace)) is not None
-        }
-        leases = Counter(lease.owner for lease in self.core.leases.values())
-        puts = Counter(put.owner for put in self.core.puts.values())
-        return {
-            "node_id": self.config.node_id,
-            "incarnation": self.incarnation,
-            "endpoint": str(self.messenger.endpoint),
-            "arena_bytes": self.config.arena_bytes,
-            "used_bytes": store.slabs.nbytes_used,
-            "event_seq": self.core.log.seq,
-            "namespaces": namespaces,
-            "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},
-            "counts": self.counts(),
-            "counters": self.counters(),
-        }
-
-    def counts(self) -> dict[str, int]:
-        """What is here now."""
-        return {
-            "blocks": self.core.store.index.num_sealed,
-            "leases": len(self.core.leases),
-            "puts": len(self.core.puts),
-            "fenced_puts": len(self.core.fenced),
-            "write_keys": len(self._keys),
-            "copies": self.num_copies,
-        }
-
-    def counters(self) -> dict[str, int]:
-        """Totals since the start."""
-        own = {f"pool_{name}": count for name, count in sorted(self.core.counters.items())}
-        moved = {f"messenger_{name}": n for name, n in self.messenger.counters().items() if not name.endswith("_open")}
-        return own | moved
-
-    def gauges(self) -> dict[str, int]:
-        """What is here now, under the names by which it is reported."""
-        return {
-            "pool_leases_open": len(self.core.leases),
-            "pool_puts_open": len(self.core.puts),
-            "pool_held_blocks": self.core.store.index.num_sealed,
-            "pool_used_bytes": self.core.store.slabs.nbytes_used,
-            "pool_capacity_bytes": self.config.arena_bytes,
-        }
-
-    def validate(self) -> dict[str, Any]:
-        """The self-check: everything is consistent, and nothing but sealed blocks is held."""
-        counts = self.counts()
-        problems = [*self.core.validate(), *self.messenger.validate()]
-        problems += [f"{n} {name} are held" for name, n in counts.items() if n and name != "blocks"]
-        return {"ok": not problems, "problems": problems, "counts": counts}
+    @property
+    def num_write_keys(self) -> int:
+        """Keys of puts that are not revoked yet."""
+        return len(self._keys)
 
     async def _revoked(self, put_id: str) -> None:
         """Revoke an ended put's key and free what it left. Goes on to its end if the caller is cancelled."""

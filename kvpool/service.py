@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
+from kvpool import node_numbers
 from kvpool.address import KEY_NBYTES
 from kvpool.copying import copy_blocks
 from kvpool.errors import (
@@ -73,6 +75,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             incarnation=self._node.incarnation,
             endpoint=self._node.messenger.endpoint.to_proto(),
             arena_bytes=self._node.config.arena_bytes,
+            ssd_bytes=self._node.config.limits.ssd_nbytes,
         )
 
     @_refusing
@@ -86,6 +89,8 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             owner=request.owner,
             owner_incarnation=request.owner_incarnation,
             ttl_ns=_nanoseconds("ttl_s", request.ttl_s),
+            num_tokens=request.num_tokens,
+            compute_s=request.compute_s,
         )
         key = None
         if allocation.new_blocks:
@@ -113,12 +118,14 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Pin(self, request: pool_pb2.PinRequest, context: Context[Any, Any]) -> pool_pb2.PinReply:
-        grant = self._node.pin(
+        grant, ssd_blocks = await self._node.pin(
             _namespace(request.kv_namespace),
             _keys(request.chain),
             owner=request.owner,
             owner_incarnation=request.owner_incarnation,
             lease_ns=_nanoseconds("lease_s", request.lease_s),
+            wait_s=request.wait_s,
+            tails=request.tails,
         )
         if grant is None:
             return pool_pb2.PinReply()
@@ -127,22 +134,24 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             key=worker_pb2.RemoteKey(packed=self._node.read_key.pack()),
             blocks=[_pull_block(block) for block in grant.blocks],
             endpoint=self._node.messenger.endpoint.to_proto(),
-            spec=grant.blocks[0].spec.to_proto(),
+            ssd_blocks=ssd_blocks,
+            spec=(grant.blocks or grant.tails)[0].spec.to_proto(),
+            tails=[
+                pool_pb2.Tail(key=tail.chain_key, num_tokens=tail.num_tokens, block=_pull_block(tail))
+                for tail in grant.tails
+            ],
         )
 
     @_refusing
     async def Prefetch(self, request: pool_pb2.PrefetchRequest, context: Context[Any, Any]) -> pool_pb2.PrefetchReply:
-        _namespace(request.kv_namespace)
-        _keys(request.chain)
-        return pool_pb2.PrefetchReply(loading=0)
+        loading = self._node.prefetch(_namespace(request.kv_namespace), _keys(request.chain))
+        return pool_pb2.PrefetchReply(loading=loading)
 
     @_refusing
     async def Hint(self, request: pool_pb2.HintRequest, context: Context[Any, Any]) -> pool_pb2.HintReply:
-        _namespace(request.kv_namespace)
-        if len(_keys(request.chain)) != len(request.other_replicas):
-            raise AddressError(
-                f"{len(request.other_replicas)} numbers of replicas for {len(request.chain)} bytes of keys"
-            )
+        self._node.core.hint(
+            time.monotonic_ns(), _namespace(request.kv_namespace), _keys(request.chain), request.other_replicas
+        )
         return pool_pb2.HintReply()
 
     @_refusing
@@ -185,7 +194,8 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Flush(self, request: pool_pb2.FlushRequest, context: Context[Any, Any]) -> pool_pb2.FlushReply:
-        removed, kept = self._node.flush(_any_namespace(request.kv_namespace))
+        namespace = _any_namespace(request.kv_namespace) or None
+        removed, kept = await self._node.flush(namespace, dram_only=request.dram_only)
         return pool_pb2.FlushReply(removed=removed, kept=kept)
 
     async def Verify(
@@ -205,11 +215,11 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def State(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
-        return common_pb2.JsonReply(json=json.dumps(self._node.state()))
+        return common_pb2.JsonReply(json=json.dumps(node_numbers.state(self._node)))
 
     @_refusing
     async def Validate(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
-        return common_pb2.JsonReply(json=json.dumps(self._node.validate()))
+        return common_pb2.JsonReply(json=json.dumps(node_numbers.validate(self._node)))
 
 
 def _pull_block(block: Block) -> worker_pb2.PullBlock:

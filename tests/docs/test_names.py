@@ -17,7 +17,7 @@ from frontend.api.unsupported import unsupported_field
 from frontend.api.view import View
 from frontend.output import Step
 from frontend.request import Facts
-from kvpool import PoolNodeConfig
+from kvpool import PoolNodeConfig, node_numbers
 from kvpool.node import PoolNode
 from replay.cluster_metrics import ClusterHistory
 from replay.dialogue_config import DialogueConfig
@@ -67,7 +67,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
         for path in (ROOT / package).rglob("*.py")
         for name in counter_names(path.read_text(encoding="utf-8"))
     }
-    counted |= PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1).gauges().keys()
+    counted |= node_numbers.gauges(PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)).keys()
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))

@@ -1,0 +1,168 @@
+"""Blocks on their way from SSD to DRAM: begun for whoever asks, shared by all who wait, ended whoever leaves.
+
+Loads belong to the node: a pin that is cancelled, or whose time is over, leaves them to the next one.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.address import KEY_NBYTES
+from kvpool.policy import Block, Load, LoadOutcome, PoolCore
+from kvpool.policy.records import BlockKey, block_key
+from kvpool.ssd import SsdStore, extent_nbytes
+from kvpool.ssd_health import SsdHealth
+from kvpool.ssd_io import Read, read_blocks
+
+__all__ = ["Loader"]
+
+# Two batches at a time: one is read while the other is verified. A batch is small enough to show soon, and large enough
+# to keep the SSD's queue full.
+_NUM_THREADS = 2
+_BATCH_NBYTES = 8 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class Loader:
+    """All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        core: PoolCore,
+        store: SsdStore,
+        arena: NDArray[np.uint8],
+        health: SsdHealth,
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> None:
+        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._counters = counters
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
+        self._waiting: deque[Load] = deque()
+        self._under_way: dict[BlockKey, Load] = {}  # waiting ones included
+        self._workers: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()  # replaced whenever a batch ends
+        self._unused: dict[BlockKey, tuple[int, ...]] = {}  # offsets of what was loaded and not leased since
+
+    @property
+    def num_under_way(self) -> int:
+        """Blocks that are being read or wait for it."""
+        return len(self._under_way)
+
+    def begin(self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool) -> int:
+        """Begin what is not under way of the leading run's blocks on SSD, and of tails after it.
+
+        Returns how many of them are under way now; 0: there is nothing to wait for.
+        """
+        if self._health.may_read(time.monotonic()):
+            loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails)
+            self._under_way.update((load.block.key, load) for load in loads)
+            self._waiting.extend(loads)
+            self._start_workers()
+            self._tell()
+        return self._num_of(kv_namespace, chain, tails)
+
+    async def bring(self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, wait_s: float) -> None:
+        """As `begin`, and wait until nothing of it is under way, or for `wait_s`."""
+        if not self.begin(kv_namespace, chain, tails=tails):
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    await self._ended.wait()
+                    # What did not fit, or could not be read at the first go, may come now.
+                    if not self.begin(kv_namespace, chain, tails=tails):
+                        return
+        except TimeoutError:
+            self._counters["load_timeouts"] += 1
+
+    def take_unused(self, blocks: Iterable[Block]) -> int:
+        """How many of these blocks, leased now, came from SSD since they were last leased."""
+        return sum(self._unused.pop(block.key, None) == block.offsets for block in blocks)
+
+    async def idle(self) -> None:
+        """Until no load waits or is under way."""
+        while self._under_way:
+            await self._ended.wait()
+
+    async def close(self) -> None:
+        """Give up what waits; wait for what is being read, which cannot be stopped."""
+        given_up = list(self._waiting)
+        self._waiting.clear()
+        self._end(given_up, [LoadOutcome.IO_ERROR] * len(given_up))
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    def _start_workers(self) -> None:
+        while len(self._workers) < min(_NUM_THREADS, len(self._waiting)):
+            task = asyncio.get_running_loop().create_task(self._work())
+            self._workers.add(task)
+            task.add_done_callback(self._workers.discard)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            batch = self._next_batch()
+            outcomes = [LoadOutcome.IO_ERROR] * len(batch)
+            try:
+                loop = asyncio.get_running_loop()
+                read = await loop.run_in_executor(self._threads, read_blocks, self._store, self._arena, batch)
+                self._count(batch, read)
+                outcomes = read.outcomes
+            finally:
+                self._end(batch, outcomes)
+
+    def _next_batch(self) -> list[Load]:
+        batch: list[Load] = []
+        nbytes = 0
+        while self._waiting:
+            nbytes += extent_nbytes(self._waiting[0].block.spec)
+            if batch and nbytes > _BATCH_NBYTES:
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _end(self, loads: Sequence[Load], outcomes: Sequence[LoadOutcome]) -> None:
+        now_ns = time.monotonic_ns()
+        for load, outcome in zip(loads, outcomes, strict=True):
+            del self._under_way[load.block.key]
+            self._core.loaded(now_ns, load, outcome)
+            if outcome is LoadOutcome.OK:
+                self._unused[load.block.key] = load.offsets
+        self._tell()
+        ended, self._ended = self._ended, asyncio.Event()
+        ended.set()
+
+    def _count(self, batch: Sequence[Load], read: Read) -> None:
+        now_s = time.monotonic()
+        for load, outcome, error in zip(batch, read.outcomes, read.errors, strict=True):
+            if outcome is LoadOutcome.OK:
+                self._counters["loaded_blocks"] += 1
+                self._counters["loaded_bytes"] += load.block.spec.block_nbytes
+                self._health.was_read()
+            elif outcome is LoadOutcome.CORRUPT:
+                self._counters["ssd_corrupt_blocks"] += 1
+                _log.error("block %s was corrupt on the SSD and is taken out", load.block.chain_key.hex())
+                self._health.was_read()
+            else:
+                self._counters["ssd_read_errors"] += 1
+                self._health.read_failed(now_s, str(error))
+        self._counters["load_seconds"] += read.seconds
+
+    def _num_of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> int:
+        """Of these blocks under way; with `tails`, also of partial blocks after any of them."""
+        if not self._under_way:
+            return 0
+        keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
+        number = sum(key in self._under_way for key in keys)
+        if tails:
+            parents = keys | {block_key(kv_namespace, bytes(KEY_NBYTES))}
+            partial = (load.block for load in self._under_way.values() if load.block.num_tokens)
+            number += sum(block.parent in parents for block in partial)
+        return number

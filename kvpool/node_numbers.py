@@ -1,0 +1,76 @@
+"""What a pool node tells of itself: its state for people, totals and gauges for metrics, its self-check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.node import PoolNode
+
+__all__ = ["counters", "counts", "gauges", "state", "validate"]
+
+
+def state(node: PoolNode) -> dict[str, Any]:
+    """What the node holds and has counted, as plain data."""
+    store = node.core.store
+    namespaces = {
+        kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
+        for kv_namespace, count in store.num_blocks.items()
+        if (spec := store.spec_of(kv_namespace)) is not None
+    }
+    leases = Counter(lease.owner for lease in node.core.leases.values())
+    puts = Counter(put.owner for put in node.core.puts.values())
+    return {
+        "node_id": node.config.node_id,
+        "incarnation": node.incarnation,
+        "endpoint": str(node.messenger.endpoint),
+        "arena_bytes": node.config.arena_bytes,
+        "used_bytes": store.slabs.nbytes_used,
+        "ssd_bytes": node.config.limits.ssd_nbytes,
+        "ssd_state": node.ssd.state.value if node.ssd is not None else None,
+        "event_seq": node.core.log.seq,
+        "namespaces": namespaces,
+        "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},
+        "counts": counts(node),
+        "counters": counters(node),
+    }
+
+
+def counts(node: PoolNode) -> dict[str, int]:
+    """What is here now."""
+    return {
+        "blocks": node.core.store.index.num_sealed,
+        "leases": len(node.core.leases),
+        "puts": len(node.core.puts),
+        "fenced_puts": len(node.core.fenced),
+        "write_keys": node.num_write_keys,
+        "copies": node.num_copies,
+        "loads": node.ssd.loader.num_under_way if node.ssd is not None else 0,
+    }
+
+
+def counters(node: PoolNode) -> dict[str, float]:
+    """Totals since the start."""
+    own = node.core.totals() | node.counters
+    moved = {f"messenger_{name}": n for name, n in node.messenger.counters().items() if not name.endswith("_open")}
+    return {f"pool_{name}": count for name, count in sorted(own.items())} | moved
+
+
+def gauges(node: PoolNode) -> dict[str, float]:
+    """What is here now, under the names by which it is reported."""
+    return {
+        "pool_leases_open": len(node.core.leases),
+        "pool_puts_open": len(node.core.puts),
+        "pool_held_blocks": node.core.store.index.num_sealed,
+        "pool_used_bytes": node.core.store.slabs.nbytes_used,
+        "pool_capacity_bytes": node.config.arena_bytes,
+    }
+
+
+def validate(node: PoolNode) -> dict[str, Any]:
+    """The self-check: everything is consistent, and nothing but sealed blocks is held."""
+    held = counts(node)
+    problems = [*node.core.validate(), *node.messenger.validate()]
+    problems += [f"{n} {name} are held" for name, n in held.items() if n and name != "blocks"]
+    return {"ok": not problems, "problems": problems, "counts": held}

@@ -1,0 +1,116 @@
+"""The bytes of the SSD tier: what the policy core wants read or written, carried out and checked. Blocks: for threads.
+
+Every block that comes from the SSD has its digests before anybody can see it, and only what has them goes there.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.errors import SsdCorrupt, SsdError
+from kvpool.integrity import right_at
+from kvpool.policy import Block, Load, LoadOutcome, Write
+from kvpool.ssd import SsdEntry, SsdRead, SsdStore, SsdWrite
+
+__all__ = ["Read", "Written", "read_blocks", "read_elsewhere", "write_blocks"]
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Read:
+    """How loads ended, each; and how long they took together."""
+
+    outcomes: list[LoadOutcome]
+    errors: list[SsdError | None]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Written:
+    """How writes ended, each: durable where `errors` has None and the bytes were `right`; and how long they took."""
+
+    errors: list[SsdError | None]
+    right: list[bool]
+    seconds: float
+
+
+def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[Load]) -> Read:
+    """Bring blocks to their slots in the arena."""
+    began = time.perf_counter()
+    offsets = [load.offsets for load in loads]
+    errors = _read(store, arena, [load.block for load in loads], [load.ssd_offset for load in loads], offsets)
+    outcomes = [_outcome(error) for error in errors]
+    arrived = [i for i, error in enumerate(errors) if error is None]
+    right = right_at(arena, [loads[i].block for i in arrived], [offsets[i] for i in arrived])
+    for i, fine in zip(arrived, right, strict=True):
+        outcomes[i] = LoadOutcome.OK if fine else LoadOutcome.CORRUPT
+    return Read(outcomes, errors, time.perf_counter() - began)
+
+
+def read_elsewhere(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence[int]) -> list[LoadOutcome]:
+    """Read blocks into memory that is given up again, to see whether they are right."""
+    sizes = [[block.spec.slot_nbytes(g) for g in range(block.spec.num_groups)] for block in blocks]
+    ends = np.cumsum([size for each in sizes for size in each])
+    memory = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
+    starts = iter([0, *ends.tolist()])
+    offsets = [tuple(next(starts) for _ in each) for each in sizes]
+    errors = _read(store, memory, blocks, ssd_offsets, offsets)
+    right = right_at(memory, blocks, offsets)
+    return [
+        _outcome(error) if error is not None or fine else LoadOutcome.CORRUPT
+        for error, fine in zip(errors, right, strict=True)
+    ]
+
+
+def write_blocks(store: SsdStore, arena: Bytes, writes: Sequence[Write]) -> Written:
+    """Write those of the blocks that are right in the arena."""
+    began = time.perf_counter()
+    right = right_at(arena, [write.block for write in writes], [write.offsets for write in writes])
+    fine = [i for i, each in enumerate(right) if each]
+    errors: list[SsdError | None] = [None] * len(writes)
+    done = store.write([SsdWrite(_entry(writes[i]), _slots(arena, writes[i].block, writes[i].offsets)) for i in fine])
+    for i, error in zip(fine, done, strict=True):
+        errors[i] = error
+    return Written(errors, right, time.perf_counter() - began)
+
+
+def _read(
+    store: SsdStore,
+    memory: Bytes,
+    blocks: Sequence[Block],
+    ssd_offsets: Sequence[int],
+    offsets: Sequence[tuple[int, ...]],
+) -> list[SsdError | None]:
+    return store.read(
+        [
+            SsdRead(at, block.kv_namespace, block.chain_key, _slots(memory, block, into))
+            for block, at, into in zip(blocks, ssd_offsets, offsets, strict=True)
+        ]
+    )
+
+
+def _outcome(error: SsdError | None) -> LoadOutcome:
+    if error is None:
+        return LoadOutcome.OK
+    return LoadOutcome.CORRUPT if isinstance(error, SsdCorrupt) else LoadOutcome.IO_ERROR
+
+
+def _slots(memory: Bytes, block: Block, offsets: tuple[int, ...]) -> list[Bytes]:
+    return [memory[at : at + block.spec.slot_nbytes(g)] for g, at in enumerate(offsets)]
+
+
+def _entry(write: Write) -> SsdEntry:
+    block = write.block
+    return SsdEntry(
+        offset=write.ssd_offset,
+        kv_namespace=block.kv_namespace,
+        chain_key=block.chain_key,
+        parent=block.parent[16:],
+        spec=block.spec,
+        num_tokens=block.num_tokens,
+        digests=block.digests,
+    )

@@ -1,0 +1,129 @@
+"""The SSD tier of one pool node, put together: the store, what is known of its health, loads and write-back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.config import PoolNodeConfig
+from kvpool.errors import SsdFolderError
+from kvpool.loading import Loader
+from kvpool.policy import PoolCore, SsdBlock
+from kvpool.ssd import SsdConfig, SsdEntry, SsdStore
+from kvpool.ssd_health import SsdHealth, SsdState
+from kvpool.writeback import WriteBack
+
+__all__ = ["SsdTier"]
+
+_log = logging.getLogger(__name__)
+
+
+class SsdTier:
+    """From `open` to `close`; all methods belong to one event loop."""
+
+    def __init__(
+        self,
+        store: SsdStore,
+        folder: Path,
+        core: PoolCore,
+        arena: NDArray[np.uint8],
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> None:
+        self.store = store
+        self.health = SsdHealth(str(folder))
+        self.loader = Loader(core, store, arena, self.health, tell, counters)
+        self.write_back = WriteBack(core, store, arena, self.health, self.loader, tell, counters)
+        self._writing = asyncio.get_running_loop().create_task(self.write_back.run())
+        self._writing.add_done_callback(_log_failure)
+
+    @classmethod
+    async def open(
+        cls,
+        config: PoolNodeConfig,
+        core: PoolCore,
+        arena: NDArray[np.uint8],
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> SsdTier:
+        """Open the node's folder and let `core` take in what is there. Raises SsdFolderError, which says what to do."""
+        folder = config.ssd_folder
+        assert folder is not None
+        store = await asyncio.to_thread(_open, folder, config)
+        try:
+            began = time.perf_counter()
+            recovered = store.recovered
+            taken = core.restore(time.monotonic_ns(), [_ssd_block(entry) for entry in recovered])
+            await asyncio.to_thread(store.free, core.take_ssd_freed())
+            counters["restored_blocks"] += taken
+            _log.info(
+                "the SSD tier in %s has %d blocks, %d found there were not taken in; %.1f s",
+                folder,
+                taken,
+                len(recovered) - taken,
+                time.perf_counter() - began,
+            )
+        except BaseException:
+            await asyncio.to_thread(store.close)
+            raise
+        return cls(store, folder, core, arena, tell, counters)
+
+    @property
+    def state(self) -> SsdState:
+        """Whether the SSD is read and written, only read, or left alone."""
+        return self.health.state
+
+    async def close(self) -> None:
+        """End loads and write-back; all that was written is found again at the next start."""
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        await self.loader.close()
+        await self.write_back.close()
+        if not await asyncio.to_thread(self.store.close):
+            _log.error("the SSD did not answer in time: what was being written may be lost")
+
+
+def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise SsdFolderError(
+            f"the folder {folder.parent} for the SSD tier does not exist: make it, or mount it"
+        ) from error
+    except OSError as error:
+        raise SsdFolderError(
+            f"the node's folder {folder} cannot be made: {error.strerror}; give a folder that this user can write to"
+        ) from error
+    return SsdStore.open(
+        SsdConfig(
+            dir=folder,
+            nbytes=config.limits.ssd_nbytes,
+            node_id=config.node_id,
+            read_depth=config.ssd_depth,
+            write_depth=config.ssd_depth,
+        )
+    )
+
+
+def _ssd_block(entry: SsdEntry) -> SsdBlock:
+    return SsdBlock(
+        offset=entry.offset,
+        kv_namespace=entry.kv_namespace,
+        chain_key=entry.chain_key,
+        parent=entry.parent,
+        spec=entry.spec,
+        digests=entry.digests,
+        num_tokens=entry.num_tokens,
+    )
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("write-back to the SSD has ended; the pool node goes on without", exc_info=error)

@@ -1,0 +1,139 @@
+"""Keeps the SSD in step with what the policy core decides: extents given up are forgotten, blocks worth it written.
+
+One small batch at a time, in a thread of low priority, and never while a block is being brought to DRAM, unless that
+goes on for long: whoever is served does not notice. Trouble with the SSD pauses it; the node goes on without.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.errors import SsdClosed, SsdFull, SsdIoError
+from kvpool.loading import Loader
+from kvpool.policy import PoolCore, Write
+from kvpool.ssd import SsdStore
+from kvpool.ssd_health import SsdHealth
+from kvpool.ssd_io import Written, write_blocks
+
+__all__ = ["WriteBack"]
+
+_BATCH_NBYTES = 8 << 20
+_LOOK_S = 0.25  # how often it is seen whether something is worth writing
+_YIELD_S = 1.0  # longest wait of a batch for loads
+_NICENESS = 10
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class WriteBack:
+    """All methods belong to one event loop; `run` is its task."""
+
+    def __init__(
+        self,
+        core: PoolCore,
+        store: SsdStore,
+        arena: NDArray[np.uint8],
+        health: SsdHealth,
+        loader: Loader,
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> None:
+        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._loader = loader
+        self._counters = counters
+        self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_be_nice)
+        self._turn = asyncio.Lock()  # of batches: one at a time
+        self.num_under_way = 0
+
+    async def run(self) -> None:
+        """Write what is worth it, until cancelled."""
+        while True:
+            if not await self._step(everything=False):
+                await asyncio.sleep(_LOOK_S)
+
+    async def write_everything(self) -> None:
+        """Write all that is sealed and not on SSD, as far as the SSD takes it."""
+        while await self._step(everything=True):
+            pass
+
+    async def close(self) -> None:
+        """Wait for the batch that is being written, then tell the store what it must forget."""
+        async with self._turn:
+            await self._in_thread(self._store.free, self._core.take_ssd_freed())
+        self._thread.shutdown(wait=False)
+
+    async def _step(self, *, everything: bool) -> bool:
+        """One batch, and what there is to forget. False: there was nothing to do, or it must wait."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_YIELD_S):
+                await self._loader.idle()
+        return await asyncio.shield(asyncio.ensure_future(self._batch(everything)))
+
+    async def _batch(self, everything: bool) -> bool:
+        async with self._turn:
+            writes: list[Write] = []
+            if self._health.may_write(time.monotonic()):
+                writes = self._core.writes(time.monotonic_ns(), _BATCH_NBYTES, everything=everything)
+            freed = self._core.take_ssd_freed()
+            self._tell()
+            if freed:
+                await self._in_thread(self._store.free, freed)
+            if writes:
+                await self._write(writes)
+            return bool(writes or freed)
+
+    async def _write(self, writes: Sequence[Write]) -> None:
+        durable: list[bool] = [False] * len(writes)
+        self.num_under_way = len(writes)
+        try:
+            written = await self._in_thread(write_blocks, self._store, self._arena, writes)
+            durable = self._judge(writes, written)
+        finally:
+            self.num_under_way = 0
+            now_ns = time.monotonic_ns()
+            for write, ok in zip(writes, durable, strict=True):
+                self._core.written(now_ns, write, ok)
+            self._tell()
+
+    def _judge(self, writes: Sequence[Write], written: Written) -> list[bool]:
+        """Count what became of the writes: which are durable. Blocks that are wrong in DRAM are quarantined."""
+        durable = []
+        for write, error, right in zip(writes, written.errors, written.right, strict=True):
+            durable.append(right and error is None)
+            if not right:
+                self._counters["dram_corrupt_blocks"] += 1
+                _log.error("block %s was corrupt in memory and is taken out", write.block.chain_key.hex())
+                self._core.quarantine(write.block.kv_namespace, [write.block.chain_key])
+            elif error is None:
+                self._counters["written_blocks"] += 1
+                self._counters["written_bytes"] += write.block.spec.block_nbytes
+                self._health.wrote()
+            else:
+                self._counters["ssd_full_errors" if isinstance(error, SsdFull) else "ssd_write_errors"] += 1
+                if isinstance(error, SsdIoError | SsdClosed):
+                    self._health.write_failed(time.monotonic(), str(error))
+                else:
+                    _log.error("block %s was not written to the SSD: %s", write.block.chain_key.hex(), error)
+        self._counters["write_seconds"] += written.seconds
+        return durable
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+def _be_nice() -> None:
+    """Whoever computes goes first. Linux has priorities per thread; elsewhere the thread stays as it is."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
