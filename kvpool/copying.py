@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from messenger import MessengerError
 
 __all__ = ["Copied", "copy_blocks"]
 
+_LOADING_SHARE = 0.5  # of a copy's time, that blocks on the source's SSD have to come to its DRAM
+
 _log = logging.getLogger(__name__)
 
 
@@ -37,16 +40,23 @@ async def copy_blocks(
 ) -> Copied:
     """Bring the leading run of `chain` that the source has into `node`; the chain begins at a prompt's first block.
 
-    Blocks that are here are left alone. A block whose bytes do not have the source's digests is refused, counted, and
-    reported to the source, which removes it; the others are sealed. Raises CopyFailed.
+    Blocks that are here are left alone; those on the source's SSD are brought to its DRAM first. A block whose bytes do
+    not have the source's digests is refused, counted, and reported to the source, which removes it; the others are
+    sealed. Raises CopyFailed.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     source = PoolClient(source_target, owner=node.config.node_id, owner_incarnation=node.incarnation)
     node.num_copies += 1
+    began = time.monotonic()
     try:
         async with asyncio.timeout_at(deadline), node.copying:
-            return await _copy(node, kv_namespace, chain, source, deadline)
+            copied = await _copy(node, kv_namespace, chain, source, deadline)
+        node.counters["copied_blocks"] += copied.num_blocks
+        node.counters["copied_bytes"] += copied.nbytes
+        node.counters["copy_seconds"] += time.monotonic() - began
+        return copied
     except (MessengerError, TimeoutError, KvPoolError) as error:
+        node.counters["failed_copies"] += 1
         reason = f"not done within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else str(error)
         raise CopyFailed(f"blocks of {source_target} could not be copied to {node.config.node_id}: {reason}") from error
     finally:
@@ -60,7 +70,9 @@ async def _copy(
     if len(node.core.store.leading_run(kv_namespace, chain)) == len(chain):
         return Copied(0, 0)
     left_s = _left_s(deadline)
-    lease = await source.pin(kv_namespace, keys_from_bytes(b"".join(chain)), lease_s=left_s, deadline_s=left_s)
+    wait_s = left_s * _LOADING_SHARE
+    keys = keys_from_bytes(b"".join(chain))
+    lease = await source.pin(kv_namespace, keys, lease_s=left_s, wait_s=wait_s, deadline_s=left_s)
     if lease is None:
         return Copied(0, 0)
     try:

@@ -124,7 +124,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             owner=request.owner,
             owner_incarnation=request.owner_incarnation,
             lease_ns=_nanoseconds("lease_s", request.lease_s),
-            wait_s=request.wait_s,
+            wait_s=_wait_s(request.wait_s),
             tails=request.tails,
         )
         if grant is None:
@@ -241,6 +241,12 @@ def _keys(data: bytes) -> list[bytes]:
     if len(data) % KEY_NBYTES:
         raise AddressError(f"a chain of {len(data)} bytes: expected a multiple of {KEY_NBYTES}")
     return [data[i : i + KEY_NBYTES] for i in range(0, len(data), KEY_NBYTES)]
+
+
+def _wait_s(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise PoolRefused(f"wait_s must be a number of seconds, 0 or more, not {seconds!r}")
+    return seconds
 
 
 def _nanoseconds(name: str, seconds: float) -> int:
