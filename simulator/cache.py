@@ -45,20 +45,20 @@ class CachePool:
     """Blocks of one size under an eviction policy. Blocks are numbered as in `trace`."""
 
     def __init__(self, trace: ChainedTrace, policy: EvictionPolicy, capacity: int, *, leaf_first: bool) -> None:
+        self.present: dict[int, Resident] = {}
         self.evictions = 0
         self.not_stored = 0
         self._policy = policy
         self._capacity = capacity
         self._leaf_first = leaf_first
         self._parents = trace.parents
-        self._present: dict[int, Resident] = {}
         self._num_children = [0] * trace.num_blocks
         self._may_take: Callable[[Resident], bool] = self._is_leaf if leaf_first else _always
 
     def request(self, chain: Chain) -> int:
         """Look the prompt up, then store what is missing of it. How many leading blocks were found."""
         use = Use(chain.now_ns, len(chain.blocks))
-        present = self._present
+        present = self.present
         hits = 0
         for block in chain.blocks:
             resident = present.get(block)
@@ -74,11 +74,11 @@ class CachePool:
         stored: Resident | None = None
         for depth in range(start, len(chain.blocks)):
             block = chain.blocks[depth]
-            resident = self._present.get(block)
+            resident = self.present.get(block)
             if resident is not None:
                 self._use(resident, use)
                 continue
-            if self._leaf_first and depth and chain.blocks[depth - 1] not in self._present:
+            if self._leaf_first and depth and chain.blocks[depth - 1] not in self.present:
                 self.not_stored += len(chain.blocks) - depth
                 break
             partial = chain.last_tokens if depth == len(chain.blocks) - 1 else 0
@@ -104,10 +104,10 @@ class CachePool:
         # Before anything is evicted for it: the victim must not be the parent.
         if depth:
             self._num_children[parent] += 1
-        if len(self._present) >= self._capacity and not self._make_room(resident, use):
+        if len(self.present) >= self._capacity and not self._make_room(resident, use):
             self._drop_child(parent)
             return None
-        self._present[block] = resident
+        self.present[block] = resident
         self._policy.insert(resident, use)
         return resident
 
@@ -119,7 +119,7 @@ class CachePool:
             return False
         key = victim.key
         assert isinstance(key, int)
-        del self._present[key]
+        del self.present[key]
         self.evictions += 1
         self._drop_child(self._parents[key])
         return True
@@ -129,8 +129,8 @@ class CachePool:
         if parent < 0:
             return
         self._num_children[parent] -= 1
-        if self._leaf_first and not self._num_children[parent] and parent in self._present:
-            self._policy.offer(self._present[parent])
+        if self._leaf_first and not self._num_children[parent] and parent in self.present:
+            self._policy.offer(self.present[parent])
 
     def _is_leaf(self, resident: Resident) -> bool:
         return not self._num_children[resident.key]  # type: ignore[call-overload]

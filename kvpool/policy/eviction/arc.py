@@ -96,10 +96,12 @@ class Arc(EvictionPolicy):
         self._list_of(block).queue.offer(block)
 
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
-        lists = [self._once, self._again]
-        if self._once.nbytes <= self.target_nbytes:
-            lists.reverse()
-        return lists[0].take(may_take) or lists[1].take(may_take)
+        once, again = self._once, self._again
+        surplus = once.nbytes - self.target_nbytes
+        # What comes back to `again` takes its place from `once` in a tie, as in the paper.
+        if surplus > 0 or (surplus == 0 and self._moved_for in again.ghosts):
+            return once.take(may_take) or again.take(may_take)
+        return again.take(may_take) or once.take(may_take)
 
     def remove(self, block: Resident) -> None:
         self._list_of(block).discard(block)
