@@ -108,6 +108,8 @@ def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conducto
             for h in place.holders
         ],
     )
+    if (pool := nodes.get(nodes[place.prefill].pool_node_id)) is not None:
+        message.pool.CopyFrom(_ref(pool))
     if place.decode:
         message.decode.CopyFrom(_ref(nodes[place.decode]))
     return message

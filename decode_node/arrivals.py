@@ -134,6 +134,7 @@ class Arrivals:
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
             right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
             if not right.all():
+                reservation.corrupt_blocks.update(blocks[~right].tolist())
                 self._node.counters.add("digest_mismatches", int((~right).sum()))
                 log.error("%d blocks pulled from %s failed verification", int((~right).sum()), lease.endpoint.node_id)
         except MessengerError as error:

@@ -41,11 +41,13 @@ class Reservation:
         self._block_tokens = block_tokens
         self._arrived = np.zeros((num_layers, self.num_blocks), dtype=bool)
         self._arrived[:, :held_blocks] = True
+        self.corrupt_blocks: set[int] = set()  # came damaged from a pool node
         self._pending = 0
         self._pending_lock = threading.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
         self.first_token: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        self.token_s = 0.0  # what computing one token of the prompt took
         self.fenced = False  # the writer's key is revoked: nothing more can land
         self.gone: str | None = None  # why nothing more can be committed
 

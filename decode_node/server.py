@@ -30,7 +30,9 @@ from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker.choosing import append
 from worker.config import WorkerConfig
 from worker.errors import RequestFailed, RequestRefused
+from worker.keeping import Kept
 from worker.node import WorkerNode
+from worker.prepare import reusable_blocks
 from worker.request import Request, Sequence
 from worker.servicer import WorkerFace
 from worker.serving import serve_until
@@ -98,8 +100,11 @@ class DecodeFace(WorkerFace):
         if reservation.gone is not None:
             return CommitReply(error=reservation.gone)
         if missing:
-            return CommitReply(missing_blocks=missing)
+            return CommitReply(
+                missing_blocks=missing, corrupt_blocks=sorted(reservation.corrupt_blocks.intersection(missing))
+            )
         if not reservation.first_token.done():
+            reservation.token_s = request.token_s
             reservation.first_token.set_result((request.first_index, request.first_token))
         return CommitReply(joined=True)
 
@@ -127,14 +132,15 @@ class DecodeFace(WorkerFace):
         node = self.node
         node.begin_grammar(request)
         block_tokens = node.config.block_tokens
-        slots, num_shared = await node.take_slots(request.keys, -(-request.peak_tokens // block_tokens))
+        cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
+        slots, num_shared = await node.take_slots(request.keys[:cut], -(-request.peak_tokens // block_tokens))
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, slots, num_shared)
             reserved.set_result(reservation)
             first = await self._receive(reservation, reserve)
             if first is not None:
-                await self._decode(reservation, *first)
+                await self._decode(reservation, *first, cut)
         finally:
             if reservation is None:
                 node.give_slots(slots)
@@ -184,7 +190,8 @@ class DecodeFace(WorkerFace):
             if not pulling.cancelled():
                 pulling.result()
 
-    async def _decode(self, reservation: Reservation, first_index: int, first_token: int) -> None:
+    async def _decode(self, reservation: Reservation, first_index: int, first_token: int, cut: int | None) -> None:
+        """`cut`: from this block on the prompt's KV was computed anew, for parity, and replaces what is here."""
         node, request = self.node, reservation.request
         if first_index != request.generated:
             raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
@@ -194,7 +201,7 @@ class DecodeFace(WorkerFace):
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
         await in_thread(node.memory.to_device, blocks)
-        node.index_blocks(reservation.slots, request.keys)
+        node.index_blocks(reservation.slots, request.keys, anew_from=cut)
         sequence = Sequence.of(
             request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
         )
@@ -204,9 +211,16 @@ class DecodeFace(WorkerFace):
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
         with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
             await node.run_in_engine(sequence)
-            keys = node.all_keys(sequence)
-            node.index_blocks(reservation.slots[: len(keys)], keys)
-            await node.pool.store(keys, reservation.slots, len(request.keys))
+            kept = Kept.of(sequence, node.config.block_tokens)
+            node.index_blocks(reservation.slots, kept.keys)
+            # Beside the prompt's, where the prefill node has stored that: the next turn finds all in one place.
+            await node.pool.store(
+                kept,
+                reservation.slots,
+                len(request.keys),
+                pool=request.placement.pool,
+                token_s=reservation.token_s,
+            )
 
     async def _close_reservation(self, reservation: Reservation) -> None:
         node = self.node

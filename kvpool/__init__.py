@@ -18,7 +18,7 @@ from kvpool.directory import Directory, DirectoryState, Match
 from kvpool.directory_feed import follow_pool_events
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
-from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus
+from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus, Tail
 from kvpool.server import serve_pool_node
 from kvpool.spec import KvGroup, KvSpec
 
@@ -39,6 +39,7 @@ __all__ = [
     "Provenance",
     "PutTicket",
     "SlotStatus",
+    "Tail",
     "chain_keys",
     "chain_seed",
     "follow_pool_events",

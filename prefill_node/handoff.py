@@ -17,7 +17,7 @@ from prefill_node.push import Pusher
 from worker.errors import RequestFailed
 from worker.node import WorkerNode
 from worker.prepare import Prepared
-from worker.request import Request
+from worker.request import Sequence
 from worker.settle import unless_called_off
 
 log = logging.getLogger(__name__)
@@ -28,23 +28,26 @@ COMMIT_ROUNDS = 3
 class Handoff:
     """One attempt's reservation on one decode node."""
 
-    def __init__(self, node: WorkerNode, request: Request, channel: grpc.aio.Channel) -> None:
+    def __init__(self, node: WorkerNode, work: Prepared, channel: grpc.aio.Channel) -> None:
         self._node = node
-        self._request = request
-        self._decode = request.placement.decode
+        self._work = work
+        self._request = work.request
+        self._decode = work.request.placement.decode
         self._stub = WorkerStub(channel)
         self.reservation: ReserveReply | None = None
         self._may_hold = False  # whether the decode node may hold something that is not committed
-        self._is_called_off = False
+        self.is_called_off = False
+        self.num_corrupt = 0  # blocks that came to the decode node damaged from their pools
         self._committing: asyncio.Task[None] | None = None
 
-    async def reserve(self, work: Prepared) -> None:
+    async def reserve(self) -> None:
         """Take pages there. Raises RequestFailed suspecting the decode node."""
-        request = self._request
+        request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
-        for pin in work.pinned:
-            reserve.pulls.append(pin.lease.to_pull_range(pin.first))
+        for pin in self._work.pinned:
+            if pin.first < min(pin.end, shared):
+                reserve.pulls.append(pin.lease.head(shared - pin.first).to_pull_range(pin.first))
         self._may_hold = True
         try:
             self.reservation = await call(
@@ -69,17 +72,17 @@ class Handoff:
 
     def call_off(self) -> None:
         """The request goes on nowhere: `commit` ends, or will end, without it."""
-        self._is_called_off = True
+        self.is_called_off = True
         if self._committing is not None:
             self._committing.cancel()
 
-    async def commit(self, pusher: Pusher, first_token: int) -> None:
+    async def commit(self, pusher: Pusher, sequence: Sequence) -> None:
         """Hand the request over once every block has arrived and was verified there; push again what was not."""
-        if not self._is_called_off:
-            self._committing = asyncio.ensure_future(self._commit(pusher, first_token))
+        if not self.is_called_off:
+            self._committing = asyncio.ensure_future(self._commit(pusher, sequence))
             await unless_called_off(self._committing)
 
-    async def _commit(self, pusher: Pusher, first_token: int) -> None:
+    async def _commit(self, pusher: Pusher, sequence: Sequence) -> None:
         assert self.reservation is not None
         request = self._request
         for _ in range(COMMIT_ROUNDS):
@@ -91,9 +94,10 @@ class Handoff:
                 request_id=request.request_id,
                 attempt=request.attempt,
                 epoch=self.reservation.epoch,
-                first_token=first_token,
+                first_token=int(sequence.tokens[sequence.prompt_len]),
                 first_index=request.generated,
                 timeout_s=request.time_left_s,
+                token_s=sequence.token_s,
             )
             try:
                 reply = await call(
@@ -111,6 +115,10 @@ class Handoff:
                 raise self._failed("commit", reply.error)
             self._node.counters.add("repushed_blocks", len(reply.missing_blocks))
             pusher.push_blocks(list(reply.missing_blocks))
+            if reply.corrupt_blocks:
+                self.num_corrupt += len(reply.corrupt_blocks)
+                self._work.store_from = min(self._work.store_from, *reply.corrupt_blocks)
+                await self._node.pool.quarantine(self._work.pinned, reply.corrupt_blocks)
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:

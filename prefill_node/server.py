@@ -21,7 +21,7 @@ from worker.config import WorkerConfig
 from worker.errors import RequestFailed
 from worker.matchers import Matcher
 from worker.node import WorkerNode
-from worker.prepare import Prepared, load, prepared, sequence_of
+from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of
 from worker.request import Request, Sequence
 from worker.servicer import WorkerFace
 from worker.serving import serve_until
@@ -60,6 +60,8 @@ class PrefillFace(WorkerFace):
             request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
         )
         try:
+            if self._turns.must_wait:
+                node.pool.prefetch(request, reusable_blocks(request, node.config.block_tokens))
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
             async with (
                 self._turns.take() as turn,
@@ -70,7 +72,7 @@ class PrefillFace(WorkerFace):
                 else:
                     await load(node, work)
                     sequence = await self._prefill(work, turn, matcher, None)
-                    await self._store(work, sequence)
+                    await keep(node, work, sequence)
                     if not sequence.finish:
                         raise RequestFailed("placement", "the request goes on, but no decode node was named")
         finally:
@@ -78,19 +80,20 @@ class PrefillFace(WorkerFace):
 
     async def _prefill_and_hand_off(self, work: Prepared, turn: Turn, matcher: Matcher | None) -> None:
         node, request = self.node, work.request
-        handoff = Handoff(node, request, self._channel(request.placement.decode.target))
+        handoff = Handoff(node, work, self._channel(request.placement.decode.target))
         pusher: Pusher | None = None
         try:
-            await both(load(node, work), handoff.reserve(work))
+            await both(load(node, work), handoff.reserve())
             pusher = self._pusher(work, handoff)
             sequence = await self._prefill(work, turn, matcher, pusher)
-            store = self._store(work, sequence)
             if sequence.finish:
-                await store
-            else:
-                # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
-                with node.jobs.ended_by(request, handoff.call_off):
-                    await both(handoff.commit(pusher, int(sequence.tokens[sequence.prompt_len])), store)
+                await keep(node, work, sequence)
+                return
+            # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
+            with node.jobs.ended_by(request, handoff.call_off):
+                await both(handoff.commit(pusher, sequence), keep(node, work, sequence, goes_on=True))
+            if handoff.is_called_off or handoff.num_corrupt:
+                await keep(node, work, sequence, goes_on=not handoff.is_called_off)
         finally:
             await settled(asyncio.ensure_future(self._leave(handoff, pusher)))
 
@@ -104,7 +107,7 @@ class PrefillFace(WorkerFace):
         reply = handoff.reservation
         assert reply is not None
         request = work.request
-        push_from = max(work.pooled_blocks, reply.held_blocks)
+        push_from = max(work.shared_blocks, reply.held_blocks)
         pusher = Pusher(
             self.node.memory,
             self.node.messenger.connect(handoff.endpoint),
@@ -119,7 +122,7 @@ class PrefillFace(WorkerFace):
             deadline_s=lambda: request.time_left_s,
             stall_s=self.node.config.push_timeout_s,
         )
-        pusher.push_blocks(range(push_from, work.reused_blocks))
+        pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher
 
     async def _prefill(self, work: Prepared, turn: Turn, matcher: Matcher | None, pusher: Pusher | None) -> Sequence:
@@ -135,11 +138,6 @@ class PrefillFace(WorkerFace):
             self._pushers.pop(id(sequence), None)
         turn.end()
         return sequence
-
-    async def _store(self, work: Prepared, sequence: Sequence) -> None:
-        keys = self.node.all_keys(sequence)
-        self.node.index_blocks(work.slots[: len(keys)], keys)
-        await self.node.pool.store(keys, work.slots, work.pooled_blocks)
 
     def _channel(self, target: str) -> grpc.aio.Channel:
         if target not in self._channels:

@@ -27,6 +27,11 @@ class Turns:
     def __init__(self, num_places: int) -> None:
         self._places = asyncio.Semaphore(num_places)
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether `take` would have to wait now."""
+        return self._places.locked()
+
     @contextlib.asynccontextmanager
     async def take(self) -> AsyncIterator[Turn]:
         await self._places.acquire()

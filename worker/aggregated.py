@@ -11,7 +11,7 @@ from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED, 
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
-from worker.prepare import load, prepared, sequence_of
+from worker.prepare import keep, load, prepared, sequence_of
 from worker.request import Request
 from worker.servicer import WorkerFace
 from worker.serving import serve_until
@@ -38,9 +38,7 @@ class AggregatedFace(WorkerFace):
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
                 with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
                     await node.run_in_engine(sequence)
-                    keys = node.all_keys(sequence)
-                    node.index_blocks(work.slots[: len(keys)], keys)
-                    await node.pool.store(keys, work.slots, work.pooled_blocks)
+                    await keep(node, work, sequence)
         finally:
             report.progress(request.request_id, request.attempt, PHASE_ENDED)
 

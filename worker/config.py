@@ -30,6 +30,8 @@ class WorkerConfig:
     threads: int = 1  # CPU threads of the engine
     lease_s: float = 30.0  # lease on pool blocks while they are read
     drain_grace_s: float = 20.0  # for the requests at hand once asked to leave; what is left then moves elsewhere
+    kv_load_wait_s: float = 2.0  # a request waits so long for its blocks that are on SSD; then they are computed
+    kv_parity_sample: float = 0.0  # share of requests whose reused KV is computed too, and compared
     put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
     push_timeout_s: float = 10.0  # a push of KV is given up once the decode node has taken nothing for so long
     advertise: str = ""  # gRPC target that others dial, port 0 = the port listened at; empty = where it listens
@@ -39,6 +41,10 @@ class WorkerConfig:
         for name in ("block_tokens", "capacity_tokens", "max_batch", "prefill_chunk_tokens", "prefill_lookahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.kv_load_wait_s < 0:
+            raise ValueError(f"kv_load_wait_s is {self.kv_load_wait_s}; it must be at least 0")
+        if not 0 <= self.kv_parity_sample <= 1:
+            raise ValueError(f"kv_parity_sample is {self.kv_parity_sample}; expected a share from 0 to 1")
         if self.capacity_tokens % self.block_tokens:
             raise ValueError(
                 f"capacity_tokens {self.capacity_tokens} is not a multiple of block_tokens {self.block_tokens}"

@@ -99,6 +99,11 @@ class KvMemory:
         one = slice(index, index + 1)
         return layer_digests_at(self._memory.array, self.offsets(group, slots), self.spec, group, valid, one)[:, 0]
 
+    def slot_bytes(self, group: int, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """A copy of whole slots as the messenger sees them, [n, slot_nbytes]."""
+        size = self._slot_nbytes[group]
+        return np.stack([self._memory.array[at : at + size] for at in self.offsets(group, slots).tolist()])
+
     def to_host(self, slots: Sequence[int], layer: int | None = None) -> None:
         """Make slots (one layer of them, or all) readable by the messenger. Returns when the bytes are there."""
         if self._on_gpu:

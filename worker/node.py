@@ -16,10 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from engine import EngineError, Model, load_model
-from kvpool import Provenance, chain_keys, digest, kv_namespace
+from kvpool import Provenance, digest, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
@@ -31,6 +29,7 @@ from worker.errors import RequestFailed, RequestRefused, StartupError, WorkerErr
 from worker.jobs import Jobs
 from worker.kv_memory import KvMemory
 from worker.matchers import Matcher, Matchers
+from worker.parity import Parity
 from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
@@ -76,8 +75,10 @@ class WorkerNode:
             incarnation=self.incarnation,
             lease_s=config.lease_s,
             put_ttl_s=config.put_ttl_s,
+            wait_s=config.kv_load_wait_s,
             counters=self.counters,
         )
+        self.parity = Parity(self.memory, config.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
         self.engine = EngineLoop(self.model, self.memory.cache, limits, self._on_step_thread, on_layer)
@@ -104,7 +105,7 @@ class WorkerNode:
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductor as the node that serves on `target`."""
         self.engine.start()
-        pool_node_id = await self._pool_node_id()
+        await self.pool.meet()
         node = Node(
             node_id=self.config.node_id,
             role=self.role,
@@ -112,7 +113,7 @@ class WorkerNode:
             target=target,
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
-            pool_node_id=pool_node_id,
+            pool_node_id=self.pool.own_node_id,
             model=self.config.served_model_name,
             kv_namespace=self.namespace,
             spec=self.memory.spec.to_proto(),
@@ -139,17 +140,6 @@ class WorkerNode:
         await self.pool.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
-
-    async def _pool_node_id(self) -> str:
-        """The pool node's name; asked for until it answers, since all roles start at once."""
-        if not self.config.pool_target:
-            return ""
-        while True:
-            try:
-                return (await self.pool.client(self.config.pool_target).describe()).node_id
-            except Exception as error:
-                log.info("waiting for the pool node at %s: %s", self.config.pool_target, error)
-                await asyncio.sleep(0.1)
 
     def _job_over(self, request: Request) -> None:
         held = self.held.get(request.request_id)
@@ -181,6 +171,10 @@ class WorkerNode:
             raise
         finally:
             self._serve_slot_queue()
+
+    def must_wait(self, count: int) -> bool:
+        """Whether `take_slots` would have to wait for so many slots now, none of them shared."""
+        return bool(self._slot_queue) or count > self.slots.num_available
 
     def give_slots(self, slots: Sequence[int]) -> None:
         self.slots.release(slots)
@@ -290,22 +284,15 @@ class WorkerNode:
 
     # The pool.
 
-    def index_blocks(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Whole, verified blocks in held slots can be reused by later requests on this node."""
-        for slot, key in zip(slots, keys, strict=False):
-            self.slots.index(slot, key)
+    def index_blocks(self, slots: Sequence[int], keys: Sequence[bytes], *, anew_from: int | None = None) -> None:
+        """Whole, verified blocks in held slots can be reused by later requests on this node.
 
-    def all_keys(self, sequence: EngineSequence) -> list[bytes]:
-        """Chain keys of every whole block computed so far, prompt and answer."""
-        request = sequence.request
-        block_tokens = self.config.block_tokens
-        known = list(request.keys)
-        rest = sequence.tokens[len(known) * block_tokens : sequence.num_computed]
-        if len(rest) >= block_tokens:
-            parent = known[-1] if known else None
-            more = chain_keys(request.chain_seed, np.ascontiguousarray(rest), block_tokens, parent=parent)
-            known += [row.tobytes() for row in more]
-        return known[: sequence.num_computed // block_tokens]
+        From block `anew_from` on they take the place of equal ones that were here: these were computed to check them.
+        """
+        for i, (slot, key) in enumerate(zip(slots, keys, strict=False)):
+            if anew_from is not None and i >= anew_from:
+                self.slots.forget(key)
+            self.slots.index(slot, key)
 
     # Reports.
 

@@ -1,4 +1,4 @@
-"""Between the engine's slots and the pool: pin and load reused blocks, verify them, store new ones."""
+"""Between the engine's slots and the pool: prefetch, pin and load reused blocks, verify them, store new ones."""
 
 from __future__ import annotations
 
@@ -6,35 +6,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import KvPoolError, Lease, PoolClient, PutTicket
+from kvpool import Lease, PoolClient
 from messenger import DeadlineExceeded, Messenger, MessengerError
-from messenger.control import ControlError
-from moonpool_proto.v1.conductor_pb2 import Placement
+from moonpool_proto.v1.conductor_pb2 import NodeRef
 from worker.counters import Counters
+from worker.keeping import Kept, find_tail
 from worker.kv_memory import KvMemory
+from worker.pinned import Pinned
 from worker.policy import Breaker
+from worker.pool_puts import PoolErrors, PoolPuts, key_array
+from worker.request import Request
 from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
-PoolErrors = (KvPoolError, ControlError, MessengerError)
 # A pool node that hangs costs each call its deadline. The first pause is as long as the conductor takes to suspect a
 # node; the longest keeps what a node that came back can give from being missed for long.
 _HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
-
-
-@dataclass(slots=True)
-class Pinned:
-    """Leased blocks [first, first + lease.num_blocks) of a prompt at one pool node."""
-
-    first: int
-    lease: Lease
-    client: PoolClient
 
 
 class PoolGlue:
@@ -51,18 +44,24 @@ class PoolGlue:
         incarnation: int,
         lease_s: float,
         put_ttl_s: float,
+        wait_s: float,
         counters: Counters,
     ) -> None:
+        """`wait_s`: how long a request waits for its blocks that are on SSD; what has not come then is computed."""
         self._memory = memory
         self._messenger = messenger
         self._namespace = kv_namespace
         self._owner, self._incarnation = owner, incarnation
-        self._lease_s, self._put_ttl_s = lease_s, put_ttl_s
+        self._lease_s, self._wait_s = lease_s, wait_s
         self._counters = counters
         self._own_target = own_target
+        self._has_ssd = False
         self._clients: dict[str, PoolClient] = {}
         self._breaker = Breaker(_HOLD_OFF_S, _LONGEST_HOLD_OFF_S)
         self._now_s = time.monotonic
+        self._prefetching: set[asyncio.Task[None]] = set()
+        self.puts = PoolPuts(memory, messenger, kv_namespace, ttl_s=put_ttl_s, counters=counters)
+        self.own_node_id = ""
         self.num_pinned = 0
 
     def client(self, target: str) -> PoolClient:
@@ -70,66 +69,121 @@ class PoolGlue:
             self._clients[target] = PoolClient(target, owner=self._owner, owner_incarnation=self._incarnation)
         return self._clients[target]
 
+    async def meet(self) -> None:
+        """Learn who this host's pool node is: asked until it answers, since all roles start at once."""
+        while self._own_target:
+            try:
+                description = await self.client(self._own_target).describe()
+            except Exception as error:
+                log.info("waiting for the pool node at %s: %s", self._own_target, error)
+                await asyncio.sleep(0.1)
+            else:
+                self.own_node_id, self._has_ssd = description.node_id, description.ssd_bytes > 0
+                return
+
     async def close(self) -> None:
+        for task in self._prefetching:
+            task.cancel()
+        await asyncio.gather(*self._prefetching, return_exceptions=True)
         for client in self._clients.values():
             await client.close()
 
-    async def pin(self, keys: Sequence[bytes], placement: Placement) -> list[Pinned]:
-        """Lease the longest leading run of `keys` that this host's pool and the placement's holders have.
+    def prefetch(self, request: Request, num_blocks: int) -> None:
+        """A request has to wait: pool nodes that have some of its first blocks on SSD may bring them to DRAM meanwhile.
+
+        Returns at once; nobody waits for it.
+        """
+        others = [h for h in request.placement.holders if h.ssd_blocks and h.pool.node_id != self.own_node_id]
+        asked = [(self._own_target, 0, num_blocks)] if self._own_target and self._has_ssd else []
+        asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
+        for target, first, end in asked:
+            if first < end:
+                task = asyncio.ensure_future(self._prefetch(target, request.keys[first:end]))
+                self._prefetching.add(task)
+                task.add_done_callback(self._prefetching.discard)
+
+    async def _prefetch(self, target: str, keys: Sequence[bytes]) -> None:
+        if self._may_ask(target):
+            try:
+                await self.client(target).prefetch(self._namespace, key_array(keys))
+                self._note(target)
+            except PoolErrors as error:
+                self._note(target, error)
+                log.info("pool at %s did not take a hint of what is needed soon: %s", target, error)
+
+    async def pin(self, request: Request, num_blocks: int) -> list[Pinned]:
+        """Lease the longest leading run of the request's first `num_blocks` blocks that this host's pool and the
+        placement's holders have, and the partial block after it, if one holds the prompt's next tokens.
 
         A pool that cannot be reached only shortens the run: what is missing is computed.
         """
-        chain = _key_array(keys)
-        targets = [(self._own_target, 0, len(keys))]
-        targets += [(h.pool.target, h.first_block, h.first_block + h.num_blocks) for h in placement.holders]
+        chain = key_array(request.keys[:num_blocks])
+        targets = [(self._own_target, 0, num_blocks)]
+        targets += [
+            (h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks))
+            for h in request.placement.holders
+            if h.pool.node_id != self.own_node_id
+        ]
         pinned: list[Pinned] = []
         have = 0
-        for target, first, end in targets:
-            if not target or first > have or min(end, len(keys)) <= have or not self._may_ask(target):
+        for i, (target, first, end) in enumerate(targets):
+            is_own = i == 0  # asked for partial blocks even where there is no whole one
+            if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
                 continue
-            try:
-                lease = await self.client(target).pin(
-                    self._namespace, chain[have : min(end, len(keys))], lease_s=self._lease_s
-                )
-            except PoolErrors as error:
-                self._note(target, error)
-                log.warning("pool at %s cannot be used for reuse: %s", target, error)
-                continue
-            self._note(target)
+            lease = await self._pin(target, chain[have:end], request)
             if lease is not None:
-                pinned.append(Pinned(have, lease, self.client(target)))
+                pinned.append(Pinned(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
                 self.num_pinned += 1
+        if pinned:
+            found = find_tail(request, have, pinned[-1].lease.tails, self._memory.block_tokens)
+            if found is not None:
+                pinned[-1] = replace(pinned[-1], tail=found[0], tail_tokens=found[1])
         return pinned
 
-    async def unpin(self, pinned: Sequence[Pinned]) -> None:
-        """Give leases back; one that cannot be given back expires."""
+    async def _pin(self, target: str, chain: NDArray[np.uint8], request: Request) -> Lease | None:
+        wait_s = max(0.0, min(self._wait_s, request.time_left_s))
+        try:
+            lease = await self.client(target).pin(
+                self._namespace, chain, lease_s=self._lease_s, wait_s=wait_s, tails=True
+            )
+        except PoolErrors as error:
+            self._note(target, error)
+            log.warning("pool at %s cannot be used for reuse: %s", target, error)
+            return None
+        self._note(target)
+        return lease
+
+    async def unpin(self, pinned: Sequence[Pinned], *, superseded: bool = False) -> None:
+        """Give leases back; one that cannot be given back expires. `superseded`: the partial block that was used is
+        part of a longer one by now, and may be removed."""
         for pin in pinned:
             self.num_pinned -= 1
             if not self._may_ask(pin.client.target):
                 continue
+            old = pin.tail.key if superseded and pin.tail is not None else b""
             try:
-                await pin.client.unpin(pin.lease)
+                await pin.client.unpin(pin.lease, kv_namespace=self._namespace, superseded=old)
                 self._note(pin.client.target)
             except PoolErrors as error:
                 self._note(pin.client.target, error)
                 log.warning("lease %s was not given back and will expire: %s", pin.lease.lease_id, error)
 
     async def load(self, pinned: Sequence[Pinned], slots: Sequence[int], first: int) -> int:
-        """Read leased blocks [first, first + len(slots)) into slots and verify every layer of them.
+        """Read leased blocks from `first` on, the partial one included, into `slots` and verify every layer of them.
 
-        Returns how many leading blocks are now in the slots and right. A block that fails verification ends the run, is
-        taken out of the pool and counted.
+        Returns how many leading ones are now in the slots and right; each Pinned knows its own. A block that fails
+        verification ends the run, is taken out of the pool and counted.
         """
         good = 0
         for pin in pinned:
             skip = max(0, first + good - pin.first)
-            count = min(pin.lease.num_blocks - skip, len(slots) - good)
+            count = min(pin.num_rows - skip, len(slots) - good)
             if count <= 0 or pin.first > first + good:
                 continue
+            rows = slice(skip, skip + count)
             part = slots[good : good + count]
-            remote = [pin.lease.offsets[g, skip : skip + count] for g in range(self._memory.num_groups)]
-            expected = [d[skip : skip + count] for d in pin.lease.digests]
+            remote = list(pin.offsets[:, rows])
             began = time.perf_counter()
             peer = self._messenger.connect(pin.lease.endpoint)
             try:
@@ -146,17 +200,53 @@ class PoolGlue:
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
             self._counters.add_transfer("load", done.nbytes, time.perf_counter() - began)
-            right = await in_thread(self.count_right, part, expected)
+            expected = [each[rows] for each in pin.digests]
+            right = await in_thread(self._count_right, part, expected, pin.valid[rows])
+            pin.right = range(skip, skip + right)
             good += right
             if right < count:
                 bad = pin.first + skip + right
                 self._counters.add("digest_mismatches", 1)
                 log.error("block %d of a reused prefix at %s failed verification", bad, pin.lease.endpoint.node_id)
-                await self._quarantine(pin, skip + right)
+                await self.quarantine(pinned, [bad])
                 break
         if good:
             await in_thread(self._memory.to_device, slots[:good])
         return good
+
+    async def quarantine(self, pinned: Sequence[Pinned], blocks: Sequence[int]) -> None:
+        """Have leased blocks, by their places in the prompt, taken out of their pools: they are not what they should
+        be. At the end of the request they are stored again."""
+        for pin in pinned:
+            rows = [block - pin.first for block in blocks if 0 <= block - pin.first < pin.num_rows]
+            if not rows:
+                continue
+            try:
+                await pin.client.quarantine(self._namespace, pin.keys[rows])
+            except PoolErrors as error:
+                log.warning("a corrupt block could not be reported to its pool: %s", error)
+
+    async def store(
+        self, kept: Kept, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
+    ) -> None:
+        """Put blocks from `first` on into `pool`, or this host's, from their slots; `token_s` as in `PoolPuts.put`.
+
+        A failure is logged and counted: the pool only loses a chance of reuse.
+        """
+        elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
+        target = pool.target if pool is not None and elsewhere else self._own_target
+        if first >= kept.num_blocks or not target or not self._may_ask(target):
+            return
+        try:
+            await self.puts.put(self.client(target), kept, slots, first, token_s=token_s)
+            self._note(target)
+        except PoolErrors as error:
+            self._note(target, error)
+            self._counters.add("store_failures", 1)
+            log.warning("blocks were not stored in the pool: %s", error)
+        except Exception:
+            self._counters.add("store_failures", 1)
+            log.exception("blocks were not stored in the pool")
 
     def _may_ask(self, target: str) -> bool:
         """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""
@@ -169,79 +259,13 @@ class PoolGlue:
         else:
             self._breaker.succeeded(target)
 
-    async def _quarantine(self, pin: Pinned, index: int) -> None:
-        key = pin.lease.chain[index : index + 1]
-        try:
-            await pin.client.quarantine(self._namespace, key)
-        except PoolErrors as error:
-            log.warning("a corrupt block could not be reported to its pool: %s", error)
-
-    def count_right(self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]]) -> int:
+    def _count_right(
+        self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]], valid: NDArray[np.int32]
+    ) -> int:
         """Leading slots whose bytes match the expected layer digests (one array [n, layers] per group)."""
-        valid = np.full(len(slots), self._memory.block_tokens, dtype=np.int32)
         right = len(slots)
         for group, want in enumerate(expected):
             wrong = (self._memory.slot_digests(group, slots, valid) != want).any(axis=1).nonzero()[0]
             if len(wrong):
                 right = min(right, int(wrong[0]))
         return right
-
-    async def store(self, keys: Sequence[bytes], slots: Sequence[int], first: int) -> None:
-        """Put blocks [first, len(keys)) from their slots into this host's pool. A failure is logged and counted: the
-        pool only loses a chance of reuse."""
-        if first >= len(keys) or not self._own_target or not self._may_ask(self._own_target):
-            return
-        client = self.client(self._own_target)
-        try:
-            await self._store(client, keys, slots, first)
-            self._note(self._own_target)
-        except PoolErrors as error:
-            self._note(self._own_target, error)
-            self._counters.add("store_failures", 1)
-            log.warning("blocks were not stored in the pool: %s", error)
-        except Exception:
-            self._counters.add("store_failures", 1)
-            log.exception("blocks were not stored in the pool")
-
-    async def _store(self, client: PoolClient, keys: Sequence[bytes], slots: Sequence[int], first: int) -> None:
-        parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
-        # A task of its own: a cancelled caller must still learn of the slots that it was given.
-        allocating = asyncio.ensure_future(
-            client.allocate(
-                self._namespace, self._memory.spec, _key_array(keys[first:]), _key_array(parents), ttl_s=self._put_ttl_s
-            )
-        )
-        try:
-            ticket = await settled(allocating)
-            if ticket.new_blocks:
-                await self._fill(client, ticket, [slots[first + i] for i in ticket.new_blocks])
-        except BaseException:
-            if not allocating.cancelled() and allocating.exception() is None:
-                await settled(asyncio.ensure_future(self._abort_put(client, allocating.result())))
-            raise
-
-    async def _fill(self, client: PoolClient, ticket: PutTicket, slots: Sequence[int]) -> None:
-        remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
-        began = time.perf_counter()
-        await in_thread(self._memory.to_host, slots)
-        digests = await in_thread(self._digests, slots)
-        peer = self._messenger.connect(ticket.endpoint)
-        assert ticket.key is not None
-        slices = self._memory.slot_slices(slots, remote)
-        done = await settled(peer.write(ticket.key, self._memory.region, slices, deadline_s=self._put_ttl_s))
-        await client.seal(ticket, digests)
-        self._counters.add_transfer("store", done.nbytes, time.perf_counter() - began)
-
-    async def _abort_put(self, client: PoolClient, ticket: PutTicket) -> None:
-        try:
-            await client.abort_put(ticket)
-        except PoolErrors as error:
-            log.warning("put %s was not aborted and will expire: %s", ticket.put_id, error)
-
-    def _digests(self, slots: Sequence[int]) -> list[NDArray[np.uint64]]:
-        valid = np.full(len(slots), self._memory.block_tokens, dtype=np.int32)
-        return [self._memory.slot_digests(g, slots, valid) for g in range(self._memory.num_groups)]
-
-
-def _key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)

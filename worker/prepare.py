@@ -1,19 +1,26 @@
-"""What precedes a prefill on any worker: find reusable KV, take slots, load and verify."""
+"""What surrounds a prefill on any worker: find reusable KV, take slots, load and verify; then keep what is new."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from moonpool_proto.v1.worker_pb2 import Timing
+from worker.keeping import Kept
 from worker.matchers import Matcher
 from worker.node import WorkerNode
-from worker.pool_glue import Pinned
+from worker.parity import Aside
+from worker.pinned import Pinned
 from worker.request import Request, Sequence
-from worker.settle import settled
+from worker.settle import in_thread, settled
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -24,57 +31,144 @@ class Prepared:
     slots: list[int]
     local_blocks: int
     pinned: list[Pinned]
-    reused_blocks: int = 0
+    cut: int | None  # blocks from here on are computed, even if they could be reused, to be compared
+    reused_tokens: int = 0  # the last prompt token is never one of them
+    store_from: int = 0  # blocks before it are in the pool
+    aside: Aside | None = None
     load_s: float = 0.0
+    is_kept: bool = False  # what was computed is stored, or will be by the node that goes on
 
     @property
     def pooled_blocks(self) -> int:
-        """Leading blocks that are leased at pool nodes, so that others may read them too."""
+        """Leading whole blocks that are leased at pool nodes."""
         return sum(p.lease.num_blocks for p in self.pinned)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Of them, those that others may read, too."""
+        return self.pooled_blocks if self.cut is None else min(self.cut, self.pooled_blocks)
 
 
 @contextlib.asynccontextmanager
 async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> AsyncIterator[Prepared]:
     """Slots and leases for `request`, given back at the end. Load the KV with `load`."""
     block_tokens = node.config.block_tokens
-    # The last prompt token is always computed, and all of a prompt that is to be scored: their logits are wanted.
-    reusable = request.keys[: 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens]
-    slots, num_shared = await node.take_slots(reusable, -(-peak_tokens // block_tokens))
+    reusable = reusable_blocks(request, block_tokens)
+    cut = node.parity.cut(request.request_id, reusable)
+    num_slots = -(-peak_tokens // block_tokens)
+    if node.must_wait(num_slots):
+        node.pool.prefetch(request, reusable)
+    slots, num_shared = await node.take_slots(request.keys[: reusable if cut is None else cut], num_slots)
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
-    pinning = asyncio.ensure_future(node.pool.pin(reusable, request.placement))
+    pinning = asyncio.ensure_future(_pin(node, request, reusable))
+    work: Prepared | None = None
     try:
-        pinned = await asyncio.shield(pinning)
-        yield Prepared(request, slots, num_shared, pinned)
+        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut)
+        yield work
     finally:
         node.give_slots(slots)
-        await settled(asyncio.ensure_future(_unpin(node, pinning)))
+        await settled(asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_kept)))
 
 
-async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[Pinned]]) -> None:
+def reusable_blocks(request: Request, block_tokens: int) -> int:
+    """Whole blocks of the prompt that need not be computed if there are some.
+
+    The last prompt token is always computed, and all of a prompt that is to be scored: their logits are wanted.
+    """
+    return 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens
+
+
+async def _pin(node: WorkerNode, request: Request, reusable: int) -> list[Pinned]:
+    return [] if request.scores_prompt or len(request.prompt) == 1 else await node.pool.pin(request, reusable)
+
+
+async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[Pinned]], *, superseded: bool) -> None:
     await asyncio.wait([pinning])
     if pinning.exception() is None:
-        await node.pool.unpin(pinning.result())
+        await node.pool.unpin(pinning.result(), superseded=superseded)
 
 
 async def load(node: WorkerNode, work: Prepared) -> None:
-    """Fill the reused blocks' slots from the pool; sets `reused_blocks` to what is there and right."""
+    """Fill the reused blocks' slots from the pool; sets `reused_tokens` to what is there and right."""
     began = time.monotonic()
+    block_tokens = node.config.block_tokens
     local, pooled = work.local_blocks, work.pooled_blocks
-    loaded = 0
-    if pooled > local:
-        loaded = await node.pool.load(work.pinned, work.slots[local:pooled], local)
-        if loaded < pooled - local:
-            node.counters.add("recomputed_blocks", pooled - local - loaded)
-    work.reused_blocks = local + loaded
-    node.index_blocks(work.slots[: work.reused_blocks], work.request.keys)
+    tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
+    wanted = max(0, pooled - local) + (tail is not None)
+    good = await node.pool.load(work.pinned, work.slots[local : local + wanted], local) if wanted else 0
+    work.store_from = pooled
+    work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
+    if good < wanted:
+        node.counters.add("recomputed_blocks", wanted - good)
+        work.store_from = local + good
+    elif tail is not None:
+        work.reused_tokens += work.pinned[-1].tail_tokens
+    if work.cut is not None and work.cut * block_tokens < work.reused_tokens:
+        await _set_aside(node, work, good)
+        work.reused_tokens = work.cut * block_tokens
+    node.index_blocks(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
     work.load_s = time.monotonic() - began
+
+
+async def _set_aside(node: WorkerNode, work: Prepared, num_loaded: int) -> None:
+    assert work.cut is not None
+    rows = np.concatenate([pin.valid[pin.right.start : pin.right.stop] for pin in work.pinned])
+    skip = work.cut - work.local_blocks
+    slots = work.slots[work.cut : work.local_blocks + num_loaded]
+    work.aside = await in_thread(node.parity.set_aside, work.cut, slots, rows[skip:])
 
 
 def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, prefill_only: bool) -> Sequence:
     """The engine's sequence for prepared work, with its timing noted for the first token."""
-    cached = work.reused_blocks * node.config.block_tokens
+    cached = work.reused_tokens
     sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher)
-    node.timings[id(sequence)] = Timing(cached_tokens=cached, load_s=work.load_s)
+    tiers = [pin.tokens_by_tier(cached) for pin in work.pinned]
+    dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
+    node.timings[id(sequence)] = Timing(
+        cached_tokens=cached,
+        load_s=work.load_s,
+        cached_dram_tokens=dram,
+        cached_ssd_tokens=ssd,
+        cached_remote_tokens=remote,
+    )
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)
+    for name, tokens in (("cached_dram_tokens", dram), ("cached_ssd_tokens", ssd), ("cached_remote_tokens", remote)):
+        if tokens:
+            node.counters.add(name, tokens)
     return sequence
+
+
+async def keep(node: WorkerNode, work: Prepared, sequence: Sequence, *, goes_on: bool = False) -> None:
+    """Let later requests find what was computed: here, and, stored, everywhere.
+
+    A sequence that `goes_on` elsewhere keeps its whole blocks; what is partial will have grown by its end.
+    """
+    kept = Kept.of(sequence, node.config.block_tokens)
+    aside, work.aside = work.aside, None
+    if aside is not None:
+        await _compare(node, work, aside)
+    node.index_blocks(work.slots, kept.keys, anew_from=work.cut)
+    kept = kept.whole() if goes_on else kept
+    await node.pool.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
+    work.is_kept = True
+
+
+async def _compare(node: WorkerNode, work: Prepared, aside: Aside) -> None:
+    """What a pool gave against what was computed in its stead; blocks found wrong are taken out and stored again."""
+    wrong = await in_thread(node.parity.wrong_blocks, aside)
+    node.counters.add("parity_checked_blocks", len(aside.slots))
+    if not wrong:
+        return
+    node.counters.add("parity_mismatches", len(wrong))
+    for pin in work.pinned:
+        for block in wrong:
+            if 0 <= block - pin.first < pin.num_rows:
+                key = pin.keys[block - pin.first].tobytes().hex()
+                log.error(
+                    "block %d of a prompt at %s is not what computing it gives, though its digests are right: it was "
+                    "computed wrongly, or damaged before they were taken; its key is %s in namespace %s",
+                    *(block, pin.lease.endpoint.node_id, key, node.namespace.hex()),
+                )
+    await node.pool.quarantine(work.pinned, wrong)
+    work.store_from = min(work.store_from, wrong[0])

@@ -122,11 +122,13 @@ class Sequence:
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
     compute_s: float = 0.0  # its share of the steps that computed its prompt
+    reused_tokens: int = field(init=False)  # of its prompt
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.table = np.array(self.slots, dtype=np.int32)
+        self.reused_tokens = self.num_computed
 
     @classmethod
     def of(
@@ -159,6 +161,12 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def token_s(self) -> float:
+        """What computing one token of its prompt took; 0 where none was."""
+        computed = self.prompt_len - self.reused_tokens
+        return self.compute_s / computed if computed else 0.0
 
     @property
     def next_index(self) -> int:

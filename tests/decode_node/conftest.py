@@ -15,7 +15,7 @@ import pytest
 from decode_node.server import DecodeFace
 from engine import Model, load_model
 from engine.random_model import write_random_model
-from kvpool import PoolNodeConfig, chain_keys, chain_seed
+from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_numbers
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger import MessengerConfig
@@ -169,7 +169,7 @@ class Pair:
 
     def problems(self) -> list[str]:
         found = [problem for face in (self.prefill, self.decode) for problem in face.node.validate()[0]]
-        return found + (self.pool.validate()["problems"] if self.pool is not None else [])
+        return found + (node_numbers.validate(self.pool)["problems"] if self.pool is not None else [])
 
 
 Start = Callable[..., Awaitable[Pair]]

@@ -10,6 +10,7 @@ import pytest
 
 from decode_node.reservation import Reservation
 from engine import Model
+from kvpool import node_numbers
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -42,7 +43,7 @@ async def test_a_plain_cancel_that_follows_frees_everything_at_once(start_pair: 
     await request.reaches(30)
     storing, never = asyncio.Event(), asyncio.Event()
 
-    async def store(*args: Any) -> None:
+    async def store(*args: Any, **options: Any) -> None:
         storing.set()
         await never.wait()
 
@@ -68,9 +69,9 @@ async def test_an_answer_ended_by_its_first_token_leaves_the_prompt_in_the_pool(
         await never.wait()
         return []
 
-    async def store(*args: Any) -> None:
+    async def store(*args: Any, **options: Any) -> None:
         await cancelled.wait()
-        await real_store(*args)
+        await real_store(*args, **options)
 
     def cancel(*args: Any, **options: Any) -> None:
         real_cancel(*args, **options)
@@ -86,4 +87,4 @@ async def test_an_answer_ended_by_its_first_token_leaves_the_prompt_in_the_pool(
         await pair.frontend.cancel(name, "r", 1, keep_kv=True)
     await pair.at_rest()
     assert request.failures == []
-    assert pair.pool.validate()["counts"]["blocks"] == 8
+    assert node_numbers.validate(pair.pool)["counts"]["blocks"] == 8

@@ -10,6 +10,7 @@ import pytest
 
 from engine import Model
 from messenger.control import Unavailable
+from worker.keeping import Kept
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -93,10 +94,10 @@ async def test_a_pool_that_went_away_during_a_store_does_not_swallow_a_cancel(
         storing.set()
         await may_go.wait()
 
-    monkeypatch.setattr(glue, "_fill", stuck)
+    monkeypatch.setattr(glue.puts, "_fill", stuck)
     monkeypatch.setattr(glue.client(pair.prefill.node.config.pool_target), "abort_put", _refuse)
     slots = pair.prefill.node.slots.allocate(1)
-    store = asyncio.ensure_future(glue.store([bytes(range(16))], slots, 0))
+    store = asyncio.ensure_future(glue.store(Kept((bytes(range(16)),)), slots, 0))
     await storing.wait()
     store.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -93,6 +93,15 @@ class SlotPool:
             self._index[key] = slot
             self._key[slot] = key
 
+    def forget(self, key: bytes) -> None:
+        """The slot of this block, if it is here, is shared no more; those who hold it already keep it."""
+        slot = self._index.get(key)
+        if slot is not None:
+            self._forget(slot)
+            if self._count[slot] == 0:
+                del self._cached[slot]
+                self._free.append(slot)
+
     def release(self, slots: Sequence[int]) -> None:
         """Drop one reference to each, in the order of the blocks; the last blocks are reused first."""
         for slot in reversed(slots):

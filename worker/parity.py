@@ -1,0 +1,83 @@
+"""Parity mode: for a sample of requests, reused KV is computed once more and compared with what the pool gave.
+
+Digests tell that bytes are those that were stored; only computing them again tells that they were right when they were
+stored. A chosen request reuses what lies before a block of its own choice and computes the rest; what the pool gave
+from that block on is kept aside and compared, and never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from kvpool import KvGroup, KvSpec
+from worker.kv_memory import KvMemory
+
+# Of the largest value of a block's layer, K and V apart. Sums are taken in another order in a prefill's chunks than in
+# a decode step: by far less in float32, and by a few units of the last place in the short types.
+TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """What a pool gave of blocks [first, first + n) of a prompt."""
+
+    first: int
+    slots: tuple[int, ...]  # where they are computed
+    valid: NDArray[np.int32]  # [n] tokens
+    content: tuple[NDArray[np.uint8], ...]  # per group [n, slot_nbytes]
+
+
+class Parity:
+    """Chooses requests, and compares."""
+
+    def __init__(self, memory: KvMemory, share: float) -> None:
+        """`share`: of all requests, 0 to 1."""
+        self._memory = memory
+        self._share = share
+
+    def cut(self, request_id: str, num_blocks: int) -> int | None:
+        """The block, of `num_blocks` that could be reused, from which on this request computes; None: reuse them all.
+
+        Every node that works on the request chooses alike.
+        """
+        chance = blake3(request_id.encode()).digest(length=16)
+        if not num_blocks or int.from_bytes(chance[:8], "little") >= self._share * 2.0**64:
+            return None
+        return int.from_bytes(chance[8:], "little") % num_blocks
+
+    def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> Aside:
+        """Copy what was loaded into the slots of blocks `first` and on, before it is computed there. Blocking."""
+        content = (self._memory.slot_bytes(g, slots) for g in range(self._memory.num_groups))
+        return Aside(first, tuple(slots), valid, tuple(content))
+
+    def wrong_blocks(self, aside: Aside) -> list[int]:
+        """The places in the prompt of blocks that are not what was computed in their slots since. Blocking."""
+        self._memory.to_host(aside.slots)
+        spec = self._memory.spec
+        wrong = np.zeros(len(aside.slots), dtype=bool)
+        for g, group in enumerate(spec.groups):
+            wrong |= _differ(spec, group, aside.content[g], self._memory.slot_bytes(g, aside.slots), aside.valid)
+        return [aside.first + int(i) for i in np.flatnonzero(wrong)]
+
+
+def _differ(
+    spec: KvSpec, group: KvGroup, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Which slots, uint8 [n, slot_nbytes], differ by more than the tolerance in their valid tokens."""
+    shape = (len(given), len(group.layers), group.kv_heads, 2, spec.block_tokens, group.head_dim)
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
+    counts = torch.arange(spec.block_tokens) < torch.from_numpy(valid)[:, None]
+    mask = counts[:, None, None, None, :, None]
+    zero = torch.zeros(())
+    scale = torch.where(mask, b.abs(), zero).amax(dim=(2, 4, 5), keepdim=True)
+    close = (a - b).abs() <= TOLERANCE[group.dtype] * scale  # false for what is not a number
+    found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
+    return found
