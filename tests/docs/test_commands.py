@@ -13,23 +13,30 @@ import typer.main
 
 from moonpool.cli import app
 from moonpool.config import all_settings
+from moonpool.simulate_command import app as simulate_app
 from replay.bench.cli import app as bench_app
 from replay.cli import app as replay_app
 from replay.dialogue_cli import app as dialogues_app
 
 ROOT = Path(__file__).parents[2]
+# Commands that are followed by another.
+GROUPS = {"bench": bench_app, "simulate": simulate_app}
 # Said of other programs, or of no command line.
 OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    """moonpool's sub-commands as click parses them. `replay`, `dialogues` and `bench` only hand their arguments on."""
+    """moonpool's sub-commands as click parses them. Those imported when run only hand their arguments on."""
     found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    bench = typer.main.get_command(bench_app).commands.items()  # type: ignore[attr-defined]
+    grouped = {
+        f"{group} {name}": command
+        for group, one in GROUPS.items()
+        for name, command in typer.main.get_command(one).commands.items()  # type: ignore[attr-defined]
+    }
     handed_on = {"replay": replay_app, "dialogues": dialogues_app}
     found |= {name: typer.main.get_command(command) for name, command in handed_on.items()}
-    return {**found, **{f"bench {name}": c for name, c in bench}}
+    return {**found, **grouped}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +45,8 @@ def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
 
     def parse(arguments: list[str]) -> str:
         name, *rest = arguments
-        if name == "bench" and rest and not rest[0].startswith("-"):
-            name, *rest = f"bench {rest[0]}", *rest[1:]
+        if name in GROUPS and rest and not rest[0].startswith("-"):
+            name, *rest = f"{name} {rest[0]}", *rest[1:]
         if name == "--help":
             return ""
         if name not in commands:
@@ -83,6 +90,8 @@ def test_the_parser_refuses_what_is_wrong(complaint: Callable[[list[str]], str])
     assert complaint(["bench", "serve", "--goodput", "ttft:1", "tpot:1", "--num_prompts", "2"]) == ""
     assert complaint(["bench", "serve", "--num-prompts", "many"])
     assert "no command" in complaint(["bench", "sevre"])
+    assert complaint(["simulate", "cache", "conversation", "--capacity", "10k"]) == ""
+    assert complaint(["simulate", "cache", "conversation"])
 
 
 def test_moonpool_takes_every_command_line(
