@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from engine import load_model
-from kvpool import digest
+from kvpool import digest, directory_table
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 
@@ -12,4 +12,6 @@ if __name__ == "__main__":
     began = time.monotonic()
     load_model(BUNDLED).warm_up()
     digest.warm_up()
+    ssd_kernels()
+    directory_table.warm_up()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")

@@ -29,7 +29,7 @@ class SsdConfig:
 
     dir: Path
     nbytes: int
-    """Space for extents; preallocated when the store opens. May change between runs: extents that end beyond are lost."""
+    """Space for extents, preallocated when the store opens. May change between runs: what ends beyond it is lost."""
     node_id: str
     cluster: str = ""
     """Another cluster's folder, or another node's, is refused."""

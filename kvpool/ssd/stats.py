@@ -6,15 +6,29 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DirectionStats", "LatencyHistogram", "SsdStats"]
+from kvpool.errors import SsdCorrupt, SsdError, SsdFull, SsdIoError, SsdNotStored, SsdRefused
+
+__all__ = ["DirectionCounters", "DirectionStats", "LatencyHistogram", "SsdStats", "kind_of"]
 
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
+_KINDS: tuple[tuple[type[SsdError], str], ...] = (
+    (SsdFull, "full"),
+    (SsdIoError, "io"),
+    (SsdCorrupt, "corrupt"),
+    (SsdNotStored, "not_stored"),
+    (SsdRefused, "refused"),
+)
+
+
+def kind_of(error: SsdError) -> str:
+    """The name under which a block's error is counted."""
+    return next(kind for error_type, kind in _KINDS if isinstance(error, error_type))
 
 
 @dataclass(frozen=True)
 class DirectionStats:
-    """Reads, or writes. A block is carried in I/Os of at most 4 MiB; latencies are those of I/Os."""
+    """Reads, or writes. A block is carried in I/Os of at most 1 MiB; latencies are those of I/Os."""
 
     num_blocks: int
     num_ios: int
@@ -23,7 +37,7 @@ class DirectionStats:
     p50_s: float
     p99_s: float
     num_in_flight: int  # blocks asked for and not yet answered
-    errors: dict[str, int]  # blocks, by kind
+    errors: dict[str, int]  # blocks, by kind: full, io, corrupt, not_stored, refused
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""Group commit: what several threads wrote becomes durable, and then known, by one sync of the data and one frame.
+
+Order is all here: the blocks' bytes are durable before the frame that names them is written, the frame is durable
+before a write returns, and a free is durable before any of its space is written again.
+"""
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpool.errors import SsdFull, SsdIoError
+from kvpool.ssd.disk import Disk
+from kvpool.ssd.extents import Extent, ExtentMap, ExtentState
+from kvpool.ssd.folder import Segments
+from kvpool.ssd.journal import Header, JournalWriter
+from kvpool.ssd.kernels import SHORT
+from kvpool.ssd.records import SsdConfig
+
+__all__ = ["Commits", "io_error"]
+
+_log = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def io_error(what: str, number: int) -> SsdIoError:
+    """The error for an errno, or for SHORT."""
+    if number == SHORT:
+        return SsdIoError(f"{what}: the file ended before it; was it cut or replaced?", number)
+    kind = SsdFull if number in _FULL else SsdIoError
+    return kind(f"{what}: {os.strerror(number)}", number)
+
+
+@dataclass
+class _Ticket:
+    """Blocks one thread wrote, waiting to be named by the journal."""
+
+    extents: Sequence[Extent]
+    failed: dict[Extent, SsdIoError] = field(default_factory=dict)
+    done: bool = False
+
+
+class Commits:
+    """The journal, the map of what it says, and the frees that it does not say yet. `lock` guards map and frees."""
+
+    def __init__(
+        self, disk: Disk, config: SsdConfig, header: Header, segments: Segments, extents: Sequence[Extent]
+    ) -> None:
+        """Begin a new journal with these blocks. Raises OSError."""
+        self.lock = threading.Lock()
+        self.extents = ExtentMap(extents)
+        self.undurable = ExtentMap()  # freed; the journal still has them
+        self.accepts_writes = True
+        self.num_compactions = 0
+        self._disk, self._config, self._header, self._segments = disk, config, header, segments
+        self._journal = JournalWriter(disk, config.dir, header, self.extents)
+        self._journal.install()
+        self._rewritten_nbytes = self._journal.nbytes
+        self._committing = threading.Lock()
+        self._queue: list[_Ticket] = []
+
+    @property
+    def journal_nbytes(self) -> int:
+        return self._journal.nbytes
+
+    def commit(self, extents: Sequence[Extent]) -> dict[Extent, SsdIoError]:
+        """Seal blocks whose bytes were written, and write down what was freed; the blocks that could not be sealed."""
+        ticket = _Ticket(extents)
+        with self.lock:
+            self._queue.append(ticket)
+        with self._committing:
+            # Whoever held the lock before may have taken this ticket along.
+            if not ticket.done:
+                self._commit_all()
+        if not ticket.done:
+            return dict.fromkeys(extents, SsdIoError("the commit that was to seal it was given up"))
+        return ticket.failed
+
+    def close(self) -> None:
+        """No commit may be under way."""
+        self._journal.close()
+
+    def _commit_all(self) -> None:
+        with self.lock:
+            tickets, self._queue = self._queue, []
+            freed = list(self.undurable)
+        for ticket in tickets:
+            self._sync_data(ticket)
+        sealed = [extent for ticket in tickets for extent in ticket.extents if extent not in ticket.failed]
+        failure = self._write_down(freed, sealed) if sealed or freed else None
+        for ticket in tickets:
+            if failure is not None:
+                ticket.failed.update(dict.fromkeys(ticket.extents, failure))
+            ticket.done = True
+        bound = max(self._config.min_journal_nbytes, 2 * self._rewritten_nbytes)
+        if self.accepts_writes and self._journal.nbytes > bound:
+            self._rewrite()
+
+    def _sync_data(self, ticket: _Ticket) -> None:
+        touched = {i for extent in ticket.extents for i in self._segments.touched(extent.start, extent.end)}
+        for index in sorted(touched):
+            try:
+                self._segments.sync(index)
+            except OSError as error:
+                failure = io_error(f"segment {index} could not be made durable", error.errno or 0)
+                for extent in ticket.extents:
+                    if index in self._segments.touched(extent.start, extent.end):
+                        ticket.failed[extent] = failure
+
+    def _write_down(self, freed: Sequence[Extent], sealed: Sequence[Extent]) -> SsdIoError | None:
+        """One frame; afterwards the map says what the journal says."""
+        if not self.accepts_writes:
+            return SsdIoError("the SSD journal could not be written: mend the disk, then restart the pool node")
+        frame = self._journal.frame([extent.start for extent in freed], sealed)
+        try:
+            self._journal.reserve(len(frame))
+        except OSError as error:
+            return io_error("there is no room for the SSD journal", error.errno or 0)
+        try:
+            self._journal.append(frame)
+        except OSError as error:
+            # What of the frame is on the disk cannot be known: a new journal without it settles that.
+            self._rewrite(needed=True)
+            return io_error("the SSD journal could not be written", error.errno or 0)
+        with self.lock:
+            self._settle(freed)
+            for extent in sealed:
+                if extent.state is ExtentState.DOOMED:
+                    self.extents.remove(extent)
+                    self.undurable.add(extent)
+                else:
+                    extent.state = ExtentState.SEALED
+        return None
+
+    def _settle(self, freed: Sequence[Extent]) -> None:
+        for extent in freed:
+            self.undurable.remove(extent)
+
+    def _rewrite(self, *, needed: bool = False) -> None:
+        """Put a new journal in the old one's place."""
+        with self.lock:
+            freed = list(self.undurable)
+            sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]
+        try:
+            journal = JournalWriter(self._disk, self._config.dir, self._header, sealed)
+        except OSError as error:
+            _log.error("the SSD journal in %s could not be written anew: %s", self._config.dir, error)
+            self.accepts_writes = self.accepts_writes and not needed
+            self._rewritten_nbytes = self._journal.nbytes  # the next try when it has doubled
+            return
+        self._journal.close()
+        self._journal, self._rewritten_nbytes = journal, journal.nbytes
+        try:
+            journal.install()
+        except OSError as error:
+            _log.error("the SSD journal in %s could not be put in place: %s", self._config.dir, error)
+            self.accepts_writes = False
+            return
+        self.num_compactions += 1
+        with self.lock:
+            self._settle(freed)

@@ -1,0 +1,167 @@
+"""Reading a journal back: which blocks are stored, whatever became of the file.
+
+The rules:
+- Frames are read in order. Pages that are no frame (torn, flipped, unreadable) are passed over one by one.
+- What follows the last good frame is the torn end of a commit that nobody was told of; it never happened.
+- A good frame after broken pages means that committed frames are lost. Their blocks are. What they freed may be listed
+  again, and only this is doubtful: a block that was freed and not written over is still right, and one that was written
+  over is found by its checksum, which every read takes. Among blocks that overlap, or have one address, the last wins.
+- A header that cannot be read leaves nothing to trust: the journal is moved aside, and the store starts empty.
+"""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+
+from kvpool.errors import SsdForeign
+from kvpool.spec import KvSpec
+from kvpool.ssd.extents import Extent, ExtentState
+from kvpool.ssd.journal import FRAME, FRAME_MAGIC, HEADER, HEADER_MAGIC, VERSION, Header, checksum
+from kvpool.ssd.records import PAGE_NBYTES, SsdEntry, extent_nbytes
+
+__all__ = ["Recovered", "read_journal"]
+
+_CHUNK_NBYTES = 1 << 20
+
+
+@dataclass
+class Recovered:
+    """What a journal says. `header` is None when it is missing or cannot be read.
+
+    `counts`: frames; torn_end (0 or 1); lost_frames, of which something was committed; superseded blocks, which a later
+    one lies over or replaces.
+    """
+
+    header: Header | None = None
+    extents: list[Extent] = field(default_factory=list)  # in the order in which they were sealed
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def read_journal(path: Path) -> Recovered:
+    """Raises SsdForeign when another version wrote it, FileNotFoundError, and OSError when it cannot be opened."""
+    data = _read(path)
+    known = _read_header(data, path)
+    if known is None:
+        return Recovered()
+    journal_id, header = known
+    found = Recovered(header)
+    at: dict[int, Extent] = {}
+    specs: dict[bytes, tuple[KvSpec, int]] = {}
+    for body in _frames(data, journal_id, found.counts):
+        freed, sealed = _decode(body, specs)
+        for offset in freed:
+            at.pop(offset, None)
+        for extent in sealed:
+            found.counts["superseded"] += at.pop(extent.start, None) is not None
+            at[extent.start] = extent
+    found.extents = _newest(list(at.values()), found.counts)
+    return found
+
+
+def _read(path: Path) -> bytearray:
+    """The file; pages that the disk does not give are zeros."""
+    data = bytearray()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for at in range(0, size, _CHUNK_NBYTES):
+            data += _read_part(file.fileno(), at, min(_CHUNK_NBYTES, size - at))
+    return data
+
+
+def _read_part(fd: int, at: int, nbytes: int) -> bytes:
+    try:
+        return os.pread(fd, nbytes, at).ljust(nbytes, b"\0")
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        if nbytes <= PAGE_NBYTES:
+            return bytes(nbytes)
+        parts = range(at, at + nbytes, PAGE_NBYTES)
+        return b"".join(_read_part(fd, part, min(PAGE_NBYTES, at + nbytes - part)) for part in parts)
+
+
+def _read_header(data: bytearray, path: Path) -> tuple[int, Header] | None:
+    if len(data) < PAGE_NBYTES:
+        return None
+    magic, version, nbytes, expected = HEADER.unpack_from(data)
+    body = bytes(data[HEADER.size : HEADER.size + nbytes])
+    if magic != HEADER_MAGIC or checksum(bytes(data[: HEADER.size - len(expected)]), body) != expected:
+        return None
+    if version != VERSION:
+        raise SsdForeign(
+            f"{path} was written in version {version} of the format, this is version {VERSION}: start the Moonpool "
+            "that wrote it, or give this one another folder, or empty this one (it is a cache). Nothing was changed"
+        )
+    journal_id, *fields = msgpack.unpackb(body)
+    return journal_id, Header(*fields)
+
+
+def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[bytes]:
+    """The bodies of the good frames."""
+    position, expected = PAGE_NBYTES, 0
+    broken = False  # something that is neither a frame nor zeros since the last frame
+    while position < len(data):
+        frame = _frame(data, position, journal_id, expected)
+        if frame is None:
+            broken = broken or any(data[position : position + PAGE_NBYTES])
+            position += PAGE_NBYTES
+            continue
+        sequence, nbytes, body = frame
+        counts["frames"] += 1
+        counts["lost_frames"] += sequence - expected
+        broken, expected = False, sequence + 1
+        position += nbytes
+        yield body
+    counts["torn_end"] += broken
+
+
+def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int) -> tuple[int, int, bytes] | None:
+    """(sequence, bytes in whole pages, body) of a good frame at `position`."""
+    if data[position : position + len(FRAME_MAGIC)] != FRAME_MAGIC:
+        return None
+    _, found_id, sequence, nbytes, _, expected = FRAME.unpack_from(data, position)
+    start = position + FRAME.size
+    if found_id != journal_id or sequence < least_sequence or start + nbytes > len(data):
+        return None
+    body = bytes(data[start : start + nbytes])
+    if checksum(bytes(data[position : start - len(expected)]), body) != expected:
+        return None
+    whole = -(-(FRAME.size + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+    return sequence, whole, body
+
+
+def _decode(body: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> tuple[list[int], list[Extent]]:
+    """Offsets freed, and blocks sealed after that; `known` keeps the specs met so far, with their extents' size."""
+    freed, described, blocks = msgpack.unpackb(body)
+    specs = []
+    for description in described:
+        name = msgpack.packb(description)
+        if name not in known:
+            spec = KvSpec.from_json(description)
+            known[name] = spec, extent_nbytes(spec)
+        specs.append(known[name])
+    extents = []
+    for offset, kv_namespace, chain_key, parent, number, num_tokens, digests, compute_s, summed in blocks:
+        spec, nbytes = specs[number]
+        entry = SsdEntry(offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s)
+        extents.append(Extent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
+    return freed, extents
+
+
+def _newest(extents: list[Extent], counts: Counter[str]) -> list[Extent]:
+    """Without those that a later one lies over, or that have a later one's address; in the same order."""
+    order = {extent: i for i, extent in enumerate(extents)}
+    last = {(extent.entry.kv_namespace, extent.entry.chain_key): extent for extent in extents}
+    kept: list[Extent] = []
+    for extent in sorted(last.values(), key=lambda each: each.start):
+        while kept and kept[-1].end > extent.start and order[kept[-1]] < order[extent]:
+            kept.pop()
+        if not kept or kept[-1].end <= extent.start:
+            kept.append(extent)
+    counts["superseded"] += len(extents) - len(kept)
+    return sorted(kept, key=order.__getitem__)
