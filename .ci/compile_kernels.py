@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine import load_model
 from kvpool import digest, directory_table
+from kvpool.ssd.kernels import kernels as ssd_kernels
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 
