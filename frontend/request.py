@@ -122,6 +122,9 @@ class Facts:
     decode_node: str = ""
     schedule_s: float = 0.0
     cached_tokens: int = 0
+    cached_dram_tokens: int = 0  # of them, from the memory of the prefill worker's pool node
+    cached_ssd_tokens: int = 0  # from its SSD
+    cached_remote_tokens: int = 0  # from another pool node; the rest were in the worker's own pages
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0

@@ -85,6 +85,8 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         drain_grace_s=config.engine.worker_drain_grace,
         lease_s=config.pool.lease,
         put_ttl_s=config.pool.put_ttl,
+        kv_load_wait_s=config.pool.kv_load_wait,
+        kv_parity_sample=config.pool.kv_parity_sample,
         push_timeout_s=config.transport.push_timeout,
         messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
     )

@@ -133,9 +133,9 @@ def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, pr
     )
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)
-    for name, tokens in (("cached_dram_tokens", dram), ("cached_ssd_tokens", ssd), ("cached_remote_tokens", remote)):
-        if tokens:
-            node.counters.add(name, tokens)
+    node.counters.add("cached_dram_tokens", dram)
+    node.counters.add("cached_ssd_tokens", ssd)
+    node.counters.add("cached_remote_tokens", remote)
     return sequence
 
 

@@ -40,6 +40,9 @@ class Facts(AnswerModel):
     prefill_s: Seconds
     ttft_s: Seconds
     cached_tokens: Count
+    cached_dram_tokens: Count
+    cached_ssd_tokens: Count
+    cached_remote_tokens: Count
     dropped_messages: Count
     attempts: Count
     prefill_node: str

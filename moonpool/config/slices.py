@@ -183,6 +183,14 @@ class PoolSettings(Slice):
         30.0
     )
     lease: Annotated[float, Key("Seconds for which a reader holds blocks of the pool", low=0.1, high=3600)] = 30.0
+    kv_load_wait: Annotated[
+        float,
+        Key("Seconds that a request waits for its KV on a pool node's SSD; then it is computed", low=0, high=600),
+    ] = 2.0
+    kv_parity_sample: Annotated[
+        float,
+        Key("Share of requests whose reused KV is computed as well and compared; 0: none", low=0, high=1),
+    ] = 0.0
 
     @property
     def ssd_bytes(self) -> int:

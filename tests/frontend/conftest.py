@@ -193,9 +193,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 request_id=submit.request_id, attempt=submit.attempt, index=index, token_id=token_id
             )
             if cached is not None and index == first:
-                token.timing.CopyFrom(
-                    worker_pb2.Timing(cached_tokens=cached, queue_s=0.5, load_s=0.25, prefill_s=0.125)
-                )
+                timing = worker_pb2.Timing(cached_tokens=cached, queue_s=0.5, load_s=0.25, prefill_s=0.125)
+                timing.cached_dram_tokens, timing.cached_ssd_tokens, timing.cached_remote_tokens = 4, 2, 1
+                token.timing.CopyFrom(timing)
             add_logprobs(token, submit)
         if finish:
             message.tokens[-1].finish = finish  # type: ignore[assignment]

@@ -35,6 +35,7 @@ async def test_completion_returns_text_usage_and_facts(cluster: Any, front: Any,
     facts = body["moonpool"]
     assert (facts["attempts"], facts["prefill_node"], facts["decode_node"], facts["seed"]) == (1, "p0", "d0", 7)
     assert (facts["queue_s"], facts["load_s"], facts["prefill_s"]) == (0.5, 0.25, 0.125)
+    assert [facts[f"cached_{tier}_tokens"] for tier in ("dram", "ssd", "remote")] == [4, 2, 1]
     assert body["object"] == "text_completion"
     assert "prompt_token_ids" not in choice
     completion = await cluster.conductor.completion()
