@@ -2,30 +2,28 @@
 
 Blocks are known by the short form of their chain keys (uint64) within a namespace: a match is a hint that the pool
 node's Pin checks against full keys. Pool nodes are the truth; what is known of a node is EXACT while its stream is up
-and came without a gap, DEGRADED otherwise (never silently stale).
+and came without a gap, DEGRADED otherwise (never silently stale). Nodes say with their events what their contents sum
+up to (`kvpool.contents`): what does not agree with that is not EXACT either.
+
+A node has a number in the table. A snapshot is taken in under a new number, and what a former number held is taken out
+piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
 """
 
-import enum
-from dataclasses import dataclass, field
+import secrets
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.address import KEY_NBYTES, Namespace, keys_from_bytes, keys_u64
-from kvpool.directory_table import DirectoryTable, warm_up
-from kvpool.errors import AddressError
+from kvpool.address import Namespace, keys_from_bytes, keys_u64
+from kvpool.contents import fold_of
+from kvpool.directory_nodes import DirectoryState, FollowedNode, NodeNumbers, Position
+from kvpool.directory_table import DirectoryTable, Replicas, code_of
 from kvpool.events import BlockRun, PoolEvents
-from kvpool.tiers import Tier
 
-__all__ = ["Directory", "DirectoryState", "Match"]
-
-
-class DirectoryState(enum.Enum):
-    """How far a node's part of the directory can be trusted."""
-
-    EXACT = "exact"
-    DEGRADED = "degraded"
+__all__ = ["Directory", "DirectoryState", "Match", "Position"]
 
 
 class Match(NamedTuple):
@@ -35,171 +33,189 @@ class Match(NamedTuple):
     ssd_blocks: int  # of these, how many are on SSD only
 
 
-@dataclass
-class _Node:
-    number: int
-    incarnation: int = 0
-    seq: int = 0
-    synced: bool = False  # a snapshot is in, and every event since up to seq
-    state: DirectoryState = DirectoryState.DEGRADED
-    num_blocks: int = 0
-    staged: list[BlockRun] | None = field(default=None, repr=False)  # of a snapshot under way
-
-
 class Directory:
-    """The full index: per namespace, short chain key -> holders. Making the first one compiles what it runs on."""
+    """The full index of one conductor. Making the first one compiles what it runs on."""
 
     def __init__(self) -> None:
-        warm_up()
-        self._tables: dict[Namespace, DirectoryTable] = {}
-        self._on_ssd: dict[Namespace, DirectoryTable] = {}  # of the held, those that are on SSD only
-        self._nodes: dict[str, _Node] = {}
-        self._numbers: list[str | None] = []
+        self._table = DirectoryTable(secrets.randbits(64))
+        self._nodes: dict[str, FollowedNode] = {}
+        self._numbers = NodeNumbers()
+        self._purged = 0  # segments, of the pass under way
+        self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
+        self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
 
     def apply(self, node: str, events: PoolEvents) -> bool:
         """Take in one message of `node`'s stream. False: it does not follow what is known, a snapshot is needed.
 
         During a snapshot the former contents of the same incarnation stay in use, as DEGRADED; those of another
-        incarnation are dropped at its first message.
+        incarnation are dropped at its first message. Raises AddressError; then, too, a snapshot is needed.
         """
-        known = self._nodes.get(node) or self._add_node(node)
+        known = self._nodes.get(node) or self._add(node)
         if known.incarnation != events.incarnation:
-            self._forget_blocks(known)
-            known.incarnation, known.staged = events.incarnation, None
-            known.synced, known.state = False, DirectoryState.DEGRADED
+            self._retire(known.number)
+            known.number = self._number_for(node)
+            known.restart(events.incarnation)
         if events.snapshot_begin:
-            known.staged, known.synced, known.state = [], False, DirectoryState.DEGRADED
-        if known.staged is not None:
-            return self._apply_snapshot(known, events)
+            self.snapshots[known.why] += 1
+            self._end_snapshot(known)
+            known.begin_snapshot(self._number_for(None))
+        if known.shadow is not None:
+            self._take(known.shadow, events)
+            if events.snapshot_end:
+                self._numbers.rename(known.shadow, node)
+                self._retire(known.number)
+                known.end_snapshot(events.seq)
+                self._judge(known, events)
+            return True
         if not known.synced or events.first_seq != known.seq + 1:
-            known.synced, known.state = False, DirectoryState.DEGRADED
-            return False
-        for run in events.removed:
-            self._remove(known, run)
-        for run in events.stored:
-            self._store(known, run)
-        known.seq, known.state = events.seq, DirectoryState.EXACT
-        return True
+            return self._refuse(known, "gap")
+        known.synced = False  # for as long as only part of the message is in
+        self._take(known.number, events)
+        known.synced, known.seq = True, events.seq
+        return self._judge(known, events)
 
     def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> dict[str, Match]:
         """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`).
 
         Nodes with none are left out; the others come in the order of their ids.
         """
-        table = self._tables.get(kv_namespace)
-        if table is None or not len(keys):
+        if not len(keys):
             return {}
-        keys = np.ascontiguousarray(keys, np.uint64)
-        lengths = table.match(keys, len(self._numbers))
-        on_ssd = self._on_ssd.get(kv_namespace)
-        held: dict[str, Match] = {}
-        for i in np.flatnonzero(lengths).tolist():
-            name, length = self._numbers[i], int(lengths[i])
-            if name is not None:
-                held[name] = Match(length, on_ssd.count(i, keys[:length]) if on_ssd is not None else 0)
-        return {node: held[node] for node in sorted(held)}
+        name = self._numbers.name
+        rows = self._table.match(np.ascontiguousarray(keys, np.uint64), fold_of(kv_namespace))
+        held = sorted([(node, Match(n, ssd)) for number, n, ssd in rows if (node := name(number)) is not None])
+        return dict(held)
 
-    def mark_degraded(self, node: str) -> None:
-        """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped."""
-        if node in self._nodes:
-            self._nodes[node].state, self._nodes[node].staged = DirectoryState.DEGRADED, None
+    def mark_degraded(self, node: str, why: str = "") -> None:
+        """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
+
+        `why`, if given: it cannot go on, and this is the reason for which a snapshot is taken.
+        """
+        known = self._nodes.get(node)
+        if known is not None:
+            known.state = DirectoryState.DEGRADED
+            self._end_snapshot(known)
+            if why:
+                self._refuse(known, why)
 
     def drop_node(self, node: str) -> None:
         """The node is lost: nothing of it matches any more."""
         known = self._nodes.pop(node, None)
         if known is not None:
-            self._forget_blocks(known)
-            self._numbers[known.number] = None
+            self._end_snapshot(known)
+            self._retire(known.number)
+
+    def purge(self, num_segments: int = 64) -> bool:
+        """Take what lost nodes held out of some more of the table (2,048 places a segment). False: nothing is left."""
+        dying = self._numbers.dying
+        if not dying:
+            return False
+        self._purged = self._table.purge(dying, self._purged, num_segments)
+        if self._purged == self._table.num_segments:
+            self._purged = 0
+            self._numbers.end_pass()
+        return bool(self._numbers.dying)
 
     def state(self, node: str) -> DirectoryState:
         """DEGRADED for a node that is not known."""
         known = self._nodes.get(node)
         return known.state if known is not None else DirectoryState.DEGRADED
 
-    def position(self, node: str) -> tuple[int, int]:
-        """(incarnation, seq) of the last event taken in, where its stream can be continued; (0, 0) when it cannot."""
+    def position(self, node: str) -> Position:
+        """The last event taken in, where the node's stream can be continued; (0, 0) when it cannot."""
         known = self._nodes.get(node)
-        return (known.incarnation, known.seq) if known is not None and known.synced else (0, 0)
+        return Position(known.incarnation, known.seq) if known is not None and known.synced else Position(0, 0)
 
     def num_blocks(self, node: str) -> int:
         """Blocks that the node is known to hold, over all namespaces."""
-        return self._nodes[node].num_blocks if node in self._nodes else 0
+        return sum(self.blocks_by_tier(node))
+
+    def blocks_by_tier(self, node: str) -> tuple[int, int]:
+        """Blocks that the node is known to hold: (in DRAM, on SSD only)."""
+        known = self._nodes.get(node)
+        return self._table.num_blocks(known.number) if known is not None else (0, 0)
 
     @property
     def nodes(self) -> list[str]:
         """The known nodes' ids, sorted."""
         return sorted(self._nodes)
 
+    def begin_dump(self) -> tuple[dict[int, str], dict[str, Position]]:
+        """What `dump` tells of: (names by number, where each node's stream stood), of nodes with a position."""
+        positions = {node: position for node in self.nodes if (position := self.position(node)).incarnation}
+        return {self._nodes[node].number: node for node in positions}, positions
+
+    def dump(self, numbers: frozenset[int], num_segments: int = 16) -> Iterator[Replicas]:
+        """What these numbers hold, a few segments at a time; events may come in between.
+
+        So it is fuzzy, as a database's checkpoint may be (Mohan et al., ARIES, ACM TODS 17(1), 1992): right once the
+        events between its begin and its end are taken in again.
+        """
+        begin = 0
+        while begin < self._table.num_segments:
+            yield self._table.extract(numbers, begin, num_segments)
+            begin += num_segments
+
+    def restore_node(self, node: str, position: Position, right_at: int) -> int:
+        """A node of a dump, which began at `position`; its contents are right from event `right_at` on. Its number."""
+        assert node not in self._nodes, f"node {node!r} is known"
+        known = self._add(node)
+        known.restore(position, right_at)
+        return known.number
+
+    def restore(self, replicas: Replicas) -> None:
+        """Part of a dump, with the numbers that `restore_node` gave."""
+        self._table.store(replicas.keys, replicas.codes)
+
     def validate(self) -> list[str]:
         """What does not fit together, in words; empty when all does."""
-        problems = [f"{ns.hex()}: {what}" for ns, table in self._tables.items() for what in table.validate()]
-        problems += [f"{ns.hex()}: an empty table was kept" for ns, t in self._tables.items() if t.num_alive == 0]
+        problems = self._table.validate()
         for name, known in sorted(self._nodes.items()):
-            held = sum(table.num_held(known.number) for table in self._tables.values())
-            if held != known.num_blocks:
-                problems.append(f"node {name!r} holds {held} blocks, {known.num_blocks} are counted")
-            if self._numbers[known.number] != name:
-                problems.append(f"node {name!r} has number {known.number}, which is {self._numbers[known.number]!r}'s")
+            if self._numbers.name(known.number) != name:
+                problems.append(f"node {name!r} has number {known.number}, which is another's")
         return problems
 
-    def _add_node(self, node: str) -> _Node:
-        if None in self._numbers:
-            number = self._numbers.index(None)
-            self._numbers[number] = node
-        else:
-            number = len(self._numbers)
-            self._numbers.append(node)
-        self._nodes[node] = known = _Node(number)
+    def _add(self, node: str) -> FollowedNode:
+        self._nodes[node] = known = FollowedNode(self._number_for(node))
         return known
 
-    def _apply_snapshot(self, known: _Node, events: PoolEvents) -> bool:
-        assert known.staged is not None
-        known.staged += events.stored
-        if not events.snapshot_end:
+    def _number_for(self, node: str | None) -> int:
+        number = self._numbers.take(node)
+        self._table.reserve_numbers(number + 1)
+        return number
+
+    def _retire(self, number: int) -> None:
+        """Nothing matches under this number any more; what it holds goes piece by piece."""
+        self._numbers.retire(number, holds=any(self._table.num_blocks(number)), in_pass=self._purged > 0)
+
+    def _end_snapshot(self, known: FollowedNode) -> None:
+        if known.shadow is not None:
+            self._retire(known.shadow)
+            known.shadow = None
+
+    def _take(self, number: int, events: PoolEvents) -> None:
+        for run in events.removed:
+            self._table.remove(number, keys_u64(keys_from_bytes(run.chain)), fold_of(run.kv_namespace))
+        for run in events.stored:
+            self._store(number, run)
+        if self._numbers.dying:
+            self.purge(1)
+
+    def _store(self, number: int, run: BlockRun) -> None:
+        keys = keys_u64(keys_from_bytes(run.chain))
+        codes = np.full(len(keys), code_of(number, run.tier), np.uint32)
+        self._table.store(keys, codes, fold_of(run.kv_namespace))
+
+    def _judge(self, known: FollowedNode, events: PoolEvents) -> bool:
+        """Whether what is known may be called EXACT, now that these events are in; False: take a snapshot instead."""
+        if known.seq < known.right_at:
             return True
-        staged, known.staged = known.staged, None
-        self._forget_blocks(known)
-        for run in staged:
-            self._store(known, run)
-        known.seq, known.synced, known.state = events.seq, True, DirectoryState.EXACT
-        return True
+        if events.contents_sum is None or events.contents_sum == self._table.contents_sum(known.number):
+            known.agree()
+            return True
+        return known.disagree(self.resyncs)
 
-    def _store(self, known: _Node, run: BlockRun) -> None:
-        keys = _short_keys(run)
-        if len(keys):
-            table = self._tables.setdefault(run.kv_namespace, DirectoryTable())
-            known.num_blocks += table.add(known.number, keys)
-            if run.tier is Tier.SSD:
-                self._on_ssd.setdefault(run.kv_namespace, DirectoryTable()).add(known.number, keys)
-            else:
-                self._leave_ssd(known, run.kv_namespace, keys)
-
-    def _remove(self, known: _Node, run: BlockRun) -> None:
-        table = self._tables.get(run.kv_namespace)
-        if table is not None:
-            keys = _short_keys(run)
-            known.num_blocks -= table.remove(known.number, keys)
-            self._leave_ssd(known, run.kv_namespace, keys)
-            self._drop_if_empty(run.kv_namespace)
-
-    def _leave_ssd(self, known: _Node, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> None:
-        if kv_namespace in self._on_ssd:
-            self._on_ssd[kv_namespace].remove(known.number, keys)
-
-    def _forget_blocks(self, known: _Node) -> None:
-        for kv_namespace in list(self._tables):
-            known.num_blocks -= self._tables[kv_namespace].remove_all(known.number)
-            if kv_namespace in self._on_ssd:
-                self._on_ssd[kv_namespace].remove_all(known.number)
-            self._drop_if_empty(kv_namespace)
-
-    def _drop_if_empty(self, kv_namespace: Namespace) -> None:
-        if self._tables[kv_namespace].num_alive == 0:
-            del self._tables[kv_namespace]
-            self._on_ssd.pop(kv_namespace, None)
-
-
-def _short_keys(run: BlockRun) -> NDArray[np.uint64]:
-    if len(run.kv_namespace) != KEY_NBYTES:
-        raise AddressError(f"a namespace of {len(run.kv_namespace)} bytes: expected {KEY_NBYTES}")
-    return keys_u64(keys_from_bytes(run.chain))
+    def _refuse(self, known: FollowedNode, why: str) -> bool:
+        known.refuse(why)
+        self.resyncs[why] += 1
+        return False

@@ -36,6 +36,7 @@ class PoolEvents:
     snapshot_end: bool = False
     stored: tuple[BlockRun, ...] = ()
     removed: tuple[BlockRun, ...] = ()
+    contents_sum: int | None = None  # of all that the node holds as of `seq` (`kvpool.contents`); None: not told
 
     @property
     def first_seq(self) -> int:
@@ -55,6 +56,7 @@ class PoolEvents:
                 for run in self.stored
             ],
             removed=[pool_pb2.BlockRun(kv_namespace=run.kv_namespace, chain=run.chain) for run in self.removed],
+            contents_sum=self.contents_sum,
         )
 
     @classmethod
@@ -66,6 +68,7 @@ class PoolEvents:
             message.snapshot_end,
             tuple(BlockRun(run.kv_namespace, run.chain, _tier(run.tier)) for run in message.stored),
             tuple(BlockRun(run.kv_namespace, run.chain) for run in message.removed),
+            message.contents_sum if message.HasField("contents_sum") else None,
         )
 
 

@@ -805,12 +805,15 @@ class PoolEvents(_message.Message):
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    CONTENTS_SUM_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     seq: _builtins.int
     """of the last event in this message"""
     snapshot_begin: _builtins.bool
     """forget what you knew of this node"""
     snapshot_end: _builtins.bool
+    contents_sum: _builtins.int
+    """over all blocks held as of `seq`; see kvpool/contents.py"""
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
     @_builtins.property
@@ -824,12 +827,15 @@ class PoolEvents(_message.Message):
         snapshot_end: _builtins.bool = ...,
         stored: _abc.Iterable[Global___BlockRun] | None = ...,
         removed: _abc.Iterable[Global___BlockRun] | None = ...,
+        contents_sum: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_contents_sum", b"_contents_sum", "contents_sum", b"contents_sum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "removed", b"removed", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_contents_sum", b"_contents_sum", "contents_sum", b"contents_sum", "incarnation", b"incarnation", "removed", b"removed", "seq", b"seq", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__contents_sum: _TypeAlias = _typing.Literal["contents_sum"]  # noqa: Y015
+    _WhichOneofArgType__contents_sum: _TypeAlias = _typing.Literal["_contents_sum", b"_contents_sum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__contents_sum) -> _WhichOneofReturnType__contents_sum | None: ...
 
 Global___PoolEvents: _TypeAlias = PoolEvents  # noqa: Y015
 
