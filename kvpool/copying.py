@@ -149,7 +149,7 @@ def _verify(
 
 
 async def _report(node: PoolNode, kv_namespace: bytes, source: PoolClient, corrupt: NDArray[np.uint8]) -> None:
-    node.core.counters["digest_mismatches"] += len(corrupt)
+    node.counters["digest_mismatches"] += len(corrupt)
     _log.error("%d blocks copied from %s failed verification and were refused", len(corrupt), source.target)
     try:
         await source.quarantine(kv_namespace, corrupt)

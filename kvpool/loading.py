@@ -63,10 +63,10 @@ class Loader:
         """
         if self._health.may_read(time.monotonic()):
             loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails)
+            self._tell()
             self._under_way.update((load.block.key, load) for load in loads)
             self._waiting.extend(loads)
             self._start_workers()
-            self._tell()
         return self._num_of(kv_namespace, chain, tails)
 
     async def bring(self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, wait_s: float) -> None:

@@ -22,6 +22,8 @@ from kvpool.writeback import WriteBack
 
 __all__ = ["SsdTier"]
 
+_CLOSE_S = 10.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,7 @@ class SsdTier:
         counters: defaultdict[str, float],
     ) -> None:
         self.store = store
+        self._folder = folder
         self.health = SsdHealth(str(folder))
         self.loader = Loader(core, store, arena, self.health, tell, counters)
         self.write_back = WriteBack(core, store, arena, self.health, self.loader, tell, counters)
@@ -83,11 +86,16 @@ class SsdTier:
     async def close(self) -> None:
         """End loads and write-back; all that was written is found again at the next start."""
         self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
-        await self.loader.close()
-        await self.write_back.close()
-        if not await asyncio.to_thread(self.store.close):
-            _log.error("the SSD did not answer in time: what was being written may be lost")
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.gather(self._writing, return_exceptions=True)
+                await self.loader.close()
+                await self.write_back.close()
+                closed = await asyncio.to_thread(self.store.close, _CLOSE_S)
+        except TimeoutError:
+            closed = False
+        if not closed:
+            _log.error("the SSD in %s did not answer within %g s: it is left as it is", self._folder, _CLOSE_S)
 
 
 def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:

@@ -1,6 +1,8 @@
 """What the pool's tests share: specs, the digest's reference in plain Python integers, chains, nodes and workers."""
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +13,26 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import (
+    Directory,
+    DirectoryState,
     KvGroup,
     KvSpec,
     Lease,
+    Match,
     PoolClient,
+    PoolEvents,
     PoolNodeConfig,
     PutTicket,
     chain_keys,
     chain_seed,
+    follow_pool_events,
+    keys_u64,
     kv_namespace,
     layer_digests,
     parent_keys,
     serve_pool_node,
 )
+from kvpool.node import PoolNode
 from messenger import Messenger, MessengerConfig, SharedMemory
 
 MASK = (1 << 64) - 1
@@ -131,6 +140,104 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
             await client.close()
             await pool.end()
             assert report["ok"], report
+
+
+@pytest.fixture
+def pool_nodes(monkeypatch: pytest.MonkeyPatch) -> list[PoolNode]:
+    """The nodes that `start_pool` starts, from inside, in order: to damage what they hold."""
+    started: list[PoolNode] = []
+    begin = PoolNode.start
+
+    async def start_and_tell(self: PoolNode) -> Any:
+        started.append(self)
+        return await begin(self)
+
+    monkeypatch.setattr(PoolNode, "start", start_and_tell)
+    return started
+
+
+class PoolProcess:
+    """A pool node in a process of its own."""
+
+    def __init__(self, target: str, process: asyncio.subprocess.Process) -> None:
+        self.target, self.process = target, process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        code = await asyncio.wait_for(self.process.wait(), 20)
+        # The loop closes the pipe only after its end was read.
+        assert self.process.stdout is not None
+        await self.process.stdout.read()
+        return code
+
+
+@pytest.fixture
+async def start_process(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[PoolProcess]]]:
+    """Start pool nodes as processes, called "p", with further arguments of pool_process.py; none outlives the test."""
+    started: list[PoolProcess] = []
+
+    async def start(listen: str, *args: str) -> PoolProcess:
+        script = Path(__file__).with_name("pool_process.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), "p", listen, str(tmp_path), *args, stdout=asyncio.subprocess.PIPE
+        )
+        started.append(PoolProcess(listen, process))
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip() == listen
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.returncode is None:
+            await each.end(signal.SIGKILL)
+
+
+class Follower:
+    """A directory fed by one node's stream, as a conductor does it."""
+
+    def __init__(self, target: str) -> None:
+        self.directory = Directory()
+        self.snapshots = 0
+        self.losses: list[str] = []
+        self.task = asyncio.create_task(follow_pool_events(target, self.take, on_lost=self.lose, silence_s=2))
+
+    def take(self, events: PoolEvents) -> bool:
+        self.snapshots += events.snapshot_begin
+        return self.directory.apply("p", events)
+
+    def lose(self, reason: str) -> None:
+        self.losses.append(reason)
+        self.directory.mark_degraded("p")
+
+    def holds(
+        self, ns: bytes, chain: Any, n: int, ssd: int = 0, state: DirectoryState = DirectoryState.EXACT
+    ) -> Callable[[], Any]:
+        """Whether it knows `n` leading blocks, `ssd` of them to be on SSD only."""
+
+        async def so() -> bool:
+            held = self.directory.match(ns, keys_u64(chain)).get("p", Match(0, 0))
+            return self.directory.state("p") is state and held == Match(n, ssd)
+
+        return so
+
+
+@pytest.fixture
+async def follow() -> AsyncIterator[Callable[[str], Follower]]:
+    followers: list[Follower] = []
+
+    def start(target: str) -> Follower:
+        followers.append(Follower(target))
+        return followers[-1]
+
+    yield start
+    for follower in followers:
+        follower.task.cancel()
+        await asyncio.gather(follower.task, return_exceptions=True)
+        assert follower.directory.validate() == []
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""A pool node as a process: `python pool_process.py NODE_ID LISTEN RUN_DIR` prints its target."""
+"""A pool node as a process: `python pool_process.py NODE_ID LISTEN RUN_DIR [SSD_DIR SSD_BYTES]` prints its target."""
 
 import asyncio
 import sys
@@ -9,11 +9,13 @@ from messenger import MessengerConfig
 from messenger.control import run
 
 if __name__ == "__main__":
-    node_id, listen, run_dir = sys.argv[1:]
+    node_id, listen, run_dir, *ssd = sys.argv[1:]
     config = PoolNodeConfig(
         node_id=node_id,
         listen=listen,
         arena_bytes=1 << 20,
+        ssd_dir=Path(ssd[0]) if ssd else None,
+        ssd_bytes=int(ssd[1]) if ssd else 0,
         heartbeat_s=0.1,
         messenger=MessengerConfig(run_dir=Path(run_dir)),
     )

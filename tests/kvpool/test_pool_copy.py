@@ -9,7 +9,6 @@ import pytest
 
 from kvpool import Lease
 from kvpool.errors import CopyFailed
-from kvpool.node import PoolNode
 from messenger import Endpoint, MessengerConfig, RemoteKey
 from messenger.control import start_server
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc
@@ -50,22 +49,12 @@ async def test_a_copy_into_too_small_an_arena_brings_a_leading_run(start_pool, w
     await client.unpin(lease)
 
 
-async def test_a_flipped_bit_at_the_source_is_refused_and_reported(
-    start_pool, worker, chain_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[PoolNode] = []
-    begin = PoolNode.start
-
-    async def start_and_tell(self: PoolNode) -> Any:
-        started.append(self)
-        return await begin(self)
-
-    monkeypatch.setattr(PoolNode, "start", start_and_tell)
+async def test_a_flipped_bit_at_the_source_is_refused_and_reported(pool_nodes, start_pool, worker, chain_of) -> None:
     source, target = await start_pool("source"), await start_pool("target")
     at_source, at_target = worker.client(source.target), worker.client(target.target)
     await worker.put(at_source, chain_of(5))
     lease = await at_source.pin(worker.ns, chain_of(5), lease_s=30)
-    started[0].memory.array[lease.offsets[1, 2] + 5] ^= 1 << 3
+    pool_nodes[0].memory.array[lease.offsets[1, 2] + 5] ^= 1 << 3
     await at_source.unpin(lease)
     assert (await at_target.copy(worker.ns, chain_of(5), source.target, 10))[0] == 4
     for client, run in ((at_source, 2), (at_target, 2)):

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,85 +9,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvpool import Directory, DirectoryState, Match, PoolEvents, follow_pool_events, keys_u64
+from kvpool import DirectoryState, PoolEvents
 from messenger import MessengerConfig
 from messenger.control import start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 EXACT, DEGRADED = DirectoryState.EXACT, DirectoryState.DEGRADED
-
-
-class Follower:
-    """A directory fed by one node's stream, as a conductor does it."""
-
-    def __init__(self, target: str) -> None:
-        self.directory = Directory()
-        self.snapshots = 0
-        self.losses: list[str] = []
-        self.task = asyncio.create_task(follow_pool_events(target, self.take, on_lost=self.lose, silence_s=2))
-
-    def take(self, events: PoolEvents) -> bool:
-        self.snapshots += events.snapshot_begin
-        return self.directory.apply("p", events)
-
-    def lose(self, reason: str) -> None:
-        self.losses.append(reason)
-        self.directory.mark_degraded("p")
-
-    def holds(self, ns: bytes, chain: Any, n: int, state: DirectoryState = EXACT) -> Callable[[], Any]:
-        async def so() -> bool:
-            held = self.directory.match(ns, keys_u64(chain)).get("p", Match(0, 0))
-            return self.directory.state("p") is state and held == Match(n, 0)
-
-        return so
-
-
-@pytest.fixture
-async def follow() -> AsyncIterator[Callable[[str], Follower]]:
-    followers: list[Follower] = []
-
-    def start(target: str) -> Follower:
-        followers.append(Follower(target))
-        return followers[-1]
-
-    yield start
-    for follower in followers:
-        follower.task.cancel()
-        await asyncio.gather(follower.task, return_exceptions=True)
-        assert follower.directory.validate() == []
-
-
-Processes = Callable[..., Awaitable[asyncio.subprocess.Process]]
-
-
-@pytest.fixture
-async def start_process(tmp_path: Path) -> AsyncIterator[Processes]:
-    """Start pool nodes as processes; none outlives the test."""
-    started: list[asyncio.subprocess.Process] = []
-
-    async def start(listen: str) -> asyncio.subprocess.Process:
-        script = Path(__file__).with_name("pool_process.py")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(script), "p", listen, str(tmp_path), stdout=asyncio.subprocess.PIPE
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip() == listen
-        return process
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            await end_process(process, signal.SIGKILL)
-
-
-async def end_process(process: asyncio.subprocess.Process, number: int) -> int:
-    process.send_signal(number)
-    code = await asyncio.wait_for(process.wait(), 20)
-    # The loop closes the pipe only after its end was read.
-    assert process.stdout is not None
-    await process.stdout.read()
-    return code
 
 
 async def test_a_directory_follows_stores_evictions_and_quarantine(start_pool, worker, chain_of, follow, until) -> None:
@@ -116,8 +42,8 @@ async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
     first = await client.describe()
     await worker.put(client, chain)
     await until(follower.holds(worker.ns, chain, 3))
-    assert await end_process(process, signal.SIGKILL) == -signal.SIGKILL
-    await until(follower.holds(worker.ns, chain, 3, DEGRADED))
+    assert await process.end(signal.SIGKILL) == -signal.SIGKILL
+    await until(follower.holds(worker.ns, chain, 3, state=DEGRADED))
     process = await start_process(listen)
     await until(follower.holds(worker.ns, chain, 0))
     second = await client.describe()
@@ -126,7 +52,7 @@ async def test_a_restarted_node_is_resynced_under_its_new_incarnation(
     await until(follower.holds(worker.ns, chain, 3))
     assert follower.snapshots == 2
     assert (await client.validate())["ok"]
-    assert await end_process(process, signal.SIGTERM) == 0
+    assert await process.end(signal.SIGTERM) == 0
 
 
 async def test_a_client_notices_the_restart_by_the_put_it_gets(start_process, tmp_path, worker, chain_of) -> None:
@@ -134,13 +60,13 @@ async def test_a_client_notices_the_restart_by_the_put_it_gets(start_process, tm
     client = worker.client(listen)
     process = await start_process(listen)
     await client.abort_put(await worker.allocate(client, chain_of(1)))
-    await end_process(process, signal.SIGKILL)
+    await process.end(signal.SIGKILL)
     process = await start_process(listen)
     ticket = await worker.allocate(client, chain_of(1))
     assert ticket.endpoint == (await worker.client(listen).describe()).endpoint
     await worker.write(ticket, seed=1)
     assert await client.seal(ticket, worker.digests(1)) == 1
-    await end_process(process, signal.SIGTERM)
+    await process.end(signal.SIGTERM)
 
 
 class ScriptedPool(pool_pb2_grpc.PoolServicer):
