@@ -216,7 +216,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         )
         return servers[-1].target
 
-    async def start(transport: str = "auto", *, pool: bool = False, **decode_options: Any) -> Pair:
+    async def start(transport: str = "auto", *, pool: bool = False, parity: float = 0.0, **decode_options: Any) -> Pair:
         pool_target = await start_pool() if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
@@ -229,6 +229,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 served_model_name="m",
                 block_tokens=BLOCK,
                 messenger=MessengerConfig(transport=transport, run_dir=tmp_path),  # type: ignore[arg-type]
+                kv_parity_sample=parity,
                 **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, **options},
             )
 
