@@ -2,21 +2,19 @@
 
 A prompt is looked up first: its leading run of present blocks is what hits. Then the run's blocks are used in order,
 and what is missing is stored in order, each block taking the place of one that the policy gives up.
-
-With `leaf_first` the pool keeps the live pool's rule: no block leaves before those that follow it, and a block that
-finds no place leaves those after it without one. Without, any block may leave, as the literature's policies assume.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.policy.eviction import EvictionPolicy, Resident, Use, make_policy
+from kvpool.policy.eviction import Use, make_policy
 from simulator.belady import run_belady
 from simulator.chains import Chain, ChainedTrace
 from simulator.errors import BadSetting
+from simulator.pool import SimulatedPool
 
-__all__ = ["BELADY", "CachePool", "CacheRun", "simulate_cache"]
+__all__ = ["BELADY", "CacheRun", "request", "simulate_cache"]
 
 BELADY = "belady"
 _LEAF_FIRST = frozenset({"moonpool"})
@@ -41,99 +39,13 @@ class CacheRun:
     seconds: float
 
 
-class CachePool:
-    """Blocks of one size under an eviction policy. Blocks are numbered as in `trace`."""
-
-    def __init__(self, trace: ChainedTrace, policy: EvictionPolicy, capacity: int, *, leaf_first: bool) -> None:
-        self.present: dict[int, Resident] = {}
-        self.evictions = 0
-        self.not_stored = 0
-        self._policy = policy
-        self._capacity = capacity
-        self._leaf_first = leaf_first
-        self._parents = trace.parents
-        self._num_children = [0] * trace.num_blocks
-        self._may_take: Callable[[Resident], bool] = self._is_leaf if leaf_first else _always
-
-    def request(self, chain: Chain) -> int:
-        """Look the prompt up, then store what is missing of it. How many leading blocks were found."""
-        use = Use(chain.now_ns, len(chain.blocks))
-        present = self.present
-        hits = 0
-        for block in chain.blocks:
-            resident = present.get(block)
-            if resident is None:
-                break
-            self._use(resident, use)
-            hits += 1
-        if hits < len(chain.blocks):
-            self._store(chain, hits, use)
-        return hits
-
-    def _store(self, chain: Chain, start: int, use: Use) -> None:
-        stored: Resident | None = None
-        for depth in range(start, len(chain.blocks)):
-            block = chain.blocks[depth]
-            resident = self.present.get(block)
-            if resident is not None:
-                self._use(resident, use)
-                continue
-            if self._leaf_first and depth and chain.blocks[depth - 1] not in self.present:
-                self.not_stored += len(chain.blocks) - depth
-                break
-            partial = chain.last_tokens if depth == len(chain.blocks) - 1 else 0
-            resident = self._try_add(block, depth, partial, use)
-            if resident is None:
-                self.not_stored += 1
-            elif self._leaf_first:
-                stored = resident
-            else:
-                self._policy.offer(resident)
-        if stored is not None:
-            self._policy.offer(stored)
-
-    def _use(self, resident: Resident, use: Use) -> None:
-        self._policy.hit(resident, use)
-        resident.used_ns = use.now_ns
-
-    def _try_add(self, block: int, depth: int, partial: int, use: Use) -> Resident | None:
-        parent = self._parents[block]
-        resident = Resident(
-            block, parent if depth else None, 1, depth=depth, num_tokens=partial, born_ns=use.now_ns, used_ns=use.now_ns
-        )
-        # Before anything is evicted for it: the victim must not be the parent.
-        if depth:
-            self._num_children[parent] += 1
-        if len(self.present) >= self._capacity and not self._make_room(resident, use):
-            self._drop_child(parent)
-            return None
-        self.present[block] = resident
-        self._policy.insert(resident, use)
-        return resident
-
-    def _make_room(self, resident: Resident, use: Use) -> bool:
-        if not self._policy.admits(resident, use):
-            return False
-        victim = self._policy.pop(use.now_ns, self._may_take)
-        if victim is None:
-            return False
-        key = victim.key
-        assert isinstance(key, int)
-        del self.present[key]
-        self.evictions += 1
-        self._drop_child(self._parents[key])
-        return True
-
-    def _drop_child(self, parent: int) -> None:
-        """One child of `parent` (-1: of none) less; the last one makes a leaf of it."""
-        if parent < 0:
-            return
-        self._num_children[parent] -= 1
-        if self._leaf_first and not self._num_children[parent] and parent in self.present:
-            self._policy.offer(self.present[parent])
-
-    def _is_leaf(self, resident: Resident) -> bool:
-        return not self._num_children[resident.key]  # type: ignore[call-overload]
+def request(pool: SimulatedPool, chain: Chain) -> int:
+    """Look the prompt up, then store what is missing of it. How many leading blocks were found."""
+    use = Use(chain.now_ns, len(chain.blocks))
+    hits = pool.look_up(chain.blocks, use)
+    if hits < len(chain.blocks):
+        pool.store(chain.blocks, hits, use, chain.last_tokens)
+    return hits
 
 
 def simulate_cache(
@@ -158,10 +70,10 @@ def simulate_cache(
         hits, evictions, not_stored = oracle.hits, oracle.evictions, oracle.not_stored
     else:
         leaf_first = policy in _LEAF_FIRST if leaf_first is None else leaf_first
-        pool = CachePool(trace, make_policy(policy, capacity), capacity, leaf_first=leaf_first)
+        pool = SimulatedPool(make_policy(policy, capacity), capacity, leaf_first=leaf_first)
         hits = []
         for done, chain in enumerate(trace.chains, 1):
-            hits.append(pool.request(chain))
+            hits.append(request(pool, chain))
             if not done % _PROGRESS_EVERY:
                 progress(done)
         evictions, not_stored = pool.evictions, pool.not_stored
@@ -182,10 +94,6 @@ def simulate_cache(
         not_stored=not_stored,
         seconds=seconds,
     )
-
-
-def _always(resident: Resident) -> bool:
-    return True
 
 
 def _rate(chains: tuple[Chain, ...], hits: list[int]) -> float:

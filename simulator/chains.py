@@ -21,21 +21,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainedTrace:
-    """The prompts in order of arrival. `parents[block]`: the block before it in every prompt, -1 for a first one."""
+    """The prompts in order of arrival. `num_blocks`: different ones, what an infinite cache holds in the end."""
 
     source: str
     chains: tuple[Chain, ...]
-    parents: tuple[int, ...]
+    num_blocks: int
 
     @cached_property
     def num_references(self) -> int:
         """Blocks of all prompts."""
         return sum(len(chain.blocks) for chain in self.chains)
-
-    @property
-    def num_blocks(self) -> int:
-        """Different blocks: what an infinite cache holds in the end."""
-        return len(self.parents)
 
 
 def chained(trace: Trace) -> ChainedTrace:
@@ -50,4 +45,4 @@ def chained(trace: Trace) -> ChainedTrace:
             blocks.append(parent)
         last_tokens = row.input_length % trace.block_tokens
         chains.append(Chain(row.timestamp_ms * _MS, tuple(blocks), last_tokens))
-    return ChainedTrace(trace.source, tuple(chains), tuple(parent for parent, _ in numbers))
+    return ChainedTrace(trace.source, tuple(chains), len(numbers))

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.policy.eviction import POLICIES, make_policy
-from simulator.cache import BELADY, CachePool, simulate_cache
+from simulator.cache import BELADY, request, simulate_cache
 from simulator.chains import ChainedTrace
 from simulator.errors import BadSetting
+from simulator.pool import SimulatedPool
 
 SmallTrace = Callable[[Sequence[Sequence[int]]], ChainedTrace]
 # Prompts of a few families, so that beginnings are shared and pools overflow.
@@ -78,12 +79,12 @@ def test_a_pool_keeps_its_capacity_and_its_prefixes(
     small_trace: SmallTrace, name: str, leaf_first: bool, prompts: list[list[int]], capacity: int
 ) -> None:
     trace = small_trace(prompts)
-    pool = CachePool(trace, make_policy(name, capacity), capacity, leaf_first=leaf_first)
+    pool = SimulatedPool(make_policy(name, capacity), capacity, leaf_first=leaf_first)
     for chain in trace.chains:
-        assert pool.request(chain) <= len(chain.blocks)
+        assert request(pool, chain) <= len(chain.blocks)
         assert len(pool.present) <= capacity
         if leaf_first:
-            assert all(trace.parents[block] < 0 or trace.parents[block] in pool.present for block in pool.present)
+            assert all(one.parent is None or one.parent in pool.present for one in pool.present.values())
 
 
 @pytest.mark.parametrize("name", POLICIES)

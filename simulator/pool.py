@@ -1,0 +1,117 @@
+"""One pool of equal blocks under an eviction policy: the very policies of the live pool, without bytes and leases.
+
+With `leaf_first` the pool keeps the live pool's rule: no block leaves before those that follow it, and a block that
+finds no place leaves those after it without one. Without, any block may leave, as the literature's policies assume.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from kvpool.policy.eviction import EvictionPolicy, Resident, Use
+
+__all__ = ["SimulatedPool"]
+
+
+class SimulatedPool:
+    """Blocks by key. A chain is a prompt's blocks in order; equal key, equal prefix."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, leaf_first: bool) -> None:
+        self.present: dict[object, Resident] = {}
+        self.evictions = 0
+        self.not_stored = 0
+        self._policy = policy
+        self._capacity = capacity
+        self._leaf_first = leaf_first
+        self._num_children: dict[object, int] = {}  # kept with `leaf_first` only
+        self._may_take: Callable[[Resident], bool] = self._is_leaf if leaf_first else _always
+
+    def look_up(self, chain: Sequence[Hashable], use: Use) -> int:
+        """How many leading blocks are here; each is used."""
+        hits = 0
+        for key in chain:
+            resident = self.present.get(key)
+            if resident is None:
+                break
+            self.use(resident, use)
+            hits += 1
+        return hits
+
+    def use(self, resident: Resident, use: Use) -> None:
+        """A request uses a block that is here."""
+        self._policy.hit(resident, use)
+        resident.used_ns = use.now_ns
+
+    def store(self, chain: Sequence[Hashable], start: int, use: Use, last_tokens: int = 0) -> None:
+        """Store what is missing from place `start` on, in order; what is there is used.
+
+        `last_tokens`: tokens of the last block, if it is a partial one.
+        """
+        stored: Resident | None = None
+        for depth in range(start, len(chain)):
+            key, parent = chain[depth], chain[depth - 1] if depth else None
+            resident = self.present.get(key)
+            if resident is not None:
+                self.use(resident, use)
+                continue
+            if self._leaf_first and depth and parent not in self.present:
+                self.not_stored += len(chain) - depth
+                break
+            partial = last_tokens if depth == len(chain) - 1 else 0
+            now_ns = use.now_ns
+            resident = Resident(key, parent, 1, depth=depth, num_tokens=partial, born_ns=now_ns, used_ns=now_ns)
+            if not self._try_add(resident, use):
+                self.not_stored += 1
+            elif self._leaf_first:
+                stored = resident
+            else:
+                self._policy.offer(resident)
+        if stored is not None:
+            self._policy.offer(stored)
+
+    def remove(self, key: Hashable) -> None:
+        """Take out a leaf that something else replaces; nothing happens if it is gone or has blocks after it."""
+        resident = self.present.get(key)
+        if resident is not None and self._is_leaf(resident):
+            self._policy.remove(resident)
+            self._forget(resident)
+
+    def _try_add(self, resident: Resident, use: Use) -> bool:
+        # Before anything is evicted for it: the victim must not be the parent.
+        if self._leaf_first and resident.parent is not None:
+            self._num_children[resident.parent] = self._num_children.get(resident.parent, 0) + 1
+        if len(self.present) >= self._capacity and not self._make_room(resident, use):
+            self._drop_child(resident.parent)
+            return False
+        self.present[resident.key] = resident
+        self._policy.insert(resident, use)
+        return True
+
+    def _make_room(self, resident: Resident, use: Use) -> bool:
+        if not self._policy.admits(resident, use):
+            return False
+        victim = self._policy.pop(use.now_ns, self._may_take)
+        if victim is None:
+            return False
+        self._forget(victim)
+        self.evictions += 1
+        return True
+
+    def _forget(self, resident: Resident) -> None:
+        del self.present[resident.key]
+        self._drop_child(resident.parent)
+
+    def _drop_child(self, parent: object) -> None:
+        """One child of `parent` (None: of none) less; the last one makes a leaf of it."""
+        if not self._leaf_first or parent is None:
+            return
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+            if parent in self.present:
+                self._policy.offer(self.present[parent])
+
+    def _is_leaf(self, resident: Resident) -> bool:
+        return resident.key not in self._num_children
+
+
+def _always(resident: Resident) -> bool:
+    return True
