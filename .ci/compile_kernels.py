@@ -5,6 +5,8 @@ from pathlib import Path
 
 from engine import load_model
 from kvpool import digest, directory_table
+from kvpool.local.copy_kernels import copy_kernel
+from kvpool.local.index_kernels import index_kernels
 from kvpool.ssd.kernels import kernels as ssd_kernels
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
@@ -15,4 +17,6 @@ if __name__ == "__main__":
     digest.warm_up()
     ssd_kernels()
     directory_table.warm_up()
+    index_kernels()
+    copy_kernel()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")

@@ -2,12 +2,14 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpool.errors import PoolConfigError
 from kvpool.policy import PoolLimits
 from messenger import MessengerConfig
+from messenger.memory import HugePages
 
 __all__ = ["PoolNodeConfig"]
 
@@ -31,8 +33,12 @@ class PoolNodeConfig:
     """The conductor to join; empty: none."""
     arena_bytes: int = 256 << 20
     """Memory for blocks. Committed by the kernel as it is used, not at the start."""
+    hugepages: HugePages = "auto"
+    """Whether the arena is made of huge pages: auto as far as there are any, on only of such."""
     policy: str = "lru"
     """Who leaves a full tier first: a name that `kvpool.policy.eviction` knows."""
+    quotas: Mapping[bytes, float] = field(default_factory=dict)
+    """Largest share of memory that the blocks of one namespace take; others take what is left."""
     ssd_dir: Path | None = None
     """Folder on an SSD: the node keeps blocks in `ssd_folder`, also over its restarts. None: no SSD tier."""
     ssd_bytes: int = 0
@@ -70,6 +76,8 @@ class PoolNodeConfig:
         if self.arena_bytes > memory:
             raise PoolConfigError(f"arena_bytes is {self.arena_bytes}, but this machine has {memory} bytes of memory")
 
+        if not all(0 < share <= 1 for share in self.quotas.values()):
+            raise PoolConfigError(f"quotas must be shares above 0 and at most 1, not {sorted(self.quotas.values())}")
         self._check_ssd()
 
     @property
@@ -86,6 +94,7 @@ class PoolNodeConfig:
             operation_ns=int(self.operation_s * 1e9),
             max_lease_ns=int(self.max_lease_s * 1e9),
             policy=self.policy,
+            quotas=self.quotas,
             ssd_nbytes=self.ssd_bytes // _PAGE_NBYTES * _PAGE_NBYTES,
             ssd_slab_nbytes=_slab_nbytes(self.ssd_bytes),
         )

@@ -9,7 +9,7 @@ from numba import types
 
 from kvpool.compiling import compiled
 
-__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_kernels"]
+__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_kernels", "mix"]
 
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -43,7 +43,7 @@ def _mix_word(word: Any, index: Any) -> Any:
     return x ^ (x >> _S31)
 
 
-_mix = numba.njit(inline="always")(_mix_word)
+mix = numba.njit(inline="always")(_mix_word)
 
 
 def _digest_words(
@@ -61,7 +61,7 @@ def _digest_words(
                 base = slots[i] + layers[j] + first
                 row = words[base : base + run_words]
                 for k in range(len(row)):
-                    total += _mix(row[k], first + k)
+                    total += mix(row[k], first + k)
             out[i, j] = total
 
 
@@ -80,5 +80,5 @@ def _digest_bytes(
                         word = np.uint64(0)
                         for b in range(min(4, row_nbytes - 4 * w)):
                             word |= np.uint64(memory[base + 4 * w + b]) << np.uint64(8 * b)
-                        total += _mix(word, row * row_words + w)
+                        total += mix(word, row * row_words + w)
             out[i, j] = total

@@ -7,6 +7,7 @@ KvPoolError
 ├── PoolRefused              the pool node cannot do what was asked; the request itself is wrong
 │   └── SpecMismatch         the namespace is stored here under another KvSpec
 ├── PutLost                  the put expired, was aborted or sealed before, or its pool node restarted
+├── DoorClosed               no pool node of this host answers at the door, or it is gone: take the messenger
 ├── CopyFailed               a copy between pool nodes could not start or be finished
 └── SsdError                 the SSD store cannot do what was asked
     ├── SsdFolderError       its folder cannot be used: missing, read-only, in memory, too small (also PoolConfigError)
@@ -47,6 +48,10 @@ class SpecMismatch(PoolRefused):
 
 class PutLost(KvPoolError):
     """The put is gone: nothing of it became visible, and its slots must not be written any more."""
+
+
+class DoorClosed(KvPoolError):
+    """The pool node behind a door is gone, was never there, or sent the caller away. Its memory must not be read."""
 
 
 class CopyFailed(KvPoolError):

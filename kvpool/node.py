@@ -17,6 +17,7 @@ from kvpool import digest
 from kvpool.config import PoolNodeConfig
 from kvpool.errors import PutLost
 from kvpool.events import PoolEvents
+from kvpool.local.shared_index import SharedIndex
 from kvpool.policy import Allocation, LeaseGrant, PoolCore
 from kvpool.spec import KvSpec
 from kvpool.ssd_tier import SsdTier
@@ -39,6 +40,8 @@ class PoolNode:
         self.num_copies = 0
         self.ssd: SsdTier | None = None
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
+        self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: there is no door
+        self.door = ""  # the socket at which they get arena and index
         self.closing = False
         self.draining = asyncio.Event()  # set from outside: serve on as long as somebody reads or writes, then leave
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
@@ -55,7 +58,7 @@ class PoolNode:
         await asyncio.to_thread(digest.warm_up)
         endpoint = self.messenger.start()
         try:
-            self.memory = SharedMemory.create(self.config.arena_bytes, "moonpool-arena")
+            self.memory = SharedMemory.create(self.config.arena_bytes, "moonpool-arena", self.config.hugepages)
         except BaseException:
             await asyncio.to_thread(self.messenger.close)
             raise
@@ -146,6 +149,18 @@ class PoolNode:
         await self._revoked(put_id)
         return sealed
 
+    def seal_now(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> int:
+        """As `seal`, of a put for which no key was given and whose bytes are all there: it is over at once."""
+        sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
+        self.tell()
+        self.core.fence_revoked(put_id)
+        return sealed
+
+    def drop_now(self, put_id: str) -> None:
+        """As `abort`, of a put for which no key was given and whose slots nobody writes to."""
+        if self.core.abort(put_id):
+            self.core.fence_revoked(put_id)
+
     async def abort(self, put_id: str) -> None:
         """As `PoolCore.abort`; when this returns the slots are free."""
         if self.core.abort(put_id):
@@ -231,7 +246,12 @@ class PoolNode:
         self._wake()
 
     def tell(self) -> None:
-        """Wake event streams if there are events they have not seen."""
+        """Bring the host's index up to date, and wake event streams if there are events they have not seen.
+
+        Called after every call to the core that may move blocks, before anybody writes to slots that it gave.
+        """
+        if self.index is not None:
+            self.index.apply(self.core.take_dram_changes())
         if self.core.log.seq != self._told_seq:
             self._told_seq = self.core.log.seq
             self._wake()

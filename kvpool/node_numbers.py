@@ -26,6 +26,8 @@ def state(node: PoolNode) -> dict[str, Any]:
         "incarnation": node.incarnation,
         "endpoint": str(node.messenger.endpoint),
         "arena_bytes": node.config.arena_bytes,
+        "arena_pages": node.memory.pages,
+        "door": node.door,
         "used_bytes": store.slabs.nbytes_used,
         "ssd_bytes": node.config.limits.ssd_nbytes,
         "ssd_state": node.ssd.state.value if node.ssd is not None else None,

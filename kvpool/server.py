@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from kvpool.config import PoolNodeConfig
+from kvpool.local.door import open_door
 from kvpool.membership import stay_joined
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
@@ -27,7 +28,9 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
     """
     node = PoolNode(config, secrets.randbits(64))
     await node.start()
+    door = None
     try:
+        door = await open_door(node)
 
         def add(server: grpc.aio.Server) -> None:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
@@ -51,6 +54,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             node.stop_events()
             await server.stop(_STOP_GRACE_S)
     finally:
+        if door is not None:
+            await door.close()
         await node.close()
 
 

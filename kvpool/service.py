@@ -76,6 +76,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             endpoint=self._node.messenger.endpoint.to_proto(),
             arena_bytes=self._node.config.arena_bytes,
             ssd_bytes=self._node.config.limits.ssd_nbytes,
+            door=self._node.door,
         )
 
     @_refusing

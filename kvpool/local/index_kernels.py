@@ -1,0 +1,234 @@
+"""The compiled loops over the shared index: the pool node's writes, and its readers' look-ups and gets.
+
+Readers run while the pool node writes, or after it died in the middle of a write: they take every torn read for a miss
+and check all they read of an entry before they follow it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+
+from kvpool.compiling import compiled
+from kvpool.local.atomics import fence_acquire, fence_release, load_acquire, store_release
+from kvpool.local.copy_kernels import BYTES, WORDS, memcpy, move_group, rows_in_words, within
+from kvpool.local.layout import (
+    AT_BUCKETS_VERSION,
+    AT_STATE,
+    CORRUPT,
+    ENTRY_KEY,
+    ENTRY_OFFSETS,
+    ENTRY_SHAPE,
+    ENTRY_VERSION,
+    FOUND,
+    HEADER_WORDS,
+    LIVE,
+    MISSING,
+    PLAN_GROUP,
+    PLAN_GROUP_WIDTH,
+    PLAN_LAYER_NBYTES,
+    PLAN_LAYERS,
+    SHAPE_GROUPS_SHIFT,
+    SHAPE_TOKENS_SHIFT,
+    STALE,
+)
+
+__all__ = ["IndexKernels", "index_kernels"]
+
+_TRIES = 256  # of a look-up that the pool node's writes disturb; a writer that died leaves a miss
+_HIGH = np.uint64(32)
+_LOW_MASK = np.uint64(0xFFFFFFFF)
+_ONE = np.uint64(1)
+
+
+def _find_entry(words: Any, shape: Any, name: Any, key: Any) -> Any:
+    """(where the block's entry starts, its version); (-1, 0): it is not there, or could not be read whole.
+
+    `shape` is int64 (buckets, entries, entry_words), as checked when the index was mapped; `name` is the namespace.
+    """
+    buckets, entries, entry_words = shape[0], shape[1], shape[2]
+    key_hash = name[0] ^ key[0]
+    mask = buckets - 1
+    for _ in range(_TRIES):
+        before = load_acquire(words, AT_BUCKETS_VERSION)
+        if before & _ONE:
+            continue
+        torn = False
+        position = np.int64(key_hash & np.uint64(mask))
+        for _ in range(buckets):
+            word = load_acquire(words, HEADER_WORDS + position)
+            if word == np.uint64(0):
+                break
+            entry = np.int64(word & _LOW_MASK) - 1
+            if word >> _HIGH == key_hash >> _HIGH and 0 <= entry < entries:
+                at = HEADER_WORDS + buckets + entry * entry_words
+                version = load_acquire(words, at + ENTRY_VERSION)
+                same = words[at + ENTRY_KEY] == name[0] and words[at + ENTRY_KEY + 1] == name[1]
+                same = same and words[at + ENTRY_KEY + 2] == key[0] and words[at + ENTRY_KEY + 3] == key[1]
+                fence_acquire()
+                if version & _ONE or load_acquire(words, at + ENTRY_VERSION) != version:
+                    torn = True
+                elif same:
+                    return at, version
+            position = (position + 1) & mask
+        fence_acquire()
+        if not torn and load_acquire(words, AT_BUCKETS_VERSION) == before:
+            break
+    return np.int64(-1), np.uint64(0)
+
+
+_find = numba.njit(_find_entry)
+
+
+def _write(words: Any, buckets: Any, entry_words: Any, entry: Any, record: Any) -> None:
+    """Write a free entry and give it the first empty bucket from its hash on. `record` starts with the key."""
+    at = HEADER_WORDS + buckets + entry * entry_words
+    version = words[at + ENTRY_VERSION]
+    store_release(words, at + ENTRY_VERSION, version + _ONE)
+    fence_release()
+    for k in range(len(record)):
+        words[at + ENTRY_KEY + k] = record[k]
+    store_release(words, at + ENTRY_VERSION, version + np.uint64(2))
+    key_hash = record[0] ^ record[2]
+    position = np.int64(key_hash & np.uint64(buckets - 1))
+    while words[HEADER_WORDS + position] != np.uint64(0):
+        position = (position + 1) & (buckets - 1)
+    store_release(words, HEADER_WORDS + position, (key_hash >> _HIGH) << _HIGH | np.uint64(entry + 1))
+
+
+def _erase(words: Any, buckets: Any, entry_words: Any, entry: Any) -> None:
+    """Void an entry, then close the gap that its bucket leaves, so that no later one is hidden behind it."""
+    at = HEADER_WORDS + buckets + entry * entry_words
+    version = words[at + ENTRY_VERSION]
+    store_release(words, at + ENTRY_VERSION, version + _ONE)
+    fence_release()
+    key_hash = words[at + ENTRY_KEY] ^ words[at + ENTRY_KEY + 2]
+    for k in range(4):
+        words[at + ENTRY_KEY + k] = np.uint64(0)
+    store_release(words, at + ENTRY_VERSION, version + np.uint64(2))
+
+    mask = buckets - 1
+    hole = np.int64(key_hash & np.uint64(mask))
+    while np.int64(words[HEADER_WORDS + hole] & _LOW_MASK) != entry + 1:
+        hole = (hole + 1) & mask
+    moves = words[AT_BUCKETS_VERSION]
+    store_release(words, AT_BUCKETS_VERSION, moves + _ONE)
+    fence_release()
+    position = hole
+    while True:
+        position = (position + 1) & mask
+        word = words[HEADER_WORDS + position]
+        if word == np.uint64(0):
+            break
+        other = HEADER_WORDS + buckets + (np.int64(word & _LOW_MASK) - 1) * entry_words
+        home = np.int64((words[other + ENTRY_KEY] ^ words[other + ENTRY_KEY + 2]) & np.uint64(mask))
+        if (position - home) & mask >= (position - hole) & mask:
+            store_release(words, HEADER_WORDS + hole, word)
+            hole = position
+    store_release(words, HEADER_WORDS + hole, np.uint64(0))
+    store_release(words, AT_BUCKETS_VERSION, moves + np.uint64(2))
+
+
+def _state(words: Any, otherwise: Any) -> Any:
+    """STALE when this is not the index any more, since when nobody keeps it up to date."""
+    if load_acquire(words, AT_STATE) != np.uint64(LIVE):
+        return np.int64(STALE)
+    return np.int64(otherwise)
+
+
+_if_live = numba.njit(_state)
+
+
+def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
+    """(how many leading blocks of chain [n, 2] are there, why it ended there)."""
+    for i in range(len(chain)):
+        at, _ = _find(words, shape, name, chain[i])
+        if at < 0:
+            return np.int64(i), _if_live(words, MISSING)
+    return np.int64(len(chain)), _if_live(words, FOUND)
+
+
+def _get(
+    words: Any, shape: Any, name: Any, chain: Any, plan: Any, source8: Any, source32: Any, target8: Any, target32: Any,
+    targets: Any, first_block: Any, verify: Any,
+) -> Any:  # fmt: skip
+    """Copy leading blocks from `first_block` on: (how many blocks are right, why it ended there).
+
+    (-1, _) when a slot of `targets` [groups, n] lies outside of the target; nothing is copied then.
+    """
+    if not within(len(target8), targets, plan):
+        return np.int64(-1), np.int64(MISSING)
+    rows = rows_in_words(source8, source32, target8, target32, plan)
+    groups = plan[1]
+    layers = 0
+    for g in range(groups):
+        layers += plan[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_LAYERS]
+    digests = np.empty(layers, np.uint64)
+    for i in range(first_block, len(chain)):
+        at, version = _find(words, shape, name, chain[i])
+        if at < 0:
+            return np.int64(i), _if_live(words, MISSING)
+        facts = np.int64(words[at + ENTRY_SHAPE])
+        if facts & ((1 << SHAPE_TOKENS_SHIFT) - 1) != groups << SHAPE_GROUPS_SHIFT | layers:
+            return np.int64(i), _if_live(words, MISSING)
+        tokens = facts >> SHAPE_TOKENS_SHIFT
+        if tokens == 0:
+            tokens = plan[0]
+        right = tokens <= plan[0]
+        first = 0
+        for g in range(groups):
+            base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
+            num_layers = plan[base + PLAN_LAYERS]
+            nbytes = num_layers * plan[base + PLAN_LAYER_NBYTES]
+            start, to = np.int64(words[at + ENTRY_OFFSETS + g]), targets[g, i]
+            if not right or start < 0 or start > len(source8) - nbytes:
+                right = False
+                break
+            if verify:
+                in_words = rows and start % 4 == 0 and to % 4 == 0
+                move_group(source8, source32, start, target8, target32, to, plan, g, tokens, in_words, digests, first)
+                for layer in range(first, first + num_layers):
+                    right = right and digests[layer] == words[at + ENTRY_OFFSETS + groups + layer]
+            else:
+                memcpy(
+                    np.uint64(target8.ctypes.data) + np.uint64(to),
+                    np.uint64(source8.ctypes.data) + np.uint64(start),
+                    np.uint64(nbytes),
+                )
+            first += num_layers
+        # The slots are given to others only after their entry is voided: an entry as before means its bytes were, too.
+        fence_acquire()
+        still = load_acquire(words, at + ENTRY_VERSION) == version
+        why = _if_live(words, FOUND if still else MISSING)
+        if why != FOUND:
+            return np.int64(i), why
+        if not right:
+            return np.int64(i), np.int64(CORRUPT)
+    return np.int64(len(chain)), np.int64(FOUND)
+
+
+class IndexKernels(NamedTuple):
+    """The compiled loops, without the GIL."""
+
+    write: Any
+    erase: Any
+    match: Any
+    get: Any
+
+
+@functools.cache
+def index_kernels() -> IndexKernels:
+    """Compiled or loaded at the first call."""
+    words, read_words = types.Array(types.uint64, 1, "C"), types.Array(types.uint64, 1, "C", readonly=True)
+    vector, offsets = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.int64, 2, "C", readonly=True)
+    chain = types.Array(types.uint64, 2, "C", readonly=True)
+    one = types.int64
+    table, answer = (read_words, vector, read_words, chain), types.UniTuple(one, 2)  # type: ignore[no-untyped-call]
+    return IndexKernels(
+        compiled(_write, types.void(words, one, one, one, read_words)),
+        compiled(_erase, types.void(words, one, one, one)),
+        compiled(_match, answer(*table)),
+        compiled(_get, answer(*table, vector, BYTES[0], WORDS[0], BYTES[1], WORDS[1], offsets, one, types.boolean)),
+    )

@@ -1,0 +1,82 @@
+"""The form of the shared index in memory, and of a spec as the compiled loops want it. Numbers only.
+
+The index is an array of little-endian uint64 words, written by the pool node alone:
+
+    [0, 8)          header: see the names below
+    [64, 64 + b)    b = 2**k buckets: 0 (empty) or tag << 32 | entry + 1; linear probing from hash & (b - 1)
+    then            entries of `entry_words` words each: version, namespace (2), chain key (2), shape, offsets of the
+                    groups, digests of all groups' layers
+
+The hash is the first word of the namespace xor that of the chain key (both are BLAKE3's), the tag its upper half. An
+entry's version is odd while it is written and never comes back, so it is the entry's generation, too; BUCKETS_VERSION
+is the same for the buckets, whose entries move when one is taken out. Readers retry or take a torn read for a miss.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.spec import KvSpec
+
+__all__ = ["SpecPlan"]
+
+MAGIC, FORMAT = 0x58444E494C4F4F50, 1  # "POOLINDX"
+
+HEADER_WORDS = 64
+AT_MAGIC, AT_FORMAT, AT_INCARNATION, AT_STATE, AT_BUCKETS, AT_ENTRIES, AT_ENTRY_WORDS, AT_BUCKETS_VERSION = range(8)
+
+FOUND, MISSING, CORRUPT, STALE = 0, 1, 2, 3  # why a look-up or get ended where it did
+
+LIVE, MOVED, CLOSED = 0, 1, 2  # AT_STATE: in use; a larger index took its place; the pool node has stopped
+
+# Of an entry.
+ENTRY_VERSION, ENTRY_KEY, ENTRY_SHAPE, ENTRY_OFFSETS = 0, 1, 5, 6
+# Shape: num_tokens << 32 | groups << 16 | layers over all groups.
+SHAPE_TOKENS_SHIFT, SHAPE_GROUPS_SHIFT = 32, 16
+
+# A plan is int64 [2 + 4 * groups]: block_tokens, groups, then per group these four.
+PLAN_GROUP, PLAN_GROUP_WIDTH = 2, 4
+PLAN_LAYERS, PLAN_LAYER_NBYTES, PLAN_RUNS, PLAN_ROW_NBYTES = range(4)
+
+
+def index_words(num_buckets: int, num_entries: int, entry_words: int) -> int:
+    """Words of a whole index."""
+    return HEADER_WORDS + num_buckets + num_entries * entry_words
+
+
+def entry_words(num_groups: int, num_layers: int) -> int:
+    """Words of an entry: whole cache lines."""
+    return -(-(ENTRY_OFFSETS + num_groups + num_layers) // 8) * 8
+
+
+@dataclass(frozen=True)
+class SpecPlan:
+    """A KvSpec with what the compiled loops need of it."""
+
+    spec: KvSpec
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Over all groups."""
+        return sum(self.spec.num_layers(g) for g in range(self.spec.num_groups))
+
+    @cached_property
+    def proto_bytes(self) -> bytes:
+        """The spec as it crosses the door."""
+        return self.spec.to_proto().SerializeToString()
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Per group, where its digests end among a block's, in bytes."""
+        return tuple(8 * end for end in itertools.accumulate(len(group.layers) for group in self.spec.groups))
+
+    @cached_property
+    def array(self) -> NDArray[np.int64]:
+        """int64 [2 + 4 * groups]: block_tokens, groups; per group its layers, bytes and runs of one, bytes of a row."""
+        rows = [self.spec.block_tokens, self.spec.num_groups]
+        for g, group in enumerate(self.spec.groups):
+            rows += [len(group.layers), self.spec.layer_nbytes(g), group.kv_heads * 2, group.token_row_nbytes]
+        return np.array(rows, np.int64)

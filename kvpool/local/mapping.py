@@ -1,0 +1,70 @@
+"""Mappings of memory, whole or a caller's array, as the compiled loops take them; and checked copies between two."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.errors import SpecError
+from kvpool.local.layout import SpecPlan
+
+__all__ = ["Mapped", "copy_blocks"]
+
+_NO_WORDS = np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """Contiguous bytes, and the same as words where they start at a multiple of 4."""
+
+    array: NDArray[np.uint8]
+    words: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, array: NDArray[np.uint8]) -> "Mapped":
+        """Raises SpecError unless it is uint8 [nbytes], contiguous."""
+        if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+            raise SpecError(f"memory is {array.dtype} of shape {array.shape}: expected contiguous uint8 [nbytes]")
+        if array.ctypes.data % 4:
+            return cls(array, _NO_WORDS)
+        return cls(array, array[: len(array) // 4 * 4].view(np.uint32))
+
+
+def copy_blocks(
+    source: Mapped,
+    starts: NDArray[np.int64],
+    target: Mapped,
+    targets: NDArray[np.int64],
+    plan: SpecPlan,
+    num_tokens: NDArray[np.uint32],
+    digests: NDArray[np.uint64],
+) -> NDArray[np.bool_]:
+    """Copy slots from `starts` to `targets`, both [groups, n], its first `num_tokens` [n] tokens each (0: all).
+
+    Returns whether what was written of each block has its `digests` [n, layers of all groups]. Runs without the GIL.
+    Raises SpecError, before anything is copied, when a slot lies outside or the arrays do not fit.
+    """
+    # Numba takes half a second to import: only who copies waits for it.
+    from kvpool.local.copy_kernels import DONE, OUT_OF_BOUNDS, copy_kernel
+
+    n = len(num_tokens)
+    if (
+        starts.shape != (plan.spec.num_groups, n)
+        or targets.shape != starts.shape
+        or digests.shape != (n, plan.num_layers)
+    ):
+        raise SpecError(
+            f"slots {starts.shape} to copy from and {targets.shape} to copy to, digests {digests.shape} of {n} blocks: "
+            f"expected [{plan.spec.num_groups}, n] twice, and [n, {plan.num_layers}]"
+        )
+    right = np.empty(n, np.uint8)
+    done = copy_kernel()(
+        source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, digests, right
+    )
+    if done == OUT_OF_BOUNDS:
+        raise SpecError(
+            f"a slot lies beyond memory: {len(source.array)} bytes to copy from, {len(target.array)} to copy to"
+        )
+    if done != DONE:
+        raise SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")
+    return right.view(np.bool_)

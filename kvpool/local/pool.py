@@ -1,0 +1,280 @@
+"""A host's pool as its processes have it: gets straight from the mapped arena, without a word to the pool node; puts.
+
+A get looks the blocks up in the shared index, copies them and computes their digests in one pass, then looks whether
+the index still says the same. What has changed meanwhile, or cannot be read whole, counts as a miss; what has another
+digest than it was sealed with is reported to the pool node and never counts as read. The pool node learns of uses from
+touches, many at a time.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.address import KEY_NBYTES, check_chain
+from kvpool.errors import AddressError, DoorClosed, SpecError
+from kvpool.local import layout
+from kvpool.local.caller import DoorCaller
+from kvpool.local.frames import (
+    MAX_BODY_NBYTES,
+    Corrupt,
+    Offer,
+    Offered,
+    Put,
+    Stored,
+    Touch,
+    Withdraw,
+)
+from kvpool.local.layout import SpecPlan
+from kvpool.local.mapping import Mapped, copy_blocks
+from kvpool.spec import KvGroup, KvSpec
+from messenger import SharedMemory
+
+__all__ = ["LocalPool"]
+
+_TOUCHES, _TOUCHES_S = 256, 0.5  # how many blocks' uses, or how long, are kept before the pool node is told
+_NO_PLAN = SpecPlan(KvSpec((KvGroup("full", 0, (0,), 1, 1, "float32"),), 1))
+_PUT_ROOM_NBYTES = 4096  # in a Put's frame, for all but the blocks
+_MOVES = 16  # how often the index may have moved during one call
+
+
+@dataclass(frozen=True, eq=False)
+class _Index:
+    """A mapped index: its words, and what its header says, checked once."""
+
+    words: NDArray[np.uint64]
+    shape: NDArray[np.int64]  # buckets, entries, words of an entry
+
+
+class LocalPool:
+    """One process's way to its host's pool node, for any number of threads. Raises DoorClosed once the node is gone."""
+
+    def __init__(self, door: str, *, owner: str, owner_incarnation: int, deadline_s: float = 10) -> None:
+        """Connect to the door that `DescribeReply.door` names. No answer may take longer than `deadline_s`."""
+        # Numba takes half a second to import: only who opens a door waits for it.
+        from kvpool.local.index_kernels import index_kernels
+
+        self._kernels = index_kernels()
+        self._caller = DoorCaller(Path(door), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s)
+        self.node_id, self.incarnation = self._caller.node_id, self._caller.incarnation
+        self._arena = Mapped.of(self._caller.arena.array)
+        self._index = self._attach()
+        self._moving = threading.Lock()
+        self._plans: dict[KvSpec, SpecPlan] = {}
+        self._last_plan: tuple[KvSpec | None, SpecPlan] = None, _NO_PLAN
+        self._last = self._arena  # the caller's memory, as it was given last
+        self._regions = 0
+        self._touched: dict[bytes, list[bytes]] = {}
+        self._num_touched, self._told_s = 0, time.monotonic()
+        self.corrupt_blocks = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._caller.alive()
+
+    def close(self) -> None:
+        """Hang up; tells of the last touches first, if somebody is there."""
+        try:
+            self.tell_touches()
+        except DoorClosed:
+            pass
+        self._caller.close()
+
+    def match(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> int:
+        """How many leading blocks of `chain` [n, 16] are in the pool's DRAM."""
+        name, keys = _words(kv_namespace, chain)
+        for _ in range(_MOVES):
+            self._check_alive()
+            index = self._index
+            count, why = self._kernels.match(index.words, index.shape, name, keys)
+            if why != layout.STALE:
+                return int(count)
+            self._renew_index(index)
+        raise DoorClosed("the pool node's index moves all the time")
+
+    def contains(self, kv_namespace: bytes, key: NDArray[np.uint8]) -> bool:
+        """Whether the block of chain key [16] is in the pool's DRAM."""
+        return self.match(kv_namespace, key.reshape(1, KEY_NBYTES)) == 1
+
+    def get(
+        self,
+        kv_namespace: bytes,
+        spec: KvSpec,
+        chain: NDArray[np.uint8],
+        memory: NDArray[np.uint8],
+        offsets: NDArray[np.int64],
+        *,
+        verify: bool = True,
+    ) -> int:
+        """Copy leading blocks of `chain` [n, 16] to byte `offsets` [groups, n] of `memory` uint8 [nbytes].
+
+        Returns how many are there now, and right; what lies in the slots after those is void. Of a partial block its
+        tokens are copied. With `verify` false digests are left out, and all of a slot is copied: the index alone tells
+        that a block stayed in its place meanwhile. Runs without the GIL. Raises SpecError when a slot lies outside.
+        """
+        plan, target = self._plan(spec), self._mapped(memory)
+        name, keys = _words(kv_namespace, chain)
+        if offsets.shape != (spec.num_groups, len(keys)):
+            raise SpecError(f"offsets of shape {offsets.shape}: expected [{spec.num_groups}, {len(keys)}]")
+        done = 0
+        for _ in range(_MOVES):
+            self._check_alive()
+            index = self._index
+            done, why = self._kernels.get(
+                index.words, index.shape, name, keys, plan.array, self._arena.array, self._arena.words, target.array,
+                target.words, offsets, done, verify,
+            )  # fmt: skip
+            if why != layout.STALE:
+                break
+            self._renew_index(index)
+        if done < 0:
+            raise SpecError(f"a slot lies outside of the {len(memory)} bytes of memory to get blocks into")
+        if why == layout.CORRUPT:
+            self.report_corrupt(kv_namespace, chain[done : done + 1])
+        self._touch(kv_namespace, chain[:done])
+        return int(done)
+
+    def read_leased(
+        self,
+        spec: KvSpec,
+        leased: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        memory: NDArray[np.uint8],
+        offsets: NDArray[np.int64],
+        num_tokens: NDArray[np.uint32] | None = None,
+    ) -> NDArray[np.bool_]:
+        """Copy blocks under a lease of this pool node from `leased` to `offsets`, both [groups, n], in one pass.
+
+        Returns whether what is now in `memory` of each block has its `digests` [n, layers of all groups]. Of each block
+        the first `num_tokens` [n] tokens, 0 or None for all. Raises SpecError when a slot lies outside.
+        """
+        self._check_alive()
+        lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
+        starts, targets = np.ascontiguousarray(leased), np.ascontiguousarray(offsets)
+        return copy_blocks(self._arena, starts, self._mapped(memory), targets, self._plan(spec), lengths, digests)
+
+    def offer(self, memory: SharedMemory) -> int:
+        """Let the pool node copy out of `memory`. Returns the number under which puts name it."""
+        self._regions += 1
+        region_id = self._regions
+        self._caller.ask(Offer(region_id, memory.nbytes), Offered, memory.fd)
+        return region_id
+
+    def withdraw(self, region_id: int) -> None:
+        """No more puts come from this memory."""
+        self._caller.tell(Withdraw(region_id))
+
+    def put(
+        self,
+        kv_namespace: bytes,
+        spec: KvSpec,
+        chain: NDArray[np.uint8],
+        parents: NDArray[np.uint8],
+        region_id: int,
+        offsets: NDArray[np.int64],
+        digests: list[NDArray[np.uint64]],
+        *,
+        num_tokens: NDArray[np.uint32] | None = None,
+        compute_s: float = 0.0,
+    ) -> NDArray[np.uint8]:
+        """Store blocks `chain` [n, 16] that lie at `offsets` [groups, n] of offered memory, in one round trip.
+
+        `parents` [n, 16] are the keys of the blocks before, `digests` per group [n, layers]; `num_tokens` [n] where
+        some are partial (0: full); `compute_s`: what computing them all took, 0 = not known. The memory may be used
+        again when this returns. Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or
+        DoorClosed.
+        """
+        n, plan = len(check_chain(chain)), self._plan(spec)
+        lengths = np.zeros(n, np.uint32) if num_tokens is None else num_tokens.astype(np.uint32, copy=False)
+        rows = digests[0] if len(digests) == 1 else np.concatenate(digests, axis=1)
+        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + rows.shape[1]) + 4
+        most = max(1, (MAX_BODY_NBYTES - len(plan.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
+        answers = []
+        for at in range(0, n, most):
+            part = slice(at, min(n, at + most))
+            message = Put(
+                kv_namespace,
+                plan.proto_bytes,
+                region_id,
+                chain[part].tobytes(),
+                check_chain(parents)[part].tobytes(),
+                offsets[:, part].tobytes(),
+                rows[part].tobytes(),
+                lengths[part].tobytes(),
+                compute_s * (part.stop - at) / n,
+            )
+            answers.append(self._caller.ask(message, Stored).status)
+        return np.frombuffer(b"".join(answers), np.uint8)
+
+    def report_corrupt(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
+        """Let the pool node take blocks [n, 16] out whose bytes are not those of their digests."""
+        self.corrupt_blocks += len(chain)
+        self._caller.tell(Corrupt(kv_namespace, chain.tobytes()))
+
+    def tell_touches(self) -> None:
+        """Let the pool node know what was read since it was last told; not while another thread asks it something."""
+        touched, self._touched = self._touched, {}
+        self._num_touched, self._told_s = 0, time.monotonic()
+        for kv_namespace, keys in touched.items():
+            self._caller.tell_if_free(Touch(kv_namespace, b"".join(keys)))
+
+    def _touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
+        if not len(chain):
+            return
+        self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
+        self._num_touched += len(chain)
+        if self._num_touched >= _TOUCHES or time.monotonic() - self._told_s >= _TOUCHES_S:
+            self.tell_touches()
+
+    def _check_alive(self) -> None:
+        if not self._caller.alive():
+            raise DoorClosed(f"pool node {self.node_id!r} is gone, and what its memory holds must not be used")
+
+    def _plan(self, spec: KvSpec) -> SpecPlan:
+        asked, plan = self._last_plan
+        if asked is not spec:
+            plan = self._plans.setdefault(spec, SpecPlan(spec))
+            self._last_plan = spec, plan
+        return plan
+
+    def _mapped(self, memory: NDArray[np.uint8]) -> Mapped:
+        last = self._last
+        if last.array is not memory:
+            self._last = last = Mapped.of(memory)
+            if not memory.flags.writeable:
+                raise SpecError("memory to get blocks into cannot be written to")
+        return last
+
+    def _renew_index(self, old: _Index) -> None:
+        """Map the index that took this one's place; another thread may have done so."""
+        with self._moving:
+            if self._index is old:
+                if old.words[layout.AT_STATE] == layout.CLOSED:
+                    raise DoorClosed(f"pool node {self.node_id!r} has stopped")
+                self._caller.renew_index()
+                self._index = self._attach()
+
+    def _attach(self) -> _Index:
+        words = self._caller.index.array.view(np.uint64)
+        header = [int(word) for word in words[: layout.HEADER_WORDS]]
+        buckets, entries = header[layout.AT_BUCKETS], header[layout.AT_ENTRIES]
+        entry_words = header[layout.AT_ENTRY_WORDS]
+        whole = len(words) == layout.index_words(buckets, entries, entry_words) and buckets & (buckets - 1) == 0
+        known = header[layout.AT_MAGIC] == layout.MAGIC and header[layout.AT_FORMAT] == layout.FORMAT
+        if not (known and whole) or header[layout.AT_INCARNATION] != self.incarnation:
+            self._caller.close()
+            raise DoorClosed(f"pool node {self.node_id!r} has an index of another form: run one version everywhere")
+        return _Index(words, np.array([buckets, entries, entry_words], np.int64))
+
+
+def _words(kv_namespace: bytes, chain: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """A namespace [2] and chain keys [n, 2] as words."""
+    if len(kv_namespace) != KEY_NBYTES:
+        raise AddressError(f"a namespace of {len(kv_namespace)} bytes: expected {KEY_NBYTES}")
+    chain = check_chain(chain)
+    if not chain.flags.c_contiguous:
+        chain = np.ascontiguousarray(chain)
+    return np.frombuffer(kv_namespace, np.uint64), chain.view(np.uint64)

@@ -1,0 +1,118 @@
+"""The pool node's side of the shared index: which blocks are in DRAM, where, and with which digests.
+
+One writer, in the pool node's event loop; any number of readers, in any process that has the index mapped. A full index
+is followed by a larger one, and says so: readers ask for the new one.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.local import layout
+from kvpool.policy import Block
+from messenger import SharedMemory
+
+__all__ = ["SharedIndex"]
+
+_FIRST_ENTRIES, _FIRST_LAYERS = 1024, 32
+
+
+class SharedIndex:
+    """The index of one pool node incarnation. `memory` is the one in use; it changes when the index has grown."""
+
+    def __init__(self, incarnation: int, num_entries: int = _FIRST_ENTRIES) -> None:
+        self._incarnation = incarnation
+        from kvpool.local.index_kernels import index_kernels
+
+        self._kernels = index_kernels()
+        self._entry_of: dict[bytes, int] = {}  # block key -> its entry
+        self._create(num_entries, layout.entry_words(1, _FIRST_LAYERS))
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def apply(self, changes: Iterable[tuple[bool, Block]]) -> None:
+        """Take blocks in, or out, in order. Slots of a block may be written again only after it was taken out here."""
+        for added, block in changes:
+            if not added:
+                self._remove(block.key)
+            else:
+                self._remove(block.key)
+                self._add(block.key, _record(block))
+
+    def close(self) -> None:
+        """Readers that look once more see that the pool node has stopped."""
+        self._words[layout.AT_STATE] = layout.CLOSED
+        self.memory.close()
+
+    def validate(self, sealed: dict[bytes, tuple[int, ...]]) -> list[str]:
+        """What differs from the blocks that should be found, given by key with their offsets; in words."""
+        problems = []
+        if self._entry_of.keys() != sealed.keys():
+            problems.append(f"{len(self._entry_of)} blocks are in the shared index, {len(sealed)} should be")
+        for key in self._entry_of.keys() & sealed.keys():
+            at = self._at(self._entry_of[key])
+            offsets = self._words[at + layout.ENTRY_OFFSETS :][: len(sealed[key])]
+            keys = self._words[at + layout.ENTRY_KEY : at + layout.ENTRY_SHAPE]
+            if keys.tobytes() != key or tuple(offsets.tolist()) != sealed[key]:
+                problems.append(f"the shared index has block {key[16:].hex()} elsewhere")
+        if len(self._free) + len(self._entry_of) != self._num_entries:
+            problems.append("the shared index has lost entries")
+        return problems
+
+    def _add(self, key: bytes, record: NDArray[np.uint64]) -> None:
+        if not self._free or len(record) + layout.ENTRY_KEY > self._entry_words:
+            self._grow(len(record) + layout.ENTRY_KEY)
+        entry = self._free.pop()
+        self._kernels.write(self._words, self._num_buckets, self._entry_words, entry, record)
+        self._entry_of[key] = entry
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._entry_of.pop(key, None)
+        if entry is not None:
+            self._kernels.erase(self._words, self._num_buckets, self._entry_words, entry)
+            self._free.append(entry)
+
+    def _grow(self, record_words: int) -> None:
+        """Move everything to an index with twice the entries, or with larger ones."""
+        old, words, at_of = self.memory, self._words, {key: self._at(entry) for key, entry in self._entry_of.items()}
+        record_words = max(record_words, self._entry_words)
+        num_entries = self._num_entries * (1 if self._free else 2)
+        old_words = self._entry_words
+        self._create(num_entries, -(-record_words // 8) * 8)
+        self._entry_of = {}
+        for key, at in at_of.items():
+            self._add(key, words[at + layout.ENTRY_KEY : at + old_words].copy())
+        words[layout.AT_STATE] = layout.MOVED
+        old.close()
+
+    def _create(self, num_entries: int, entry_words: int) -> None:
+        self._num_entries, self._entry_words = num_entries, entry_words
+        self._num_buckets = 1 << (2 * num_entries - 1).bit_length()  # at most half full
+        num_words = layout.index_words(self._num_buckets, num_entries, entry_words)
+        self.memory = SharedMemory.create(8 * num_words, "moonpool-index")
+        self._words: NDArray[np.uint64] = self.memory.array.view(np.uint64)
+        self._words[layout.AT_INCARNATION] = self._incarnation
+        self._words[layout.AT_BUCKETS] = self._num_buckets
+        self._words[layout.AT_ENTRIES] = num_entries
+        self._words[layout.AT_ENTRY_WORDS] = entry_words
+        self._words[layout.AT_FORMAT] = layout.FORMAT
+        self._words[layout.AT_MAGIC] = layout.MAGIC
+        self._free = list(range(num_entries - 1, -1, -1))
+
+    def _at(self, entry: int) -> int:
+        return layout.HEADER_WORDS + self._num_buckets + entry * self._entry_words
+
+
+def _record(block: Block) -> NDArray[np.uint64]:
+    """An entry from its key on."""
+    digests = b"".join(block.digests)
+    groups, layers = len(block.offsets), len(digests) // 8
+    shape = block.num_tokens << layout.SHAPE_TOKENS_SHIFT | groups << layout.SHAPE_GROUPS_SHIFT | layers
+    numbers = np.array([shape, *block.offsets], "<u8").tobytes()
+    return np.frombuffer(block.key + numbers + digests, "<u8")
