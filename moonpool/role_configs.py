@@ -54,6 +54,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
         conductor_target=config.conductor.conductor,
         arena_bytes=config.pool.pool_bytes,
         policy=config.pool.pool_policy,
+        quotas=config.pool.quotas,
         ssd_dir=config.pool.pool_ssd_dir,
         ssd_bytes=config.pool.ssd_bytes,
         ssd_depth=config.pool.pool_ssd_depth,

@@ -1,5 +1,6 @@
 """Configuration keys of the application, in slices; each is declared once. Those of `serve` itself: `supervision`."""
 
+import contextlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from moonpool.errors import ConfigError
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "data" / "model"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _TARGET = re.compile(r"unix:.+|[^:]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
+_NAMESPACE_NBYTES = 16
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -179,6 +181,10 @@ class PoolSettings(Slice):
     pool_policy: Annotated[
         str, Key("Who leaves a full pool first", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
     ] = "lru"
+    pool_quota: Annotated[
+        tuple[str, ...],
+        Key("NAMESPACE=SHARE: the most of a pool node's memory that one model's KV takes; may be given several times"),
+    ] = ()
     put_ttl: Annotated[float, Key("Seconds after which a put that was never sealed is dropped", low=0.1, high=3600)] = (
         30.0
     )
@@ -199,9 +205,28 @@ class PoolSettings(Slice):
             return 0
         return 4 * self.pool_bytes if self.pool_ssd_bytes is None else self.pool_ssd_bytes
 
+    @property
+    def quotas(self) -> dict[bytes, float]:
+        """Largest share of memory by KV namespace."""
+        return dict(_quota(entry) for entry in self.pool_quota)
+
     def check(self) -> None:
+        for entry in self.pool_quota:
+            _quota(entry)
         if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
             raise ConfigError("pool_ssd_bytes is set and pool_ssd_dir is not: say where, with --pool-ssd-dir FOLDER")
+
+
+def _quota(entry: str) -> tuple[bytes, float]:
+    namespace, _, share = entry.partition("=")
+    with contextlib.suppress(ValueError):
+        known, value = bytes.fromhex(namespace), float(share)
+        if len(known) == _NAMESPACE_NBYTES and 0 < value <= 1:
+            return known, value
+    raise ConfigError(
+        f"--pool-quota {entry!r}: expected NAMESPACE=SHARE, 32 hexadecimal digits as a pool node's state shows them, "
+        "and a number above 0, at most 1"
+    )
 
 
 @dataclass(frozen=True)

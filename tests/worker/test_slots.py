@@ -52,6 +52,11 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.pool.quarantine(mine)
         self.quarantined += mine
 
+    @rule(key=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def forget(self, key: list[int]) -> None:
+        self.pool.forget(bytes(key))
+        assert self.pool.match([bytes(key)]) == []
+
     @precondition(lambda self: self.quarantined)
     @rule()
     def readmit(self) -> None:
@@ -94,6 +99,18 @@ def test_the_end_of_a_prefix_is_reused_before_its_head() -> None:
     pool.release(slots)
     assert pool.allocate(1) == [slots[1]]
     assert pool.match([b"a", b"b"]) == [slots[0]]
+
+
+def test_a_forgotten_block_is_shared_no_more_but_stays_with_those_who_hold_it() -> None:
+    pool = SlotPool(2)
+    [slot] = pool.allocate(1)
+    pool.index(slot, b"a")
+    pool.forget(b"a")
+    assert pool.match([b"a"]) == []
+    [other] = pool.allocate(1)
+    assert other != slot
+    pool.index(other, b"a")
+    assert pool.match([b"a"]) == [other]
 
 
 def test_quarantined_slots_are_not_handed_out() -> None:
