@@ -15,7 +15,7 @@ from kvpool.errors import SsdFull, SsdIoError
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.extents import Extent, ExtentMap, ExtentState
 from kvpool.ssd.folder import Segments
-from kvpool.ssd.journal import Header, JournalWriter
+from kvpool.ssd.journal import Header, JournalWriter, pack_blocks
 from kvpool.ssd.kernels import SHORT
 from kvpool.ssd.records import SsdConfig
 
@@ -35,11 +35,19 @@ def io_error(what: str, number: int) -> SsdIoError:
 
 @dataclass
 class _Ticket:
-    """Blocks one thread wrote, waiting to be named by the journal."""
+    """Blocks one thread wrote, waiting to be named by the journal; `groups`: the same, packed for it."""
 
     extents: Sequence[Extent]
+    groups: Sequence[bytes]
     failed: dict[Extent, SsdIoError] = field(default_factory=dict)
     done: bool = False
+
+    def groups_of_good(self) -> Sequence[bytes]:
+        """Packed: those that did not fail."""
+        if not self.failed:
+            return self.groups
+        good = [extent for extent in self.extents if extent not in self.failed]
+        return [pack_blocks(good)] if good else []
 
 
 class Commits:
@@ -65,9 +73,12 @@ class Commits:
     def journal_nbytes(self) -> int:
         return self._journal.nbytes
 
-    def commit(self, extents: Sequence[Extent]) -> dict[Extent, SsdIoError]:
-        """Seal blocks whose bytes were written, and write down what was freed; the blocks that could not be sealed."""
-        ticket = _Ticket(extents)
+    def commit(self, extents: Sequence[Extent] = (), groups: Sequence[bytes] = ()) -> dict[Extent, SsdIoError]:
+        """Seal blocks whose bytes were written, and write down what was freed; the blocks that could not be sealed.
+
+        `groups`: the same blocks, in any number of groups, packed by `pack_blocks`.
+        """
+        ticket = _Ticket(extents, groups)
         with self.lock:
             self._queue.append(ticket)
         with self._committing:
@@ -89,7 +100,8 @@ class Commits:
         for ticket in tickets:
             self._sync_data(ticket)
         sealed = [extent for ticket in tickets for extent in ticket.extents if extent not in ticket.failed]
-        failure = self._write_down(freed, sealed) if sealed or freed else None
+        groups = [group for ticket in tickets for group in ticket.groups_of_good()]
+        failure = self._write_down(freed, sealed, groups) if sealed or freed else None
         for ticket in tickets:
             if failure is not None:
                 ticket.failed.update(dict.fromkeys(ticket.extents, failure))
@@ -109,11 +121,13 @@ class Commits:
                     if index in self._segments.touched(extent.start, extent.end):
                         ticket.failed[extent] = failure
 
-    def _write_down(self, freed: Sequence[Extent], sealed: Sequence[Extent]) -> SsdIoError | None:
+    def _write_down(
+        self, freed: Sequence[Extent], sealed: Sequence[Extent], groups: Sequence[bytes]
+    ) -> SsdIoError | None:
         """One frame; afterwards the map says what the journal says."""
         if not self.accepts_writes:
             return SsdIoError("the SSD journal could not be written: mend the disk, then restart the pool node")
-        frame = self._journal.frame([extent.start for extent in freed], sealed)
+        frame = self._journal.frame([extent.start for extent in freed], groups)
         try:
             self._journal.reserve(len(frame))
         except OSError as error:

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.ssd.transfer import Batch, IoThreads, Outcome
+from kvpool.ssd.transfer import Batch, Flight, IoThreads
 
 __all__ = ["Disk"]
 
 
 class Disk:
-    """The real one. All methods raise OSError; `transfer` gives errors per extent instead."""
+    """The real one. All methods raise OSError; a flight's outcome gives errors per extent instead."""
 
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         """A descriptor to read and write by."""
@@ -54,6 +54,6 @@ class Disk:
         finally:
             os.close(fd)
 
-    def transfer(self, threads: IoThreads, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Outcome:
-        """Carry extents between memory and the files `fds`, which stand one after the other for the space."""
-        return threads.run(batch, fds, write=write)
+    def start(self, threads: IoThreads, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+        """Begin to carry extents between memory and the files `fds`, which stand one after the other for the space."""
+        return threads.start(batch, fds, write=write)

@@ -1,13 +1,16 @@
 """Which extents hold what: a map by offset that knows what overlaps. No I/O, no locks."""
 
 import enum
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvpool.ssd.records import SsdEntry
 
 __all__ = ["Extent", "ExtentMap", "ExtentState"]
+
+_BUCKET_NBYTES = 1 << 20
 
 
 class ExtentState(enum.Enum):
@@ -28,43 +31,54 @@ class Extent:
     checksum: int = 0
     state: ExtentState = ExtentState.WRITING
 
-    @classmethod
-    def of(cls, entry: SsdEntry) -> "Extent":
-        return cls(entry, entry.offset, entry.end)
-
 
 class ExtentMap:
-    """Disjoint extents, in the order of their offsets."""
+    """Disjoint extents, in the order in which they were added. Costs do not grow with the number of extents."""
 
     def __init__(self, extents: Iterable[Extent] = ()) -> None:
-        self._at = {extent.start: extent for extent in extents}
-        self._starts = sorted(self._at)
-        self.nbytes = sum(extent.end - extent.start for extent in self._at.values())
+        self._at: dict[int, Extent] = {}
+        # Per MiB of the space: the starts of the extents that touch it, sorted.
+        self._buckets: defaultdict[int, list[int]] = defaultdict(list)
+        self.nbytes = 0
+        for extent in extents:
+            self.add(extent)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._at)
 
     def __iter__(self) -> Iterator[Extent]:
-        return (self._at[start] for start in self._starts)
+        return iter(self._at.values())
 
     def get(self, start: int) -> Extent | None:
         return self._at.get(start)
 
     def overlaps(self, start: int, end: int) -> Extent | None:
-        """The last extent that has a byte in `start..end`, if any has."""
-        i = bisect_left(self._starts, end) - 1
-        if i >= 0 and (extent := self._at[self._starts[i]]).end > start:
-            return extent
+        """An extent that has a byte in `start..end`, if any has."""
+        for bucket in _buckets(start, end):
+            starts = self._buckets.get(bucket)
+            # Disjoint extents end in the order in which they start: if any reaches beyond `start`, the last one does.
+            if starts and (i := bisect_left(starts, end)) and (extent := self._at[starts[i - 1]]).end > start:
+                return extent
         return None
 
     def add(self, extent: Extent) -> None:
         """It must overlap none."""
-        insort(self._starts, extent.start)
         self._at[extent.start] = extent
         self.nbytes += extent.end - extent.start
+        for bucket in _buckets(extent.start, extent.end):
+            insort(self._buckets[bucket], extent.start)
 
     def remove(self, extent: Extent) -> None:
         """It must be in the map."""
         del self._at[extent.start]
-        del self._starts[bisect_right(self._starts, extent.start) - 1]
         self.nbytes -= extent.end - extent.start
+        for bucket in _buckets(extent.start, extent.end):
+            starts = self._buckets[bucket]
+            if len(starts) == 1:
+                del self._buckets[bucket]
+            else:
+                del starts[bisect_left(starts, extent.start)]
+
+
+def _buckets(start: int, end: int) -> range:
+    return range(start // _BUCKET_NBYTES, (end - 1) // _BUCKET_NBYTES + 1)

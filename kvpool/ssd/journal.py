@@ -5,9 +5,10 @@ version moves, then what folder this is. After it come frames, each on pages of 
 
     magic 8 | journal id 8 | sequence 8 | body length 4 | zero 4 | BLAKE3-128 of all that and the body 16 | body
 
-A frame is one commit: offsets freed, then specs, then blocks sealed (their specs by index), so that each frame can be
-read without any other. Pages of frames are never written again, and begin with zeros: a torn frame harms no other. When
-the file has grown too large the blocks that are still there are written to a new one, which takes its place by rename.
+A frame is one commit: offsets freed, then groups of blocks sealed, each with the specs that its blocks name by index,
+so that each frame can be read without any other. Pages of frames are never written again, and are zeros before: a torn
+frame harms no other. When the file has grown too large the blocks that are still there are written to a new one, which
+takes its place by rename.
 """
 
 import secrets
@@ -36,6 +37,7 @@ __all__ = [
     "Header",
     "JournalWriter",
     "checksum",
+    "pack_blocks",
 ]
 
 JOURNAL = "journal"
@@ -84,7 +86,7 @@ class JournalWriter:
             disk.write(self._fd, header.to_page(self._journal_id), 0)
             remaining = iter(extents)
             while chunk := list(islice(remaining, _SNAPSHOT_BLOCKS)):
-                self._write(self.frame([], chunk))
+                self._write(self.frame([], [pack_blocks(chunk)]))
             self._grow(self.nbytes)
         except BaseException:
             disk.close(self._fd)
@@ -95,11 +97,9 @@ class JournalWriter:
         self._disk.rename(self._folder / _NEW_JOURNAL, self._folder / JOURNAL)
         self._disk.sync_dir(self._folder)
 
-    def frame(self, freed: Sequence[int], sealed: Sequence[Extent]) -> bytes:
-        """The next frame, to be given to `reserve` and `append`."""
-        specs: dict[KvSpec, int] = {}
-        blocks = [_record(extent, specs) for extent in sealed]
-        body = msgpack.packb([list(freed), [spec.to_json() for spec in specs], blocks])
+    def frame(self, freed: Sequence[int], sealed: Sequence[bytes]) -> bytes:
+        """The next frame, to be given to `reserve` and `append`; `sealed` is made of `pack_blocks`."""
+        body = msgpack.packb([list(freed), sealed])
         start = FRAME.pack(FRAME_MAGIC, self._journal_id, self._sequence, len(body), 0, b"")[:-_CHECKSUM_NBYTES]
         return _padded(start + checksum(start, body) + body)
 
@@ -128,6 +128,14 @@ class JournalWriter:
         self._disk.write(self._fd, bytes(end - start), start)
         self._disk.sync(self._fd)
         self._nbytes_zeroed = end
+
+
+def pack_blocks(extents: Iterable[Extent]) -> bytes:
+    """A group of blocks, as a frame takes it."""
+    specs: dict[KvSpec, int] = {}
+    blocks = [_record(extent, specs) for extent in extents]
+    packed: bytes = msgpack.packb([[spec.to_json() for spec in specs], blocks])
+    return packed
 
 
 def _record(extent: Extent, specs: dict[KvSpec, int]) -> list[Any]:

@@ -1,5 +1,6 @@
-"""Which arrays will do as a block's memory."""
+"""Which arrays will do as a block's memory, and where in memory they lie."""
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,28 +8,44 @@ import numpy as np
 from kvpool.spec import KvSpec
 from kvpool.ssd.records import Bytes
 
-__all__ = ["SlotSizes"]
+__all__ = ["BlockMemory", "Run"]
+
+Run = tuple[int, int]
+"""Address and bytes."""
 
 _UINT8 = np.dtype(np.uint8)
 
 
-class SlotSizes:
+class BlockMemory:
     """Remembers the slots' sizes of the specs it has met."""
 
     def __init__(self) -> None:
         self._slots: dict[KvSpec, tuple[int, ...]] = {}
 
-    def unfit(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> str:
-        """What is wrong with these as memory for a block, in words; empty when nothing is."""
+    def nbytes(self, spec: KvSpec) -> int:
+        """Bytes of a block over all its groups."""
+        return sum(self._sizes(spec))
+
+    def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
+        """Where the arrays lie, or what is wrong with them as memory for a block, in words."""
+        slots = self._sizes(spec)
+        if len(arrays) != len(slots):
+            return f"{len(arrays)} arrays, one for each of {len(slots)} groups expected"
+        runs = []
+        for array, nbytes in zip(arrays, slots, strict=True):
+            if array.nbytes != nbytes or array.dtype != _UINT8:
+                return f"{array.dtype} of shape {array.shape}: contiguous uint8 [{nbytes}] expected"
+            try:
+                # Twice as quick as asking the array itself, and refuses what is not contiguous or not writable.
+                runs.append((ctypes.addressof(ctypes.c_char.from_buffer(array)), nbytes))  # type: ignore[arg-type]
+            except TypeError:
+                if writable or not array.flags.c_contiguous:
+                    return "an array that is not contiguous, or cannot be written"
+                runs.append((array.__array_interface__["data"][0], nbytes))
+        return runs
+
+    def _sizes(self, spec: KvSpec) -> tuple[int, ...]:
         slots = self._slots.get(spec)
         if slots is None:
             slots = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
-        if len(arrays) != len(slots):
-            return f"{len(arrays)} arrays, one for each of {len(slots)} groups expected"
-        for array, nbytes in zip(arrays, slots, strict=True):
-            flags = array.flags
-            if array.nbytes != nbytes or array.dtype != _UINT8 or not flags.c_contiguous:
-                return f"{array.dtype} of shape {array.shape}: contiguous uint8 [{nbytes}] expected"
-            if writable and not flags.writeable:
-                return "an array that cannot be written"
-        return ""
+        return slots

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgpack
@@ -53,10 +54,10 @@ def read_journal(path: Path) -> Recovered:
     at: dict[int, Extent] = {}
     specs: dict[bytes, tuple[KvSpec, int]] = {}
     for body in _frames(data, journal_id, found.counts):
-        freed, sealed = _decode(body, specs)
+        freed, groups = msgpack.unpackb(body)
         for offset in freed:
             at.pop(offset, None)
-        for extent in sealed:
+        for extent in chain.from_iterable(_unpack_blocks(group, specs) for group in groups):
             found.counts["superseded"] += at.pop(extent.start, None) is not None
             at[extent.start] = extent
     found.extents = _newest(list(at.values()), found.counts)
@@ -135,9 +136,9 @@ def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int)
     return sequence, whole, body
 
 
-def _decode(body: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> tuple[list[int], list[Extent]]:
-    """Offsets freed, and blocks sealed after that; `known` keeps the specs met so far, with their extents' size."""
-    freed, described, blocks = msgpack.unpackb(body)
+def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[Extent]:
+    """The blocks of a group; `known` keeps the specs met so far, with their extents' size."""
+    described, blocks = msgpack.unpackb(group)
     specs = []
     for description in described:
         name = msgpack.packb(description)
@@ -150,7 +151,7 @@ def _decode(body: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> tuple[list[i
         spec, nbytes = specs[number]
         entry = SsdEntry(offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s)
         extents.append(Extent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
-    return freed, extents
+    return extents
 
 
 def _newest(extents: list[Extent], counts: Counter[str]) -> list[Extent]:

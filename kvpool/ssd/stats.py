@@ -1,6 +1,8 @@
 """What the SSD store counts: per direction I/Os, bytes, seconds, latencies in log buckets, errors by kind."""
 
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,15 +84,38 @@ class LatencyHistogram:
 
 @dataclass
 class DirectionCounters:
-    """The running counters of one direction; the store's lock guards them."""
+    """The running counters of one direction; from any thread."""
 
     num_blocks: int = 0
     nbytes: int = 0
     num_in_flight: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     latencies: LatencyHistogram = field(default_factory=LatencyHistogram)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, num_blocks: int) -> None:
+        """A request for these blocks came in."""
+        with self.lock:
+            self.num_in_flight += num_blocks
+
+    def end(self, results: Sequence[SsdError | None]) -> None:
+        """It was answered."""
+        with self.lock:
+            self.num_in_flight -= len(results)
+            self.num_blocks += len(results)
+            self.errors.update(kind_of(error) for error in results if error is not None)
+
+    def add_ios(self, nbytes: int, nanos: NDArray[np.int64]) -> None:
+        """I/Os of altogether `nbytes` were done; their latencies [n]."""
+        with self.lock:
+            self.nbytes += nbytes
+            self.latencies.add(nanos)
 
     def snapshot(self) -> DirectionStats:
+        with self.lock:
+            return self._snapshot()
+
+    def _snapshot(self) -> DirectionStats:
         return DirectionStats(
             num_blocks=self.num_blocks,
             num_ios=int(self.latencies.counts.sum()),

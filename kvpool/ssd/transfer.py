@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.ssd.kernels import PIECE_NBYTES, kernels
-from kvpool.ssd.records import PAGE_NBYTES, Bytes
+from kvpool.ssd.memory import Run
+from kvpool.ssd.records import PAGE_NBYTES
 
-__all__ = ["Batch", "IoThreads", "Outcome"]
+__all__ = ["Batch", "Flight", "IoThreads", "Outcome"]
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,19 @@ class Outcome:
 class Batch:
     """Extents cut into pieces, and how far they are."""
 
-    def __init__(self, offsets: Sequence[int], arrays: Sequence[Sequence[Bytes]], segment_nbytes: int) -> None:
-        """`offsets` in the space; `arrays`: per extent the caller's memory, in order, which outlives the batch."""
-        flat = [array for each in arrays for array in each]
-        runs = np.empty((len(flat), 2), np.int64)
-        runs[:, 0] = [array.__array_interface__["data"][0] for array in flat]
-        runs[:, 1] = [array.nbytes for array in flat]
-        first_run = np.zeros(len(arrays) + 1, np.int64)
-        np.cumsum([len(each) for each in arrays], out=first_run[1:])
-        most = len(arrays) + int(runs[:, 1].sum()) // PIECE_NBYTES + 1
+    def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
+        """`offsets` in the space; `memory`: per extent the caller's memory, in order, which must outlive the batch."""
+        runs = np.array([run for each in memory for run in each], np.int64).reshape(-1, 2)
+        first_run = np.zeros(len(memory) + 1, np.int64)
+        np.cumsum([len(each) for each in memory], out=first_run[1:])
+        most = len(memory) + int(runs[:, 1].sum()) // PIECE_NBYTES + 1
         pieces = np.empty((most, 6), np.int64)
         piece_runs = np.empty((most + len(runs), 2), np.int64)
         starts = np.array(offsets, np.int64)
         counts = np.zeros(2, np.int64)
         kernels().plan(starts, first_run, runs, segment_nbytes, pieces, piece_runs, counts)
         num_pieces, num_runs = counts.tolist()
-        self.num_extents = len(arrays)
+        self.num_extents = len(memory)
         self.segment_nbytes = segment_nbytes
         self.pieces, self.piece_runs = pieces[:num_pieces], piece_runs[:num_runs]
         self.cursor = np.zeros(1, np.int64)
@@ -99,6 +97,26 @@ class _Job:
             self.changed.wait_for(lambda: not self.num_helping)
 
 
+class Flight:
+    """A batch under way."""
+
+    def __init__(self, threads: "IoThreads", job: _Job) -> None:
+        self._threads, self._job = threads, job
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to or from the disk."""
+        return self._job.batch.nbytes
+
+    def finish(self) -> Outcome:
+        """Help with what is left. Returns when no I/O of the batch is under way any more."""
+        try:
+            self._threads.work(self._job)
+        finally:
+            self._job.end()
+        return self._job.batch.outcome()
+
+
 class IoThreads:
     """`depth` I/Os in flight for one caller: the caller's own and those of the helpers, whom all callers share."""
 
@@ -109,16 +127,12 @@ class IoThreads:
         for helper in self._helpers:
             helper.start()
 
-    def run(self, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Outcome:
-        """Returns when no I/O of the batch is under way any more."""
+    def start(self, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+        """Let the helpers begin. The flight must be finished, whatever happens, before its memory goes."""
         job = _Job(batch, fds, write)
-        for _ in range(min(len(self._helpers), len(batch.pieces) - 1)):
+        for _ in range(min(len(self._helpers), len(batch.pieces))):
             self._jobs.put(job)
-        try:
-            self._work(job)
-        finally:
-            job.end()
-        return batch.outcome()
+        return Flight(self, job)
 
     def stop(self) -> None:
         """End the helpers; no batch may be under way."""
@@ -131,12 +145,13 @@ class IoThreads:
         while (job := self._jobs.get()) is not None:
             if job.join():
                 try:
-                    self._work(job)
+                    self.work(job)
                 finally:
                     job.leave()
             del job
 
-    def _work(self, job: _Job) -> None:
+    def work(self, job: _Job) -> None:
+        """Take pieces of this batch until none is left."""
         if job.batch.pieces[:, 5].all():
             job.batch.run(job.fds, write=job.write, bounce=0)
             return
