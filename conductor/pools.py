@@ -1,7 +1,6 @@
-"""The pool nodes as the conductor uses them: their directories followed, prefixes matched, copies carried out."""
+"""The pool nodes as the conductor uses them: followed while they are there, prefixes matched, copies carried out."""
 
 import asyncio
-import functools
 import logging
 from typing import Any
 
@@ -9,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core import Core
+from conductor.following import Following
 from conductor.policy.decisions import Copy
 from conductor.policy.events import CopyFinished
 from kvpool import Directory, KvPoolError, Match, keys_from_bytes
 from kvpool.client import PoolClient
-from kvpool.directory_feed import follow_pool_events
 from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
 
@@ -24,39 +23,36 @@ _OWNER = "conductor"
 
 
 class Pools:
-    """One feed and one client per joined pool node."""
+    """One client per joined pool node."""
 
     def __init__(self, core: Core, incarnation: int, copy_timeout_s: float) -> None:
         self._core = core
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
-        self.directory = Directory()
+        self.following = Following()
         self._clients: dict[str, PoolClient] = {}
-        self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # copies, and clients being closed
 
     def add(self, node: conductor_pb2.Node) -> None:
-        """A pool node joined, perhaps at another address than before: follow its events."""
+        """A pool node joined, perhaps at another address than before."""
         self._disconnect(node.node_id)
         self._clients[node.node_id] = PoolClient(node.target, owner=_OWNER, owner_incarnation=self._incarnation)
-        self._feeds[node.node_id] = asyncio.create_task(
-            follow_pool_events(
-                node.target,
-                functools.partial(self.directory.apply, node.node_id),
-                on_lost=lambda reason: self.directory.mark_degraded(node.node_id),
-            ),
-            name=f"directory feed of {node.node_id}",
-        )
-        self._feeds[node.node_id].add_done_callback(_log_failure)
+        self.following.join(node.node_id, node.target)
 
     def remove(self, node_id: str) -> None:
-        """A pool node is lost: nothing matches there any more."""
+        """A pool node has left: nothing can be had there any more."""
         self._disconnect(node_id)
-        self.directory.drop_node(node_id)
+        self.following.leave(node_id)
+
+    @property
+    def directory(self) -> Directory:
+        """Of all pool nodes that are followed."""
+        return self.following.directory
 
     def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, Match]:
-        """Leading blocks of the chain held, per pool node that holds any."""
-        return self.directory.match(kv_namespace, keys)
+        """What each joined pool node that holds any holds of the chain's leading blocks."""
+        held = self.directory.match(kv_namespace, keys)
+        return {node_id: match for node_id, match in held.items() if node_id in self._clients}
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
         """Carry out a copy in the background; the policy hears of its end."""
@@ -71,9 +67,7 @@ class Pools:
 
     def state(self) -> dict[str, Any]:
         """For export: how much is known of each pool node, and how sure it is."""
-        directory = self.directory
-        nodes = sorted(self._clients)
-        return {node: {"state": directory.state(node).value, "blocks": directory.num_blocks(node)} for node in nodes}
+        return self.following.state()
 
     def validate(self) -> list[str]:
         """What does not fit together in the directory."""
@@ -83,14 +77,12 @@ class Pools:
         """End feeds and copies, disconnect."""
         for node_id in list(self._clients):
             self._disconnect(node_id)
+        await self.following.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def _disconnect(self, node_id: str) -> None:
-        feed, client = self._feeds.pop(node_id, None), self._clients.pop(node_id, None)
-        if feed is not None:
-            feed.cancel()
-            self._spawn(_ended(feed))
+        client = self._clients.pop(node_id, None)
         if client is not None:
             self._spawn(client.close())
 
@@ -111,12 +103,3 @@ class Pools:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _log_failure(feed: asyncio.Task[None]) -> None:
-    if not feed.cancelled():
-        log.error("%s has stopped", feed.get_name(), exc_info=feed.exception())
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    await asyncio.gather(task, return_exceptions=True)

@@ -35,6 +35,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, config.tick_s), name="conductor tick")
         try:
+            pools.following.open()
             log.info("conductor listens at %s", server.target)
             on_ready(server.target)
             await stop.wait()

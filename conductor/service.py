@@ -95,6 +95,7 @@ class ConductorService(ConductorServicer):
                 for member in self._registry
             ],
             ready_models=self._core.policy.ready_models(),
+            samples=self._pools.following.samples(),
         )
 
     async def DrainNode(

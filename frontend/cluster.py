@@ -10,7 +10,7 @@ from frontend.errors import ServiceUnavailable
 from frontend.fit import is_served, misfit
 from messenger.control import ControlError
 from moonpool_proto.v1 import common_pb2, conductor_pb2
-from telemetry import NodeSample
+from telemetry import ConductorSample, NodeSample
 
 _log = logging.getLogger(__name__)
 _ROLES: Final = {
@@ -95,6 +95,10 @@ class ClusterWatch:
     def samples(self) -> Sequence[NodeSample]:
         """The nodes' last reports, for export."""
         return [_sample(status) for status in self._reply.nodes]
+
+    def conductor_samples(self) -> Sequence[ConductorSample]:
+        """The conductor's own numbers, for export."""
+        return [ConductorSample(each.name, each.value, dict(each.labels)) for each in self._reply.samples]
 
     async def _keep_looking(self) -> None:
         while True:

@@ -19,7 +19,7 @@ from frontend.session import Session
 from frontend.streams import WorkerStreams
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
-from telemetry import NodesCollector, RequestFamilies, new_registry
+from telemetry import ConductorCollector, NodesCollector, RequestFamilies, new_registry
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
@@ -43,6 +43,7 @@ class Service:
             on_suspect=self.streams.suspect,
         )
         self.registry.register(NodesCollector(self.cluster.samples))
+        self.registry.register(ConductorCollector(self.cluster.conductor_samples))
         self.threads = WorkThreads(config.tokenizer_threads)
         families = RequestFamilies(self.registry)
         self.models = ServedModels(

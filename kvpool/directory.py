@@ -11,7 +11,7 @@ piece by piece (`purge`): so neither a snapshot nor the loss of a node ever take
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,10 @@ from kvpool.address import Namespace, keys_from_bytes, keys_u64
 from kvpool.contents import fold_of
 from kvpool.directory_nodes import DirectoryState, FollowedNode, NodeNumbers, Position
 from kvpool.directory_table import DirectoryTable, Replicas, code_of
+from kvpool.errors import AddressError
 from kvpool.events import BlockRun, PoolEvents
 
-__all__ = ["Directory", "DirectoryState", "Match", "Position"]
+__all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Position"]
 
 
 class Match(NamedTuple):
@@ -31,6 +32,16 @@ class Match(NamedTuple):
 
     blocks: int  # the leading run
     ssd_blocks: int  # of these, how many are on SSD only
+
+
+class DumpedNode(NamedTuple):
+    """A node of a dump: its contents as of `position`, but for what events up to `right_at` did while it was made."""
+
+    node: str
+    number: int  # in the dump
+    generation: int
+    position: Position
+    right_at: int
 
 
 class Directory:
@@ -43,6 +54,7 @@ class Directory:
         self._purged = 0  # segments, of the pass under way
         self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
         self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
+        self.mismatches: Counter[str] = Counter()  # messages whose sum of contents was another, by node
 
     def apply(self, node: str, events: PoolEvents) -> bool:
         """Take in one message of `node`'s stream. False: it does not follow what is known, a snapshot is needed.
@@ -51,6 +63,14 @@ class Directory:
         incarnation are dropped at its first message. Raises AddressError; then, too, a snapshot is needed.
         """
         known = self._nodes.get(node) or self._add(node)
+        try:
+            return self._apply(node, known, events)
+        except AddressError:
+            self._end_snapshot(known)
+            self._refuse(known, "malformed")
+            raise
+
+    def _apply(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
         if known.incarnation != events.incarnation:
             self._retire(known.number)
             known.number = self._number_for(node)
@@ -65,14 +85,13 @@ class Directory:
                 self._numbers.rename(known.shadow, node)
                 self._retire(known.number)
                 known.end_snapshot(events.seq)
-                self._judge(known, events)
+                return self._judge(node, known, events)
             return True
         if not known.synced or events.first_seq != known.seq + 1:
             return self._refuse(known, "gap")
-        known.synced = False  # for as long as only part of the message is in
         self._take(known.number, events)
-        known.synced, known.seq = True, events.seq
-        return self._judge(known, events)
+        known.seq = events.seq
+        return self._judge(node, known, events)
 
     def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> dict[str, Match]:
         """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`).
@@ -86,17 +105,17 @@ class Directory:
         held = sorted([(node, Match(n, ssd)) for number, n, ssd in rows if (node := name(number)) is not None])
         return dict(held)
 
-    def mark_degraded(self, node: str, why: str = "") -> None:
+    def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
         """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
 
-        `why`, if given: it cannot go on, and this is the reason for which a snapshot is taken.
+        `malformed`: a message cannot be read, so that the stream can go on with a snapshot only.
         """
         known = self._nodes.get(node)
         if known is not None:
             known.state = DirectoryState.DEGRADED
             self._end_snapshot(known)
-            if why:
-                self._refuse(known, why)
+            if malformed and known.synced:
+                self._refuse(known, "malformed")
 
     def drop_node(self, node: str) -> None:
         """The node is lost: nothing of it matches any more."""
@@ -140,10 +159,23 @@ class Directory:
         """The known nodes' ids, sorted."""
         return sorted(self._nodes)
 
-    def begin_dump(self) -> tuple[dict[int, str], dict[str, Position]]:
-        """What `dump` tells of: (names by number, where each node's stream stood), of nodes with a position."""
-        positions = {node: position for node in self.nodes if (position := self.position(node)).incarnation}
-        return {self._nodes[node].number: node for node in positions}, positions
+    def begin_dump(self) -> list[DumpedNode]:
+        """What `dump` tells of: the nodes with a position."""
+        return [
+            DumpedNode(node, known.number, known.generation, Position(known.incarnation, known.seq), known.right_at)
+            for node, known in sorted(self._nodes.items())
+            if known.synced
+        ]
+
+    def end_dump(self, dumped: Iterable[DumpedNode]) -> list[DumpedNode]:
+        """Those of a dump, complete now, whose contents are all in it; with the event from which on it is right."""
+        return [
+            each._replace(right_at=max(known.seq, known.right_at))
+            for each in dumped
+            if (known := self._nodes.get(each.node)) is not None
+            and known.synced
+            and known.generation == each.generation
+        ]
 
     def dump(self, numbers: frozenset[int], num_segments: int = 16) -> Iterator[Replicas]:
         """What these numbers hold, a few segments at a time; events may come in between.
@@ -156,11 +188,11 @@ class Directory:
             yield self._table.extract(numbers, begin, num_segments)
             begin += num_segments
 
-    def restore_node(self, node: str, position: Position, right_at: int) -> int:
-        """A node of a dump, which began at `position`; its contents are right from event `right_at` on. Its number."""
-        assert node not in self._nodes, f"node {node!r} is known"
-        known = self._add(node)
-        known.restore(position, right_at)
+    def restore_node(self, dumped: DumpedNode) -> int:
+        """A node of a dump. Returns the number under which to restore what it holds; it has none yet."""
+        assert dumped.node not in self._nodes, f"node {dumped.node!r} is known"
+        known = self._add(dumped.node)
+        known.restore(dumped.position, dumped.right_at)
         return known.number
 
     def restore(self, replicas: Replicas) -> None:
@@ -206,14 +238,19 @@ class Directory:
         codes = np.full(len(keys), code_of(number, run.tier), np.uint32)
         self._table.store(keys, codes, fold_of(run.kv_namespace))
 
-    def _judge(self, known: FollowedNode, events: PoolEvents) -> bool:
+    def _judge(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
         """Whether what is known may be called EXACT, now that these events are in; False: take a snapshot instead."""
         if known.seq < known.right_at:
             return True
-        if events.contents_sum is None or events.contents_sum == self._table.contents_sum(known.number):
+        if events.contents_sum is None:
+            known.go_on()
+        elif events.contents_sum == self._table.contents_sum(known.number):
             known.agree()
-            return True
-        return known.disagree(self.resyncs)
+        else:
+            self.mismatches[node] += 1
+            if known.disagree():
+                return self._refuse(known, "mismatch")
+        return True
 
     def _refuse(self, known: FollowedNode, why: str) -> bool:
         known.refuse(why)

@@ -1,7 +1,6 @@
 """What a directory knows of the nodes it follows, beside their blocks: numbers and places in their streams. Pure."""
 
 import enum
-from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,6 +36,7 @@ class FollowedNode:
     shadow: int | None = None  # the number under which a snapshot is being taken in
     why: str = "new"  # what the next snapshot is for
     right_at: int = 0  # a restored dump is right from this event on
+    generation: int = 0  # of the number: what is known was begun anew so many times
     disagreements: int = 0  # in a row
     patient_until: int = 0  # event up to which no further snapshot is asked for because of them
 
@@ -44,6 +44,7 @@ class FollowedNode:
         """Another incarnation: what was known is of no use."""
         self.why = "restart" if self.incarnation else self.why
         self.incarnation, self.synced, self.state = incarnation, False, DirectoryState.DEGRADED
+        self.generation += 1
         self.right_at = self.disagreements = self.patient_until = 0
 
     def restore(self, position: Position, right_at: int) -> None:
@@ -56,6 +57,7 @@ class FollowedNode:
     def end_snapshot(self, seq: int) -> None:
         assert self.shadow is not None
         self.number, self.shadow = self.shadow, None
+        self.generation += 1
         self.seq, self.synced, self.right_at, self.why = seq, True, 0, "behind"
 
     def refuse(self, why: str) -> None:
@@ -65,21 +67,26 @@ class FollowedNode:
         self.synced, self.state = False, DirectoryState.DEGRADED
 
     def agree(self) -> None:
+        """The node's sum is the one that is known."""
         self.state, self.disagreements = DirectoryState.EXACT, 0
 
-    def disagree(self, resyncs: Counter[str]) -> bool:
-        """The node's sum is another. A snapshot may mend it, once; if it did not, more of them soon would not either.
+    def go_on(self) -> None:
+        """A message without a sum: as right as before it."""
+        if not self.disagreements:
+            self.state = DirectoryState.EXACT
 
-        Then the stream goes on, DEGRADED: as a rule two blocks have the same short key, and one of them will leave.
+    def disagree(self) -> bool:
+        """The node's sum is another. A snapshot may mend it; True: take one.
+
+        If that did not help, more of them soon would not either: the stream goes on, DEGRADED. As a rule two blocks
+        have the same short key then, until one of them leaves.
         """
         self.state = DirectoryState.DEGRADED
         if self.disagreements and self.seq < self.patient_until:
-            return True
+            return False
         self.patient_until = self.seq + (_PATIENCE << min(self.disagreements, 20))
         self.disagreements += 1
-        resyncs["mismatch"] += 1
-        self.why, self.synced = "mismatch", False
-        return False
+        return True
 
 
 class NodeNumbers:

@@ -24,7 +24,7 @@ from replay.dialogue_config import DialogueConfig
 from replay.dialogue_summary import summarise_dialogues
 from replay.objectives import Objectives
 from replay.summary import summarise
-from telemetry import NodeSample, NodesCollector, RequestFamilies, RequestMetrics, new_registry
+from telemetry import ConductorCollector, NodeSample, NodesCollector, RequestFamilies, RequestMetrics, new_registry
 
 ROOT = Path(__file__).parents[2]
 Page = Callable[[str], Any]
@@ -72,6 +72,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))
     registry.register(NodesCollector(lambda: [sample]))
+    registry.register(ConductorCollector(list))
     return front_door_metrics | exported(registry)
 
 

@@ -203,15 +203,17 @@ class Follower:
         self.directory = Directory()
         self.snapshots = 0
         self.losses: list[str] = []
-        self.task = asyncio.create_task(follow_pool_events(target, self.take, on_lost=self.lose, silence_s=2))
+        self.task = asyncio.create_task(
+            follow_pool_events(target, self.take, lambda: self.directory.position("p"), on_lost=self.lose, silence_s=2)
+        )
 
     def take(self, events: PoolEvents) -> bool:
         self.snapshots += events.snapshot_begin
         return self.directory.apply("p", events)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, kind: str) -> None:
         self.losses.append(reason)
-        self.directory.mark_degraded("p")
+        self.directory.mark_degraded("p", malformed=kind == "malformed")
 
     def holds(
         self, ns: bytes, chain: Any, n: int, ssd: int = 0, state: DirectoryState = DirectoryState.EXACT

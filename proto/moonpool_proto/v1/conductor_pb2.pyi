@@ -713,6 +713,7 @@ class ClusterReply(_message.Message):
     CONDUCTOR_INCARNATION_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     READY_MODELS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     conductor_incarnation: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
@@ -720,20 +721,71 @@ class ClusterReply(_message.Message):
     def ready_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """those of which a request can be placed"""
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
         self,
         *,
         conductor_incarnation: _builtins.int = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
         ready_models: _abc.Iterable[_builtins.str] | None = ...,
+        samples: _abc.Iterable[Global___Sample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready_models", b"ready_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready_models", b"ready_models", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterReply: _TypeAlias = ClusterReply  # noqa: Y015
+
+@_typing.final
+class Sample(_message.Message):
+    """of the conductor's own numbers; frontends export those whose names they know, as moonpool:NAME"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):

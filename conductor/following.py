@@ -1,0 +1,149 @@
+"""Keeping the directory: which pool nodes' events are followed, and what is exported of that. No placement."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool import Directory, DirectoryState, follow_pool_events
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["Following"]
+
+log = logging.getLogger(__name__)
+_UPKEEP_S = 0.05
+
+
+@dataclass(frozen=True)
+class _Feed:
+    target: str
+    task: "asyncio.Task[None]"
+
+
+class Following:
+    """One feed per pool node: of those that joined here, and of those that are known to be in the cluster.
+
+    Feeds begin to run with `open`, when what the directory starts from is in place.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self._joined: dict[str, str] = {}  # targets by node id
+        self._expected: dict[str, str] = {}
+        self._feeds: dict[str, _Feed] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._opened = asyncio.Event()
+        self._upkeep: asyncio.Task[None] | None = None
+        self._breaks: Counter[str] = Counter()  # streams that ended, by kind
+
+    def open(self) -> None:
+        """Begin to follow, and to clear up after nodes that are gone."""
+        self._upkeep = asyncio.create_task(self._clear_up(), name="directory upkeep")
+        self._upkeep.add_done_callback(_log_failure)
+        self._opened.set()
+
+    def join(self, node_id: str, target: str) -> None:
+        """A pool node joined, perhaps at another address than before."""
+        self._joined[node_id] = target
+        self._settle(node_id)
+
+    def leave(self, node_id: str) -> None:
+        """A pool node's stream to this conductor ended."""
+        self._joined.pop(node_id, None)
+        self._settle(node_id)
+
+    def expect(self, targets: Mapping[str, str]) -> None:
+        """The pool nodes, by id, that are said to be in the cluster: those that joined elsewhere, or will soon."""
+        before, self._expected = self._expected, dict(targets)
+        for node_id in sorted(before.keys() | targets.keys() | set(self.directory.nodes)):
+            self._settle(node_id)
+
+    def state(self) -> dict[str, Any]:
+        """How much is known of each pool node, and how sure it is."""
+        return {node_id: self._state_of(node_id) for node_id in sorted(self._feeds)}
+
+    def samples(self) -> Iterator[conductor_pb2.Sample]:
+        """The same and what was counted, for export."""
+        directory = self.directory
+        for node_id in sorted(self._feeds):
+            exact = directory.state(node_id) is DirectoryState.EXACT
+            yield _sample("directory_exact", exact, node=node_id)
+            for tier, count in zip(("dram", "ssd"), directory.blocks_by_tier(node_id), strict=True):
+                yield _sample("directory_blocks", count, node=node_id, tier=tier)
+            yield _sample("directory_mismatches_total", directory.mismatches[node_id], node=node_id)
+        for reason, count in sorted(directory.snapshots.items()):
+            yield _sample("directory_snapshots_total", count, reason=reason)
+        for reason, count in sorted(directory.resyncs.items()):
+            yield _sample("directory_resyncs_total", count, reason=reason)
+        for reason, count in sorted(self._breaks.items()):
+            yield _sample("directory_breaks_total", count, reason=reason)
+
+    async def close(self) -> None:
+        """End all feeds."""
+        for node_id in list(self._feeds):
+            self._end(node_id)
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._upkeep
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    def _settle(self, node_id: str) -> None:
+        """Follow the node where it is now said to be, or forget it."""
+        target = self._joined.get(node_id) or self._expected.get(node_id)
+        feed = self._feeds.get(node_id)
+        if target is not None and feed is not None and feed.target == target:
+            return
+        self._end(node_id)
+        if target is None:
+            self.directory.drop_node(node_id)
+            return
+        task = asyncio.create_task(self._follow(node_id, target), name=f"directory feed of {node_id}")
+        task.add_done_callback(_log_failure)
+        self._feeds[node_id] = _Feed(target, task)
+
+    async def _follow(self, node_id: str, target: str) -> None:
+        await self._opened.wait()
+        await follow_pool_events(
+            target,
+            functools.partial(self.directory.apply, node_id),
+            functools.partial(self.directory.position, node_id),
+            on_lost=functools.partial(self._lost, node_id),
+        )
+
+    def _lost(self, node_id: str, reason: str, kind: str) -> None:
+        self._breaks[kind] += 1
+        self.directory.mark_degraded(node_id, malformed=kind == "malformed")
+
+    def _end(self, node_id: str) -> None:
+        feed = self._feeds.pop(node_id, None)
+        if feed is not None:
+            feed.task.cancel()
+            self.directory.mark_degraded(node_id)
+            self._ending.add(feed.task)
+            feed.task.add_done_callback(self._ending.discard)
+
+    def _state_of(self, node_id: str) -> dict[str, Any]:
+        in_dram, on_ssd = self.directory.blocks_by_tier(node_id)
+        state = self.directory.state(node_id).value
+        return {"state": state, "blocks": in_dram + on_ssd, "ssd_blocks": on_ssd, "joined": node_id in self._joined}
+
+    async def _clear_up(self) -> None:
+        more = False
+        while True:
+            await asyncio.sleep(0 if more else _UPKEEP_S)
+            more = self.directory.purge()
+
+
+def _sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
+    return conductor_pb2.Sample(name=name, labels=labels, value=float(value))
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled():
+        log.error("%s has stopped", task.get_name(), exc_info=task.exception())

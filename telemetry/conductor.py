@@ -1,0 +1,54 @@
+"""Export of the conductor's own numbers, as one Prometheus collector. What each means is said here, once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+__all__ = ["CONDUCTOR_METRICS", "ConductorCollector", "ConductorSample"]
+
+# Names without the prefix moonpool:, those of counters with _total; and the labels of each.
+CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "directory_exact": ("1 while the directory knows exactly what the pool node holds.", ("node",)),
+    "directory_blocks": ("Blocks the pool node is known to hold, by tier.", ("node", "tier")),
+    "directory_mismatches_total": ("Messages whose sum of the node's contents was not the directory's.", ("node",)),
+    "directory_snapshots_total": ("Snapshots of pool nodes taken in, by what they were for.", ("reason",)),
+    "directory_resyncs_total": ("Events that could not be taken in, so that a snapshot was needed.", ("reason",)),
+    "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
+}
+
+
+@dataclass(frozen=True)
+class ConductorSample:
+    """One number of the conductor's, its name without prefix."""
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class ConductorCollector(Collector):
+    """Turns `samples()`, called at each scrape, into metric families; names that are not known here are left out."""
+
+    def __init__(self, samples: Callable[[], Sequence[ConductorSample]]) -> None:
+        self._samples = samples
+
+    def describe(self) -> Iterator[Metric]:
+        """All families, empty."""
+        return self._families(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Families over the present samples."""
+        return self._families(self._samples())
+
+    def _families(self, samples: Sequence[ConductorSample]) -> Iterator[Metric]:
+        for name, (text, labels) in CONDUCTOR_METRICS.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind("moonpool:" + name.removesuffix("_total"), text, labels=labels)
+            for sample in samples:
+                if sample.name == name:
+                    family.add_metric([sample.labels.get(label, "") for label in labels], sample.value)
+            yield family
