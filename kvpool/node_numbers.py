@@ -28,7 +28,7 @@ def state(node: PoolNode) -> dict[str, Any]:
         "arena_bytes": node.config.arena_bytes,
         "arena_pages": node.memory.pages,
         "door": node.door,
-        "used_bytes": store.slabs.nbytes_used,
+        "used_bytes": store.dram.slabs.nbytes_used,
         "ssd_bytes": node.config.limits.ssd_nbytes,
         "ssd_state": node.ssd.state.value if node.ssd is not None else None,
         "event_seq": node.core.log.seq,
@@ -65,7 +65,7 @@ def gauges(node: PoolNode) -> dict[str, float]:
         "pool_leases_open": len(node.core.leases),
         "pool_puts_open": len(node.core.puts),
         "pool_held_blocks": node.core.store.index.num_sealed,
-        "pool_used_bytes": node.core.store.slabs.nbytes_used,
+        "pool_used_bytes": node.core.store.dram.slabs.nbytes_used,
         "pool_capacity_bytes": node.config.arena_bytes,
     }
 

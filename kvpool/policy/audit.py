@@ -1,10 +1,13 @@
-"""The pool node's self-check: whether blocks, slots, puts, leases and fences account for each other."""
+"""The pool node's self-check: whether blocks, copies, slots, puts, leases, loads, writes and fences account for each
+other.
+"""
 
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from kvpool.policy.records import Block
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Load, Write
 
 if TYPE_CHECKING:
     from kvpool.policy.core import PoolCore
@@ -14,41 +17,87 @@ __all__ = ["audit"]
 
 def audit(core: "PoolCore") -> list[str]:
     """What does not fit together, in words; empty when all does."""
-    leased = {id(block): block for lease in core.leases.values() for block in lease.blocks}
-    holders = [*core.store.index, *(block for block in leased.values() if block.removed)]
-    problems = [*core.store.index.validate(), *core.store.slabs.validate()]
-    problems += _slots(core, holders)
-    problems += _leases(core, holders)
-    unsealed = {id(block) for block in core.store.index if not block.sealed}
-    if unsealed != {id(block) for put in core.puts.values() for block in put.blocks}:
+    store = core.store
+    blocks = list(store.index)
+    holds = _holds(core)
+    held = {id(copy): copy for copy in holds}.values()
+    copies = {id(c): c for block in blocks for c in block.copies if c is not None}
+    copies |= {id(copy): copy for copy in held}
+    problems = [*store.index.validate(), *store.dram.validate(), *store.ssd.validate()]
+    for tier, fenced in ((DRAM, core.fenced), (SSD, {})):
+        problems += _slots(core, tier, [copy for copy in copies.values() if copy.tier == tier], fenced)
+    problems += _held(copies.values(), holds)
+    problems += _tiers(blocks)
+    if {id(b) for b in blocks if not b.sealed} != {id(b) for put in core.puts.values() for b in put.blocks}:
         problems.append("the unsealed blocks are not those of the puts")
-    if Counter(block.kv_namespace for block in holders) != core.store.num_blocks:
+    if Counter(block.kv_namespace for block in blocks) != store.num_blocks:
         problems.append("the namespaces' numbers of blocks are not those of the blocks")
+    problems += _families(copies.values())
     return problems
 
 
-def _slots(core: "PoolCore", holders: list[Block]) -> list[str]:
-    """Every used slot has one holder, none reaches into another or out of the arena."""
+def _holds(core: "PoolCore") -> Counter[Copy]:
+    """How many hold each copy: leases, reads and writes under way."""
+    holds = Counter(copy for lease in core.leases.values() for copy in lease.copies)
+    moves: list[Load | Write] = [*core.staging.loads, *core.staging.writes]
+    for move in moves:
+        holds.update(copy for copy in move.block.copies if copy is not None)
+    return holds
+
+
+def _slots(core: "PoolCore", tier: int, copies: list[Copy], fenced: dict[str, list[int]]) -> list[str]:
+    """Every used slot has one holder, none reaches into another or out of the tier."""
+    room, name = core.store.rooms[tier], ("DRAM", "SSD")[tier]
     spans = [
-        (offset, offset + block.spec.slot_nbytes(g)) for block in holders for g, offset in enumerate(block.offsets)
+        (offset, offset + size)
+        for copy in copies
+        for offset, size in zip(copy.offsets, copy.block.family.sizes[tier], strict=True)
     ]
-    spans += [(offset, offset + 1) for offsets in core.fenced.values() for offset in offsets]
-    spans.sort()
     problems = []
-    if len(spans) != core.store.slabs.num_slots_used:
-        problems.append(f"{core.store.slabs.num_slots_used} slots are used, {len(spans)} have holders")
+    if {offset: id(copy) for copy in copies for offset in copy.offsets} != {o: id(c) for o, c in room.holders.items()}:
+        problems.append(f"the slots' holders in {name} are not the copies there")
+    spans += [(offset, offset + 1) for offsets in fenced.values() for offset in offsets]
+    spans += [(offset, offset + nbytes) for offset, nbytes in room.freed.items()]
+    spans.sort()
+    if len(spans) != room.slabs.num_slots_used:
+        problems.append(f"{room.slabs.num_slots_used} slots are used in {name}, {len(spans)} have holders")
     if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
-        problems.append("two slots overlap")
-    if spans and (spans[0][0] < 0 or spans[-1][1] > core.limits.arena_nbytes):
-        problems.append("a slot lies outside of the arena")
+        problems.append(f"two slots overlap in {name}")
+    if spans and (spans[0][0] < 0 or spans[-1][1] > room.slabs.num_units * room.slabs.unit_nbytes):
+        problems.append(f"a slot lies outside of {name}")
     return problems
 
 
-def _leases(core: "PoolCore", holders: list[Block]) -> list[str]:
-    """Every block knows how many leases it has."""
-    counted = Counter(id(block) for lease in core.leases.values() for block in lease.blocks)
+def _held(copies: Collection[Copy], holds: Counter[Copy]) -> list[str]:
+    """Every copy knows how many hold it."""
     return [
-        f"block {block.chain_key.hex()} counts {block.num_leases} leases, there are {counted[id(block)]}"
-        for block in holders
-        if block.num_leases != counted[id(block)]
+        f"a copy of block {copy.block.chain_key.hex()} counts {copy.holds} holds, there are {holds[copy]}"
+        for copy in copies
+        if copy.holds != holds[copy]
     ]
+
+
+def _tiers(blocks: list[Block]) -> list[str]:
+    """Every sealed block is somewhere; what is on its way somewhere is somewhere else already."""
+    problems = []
+    for block in blocks:
+        dram, ssd = block.copies
+        name = block.chain_key.hex()
+        if block.sealed and not any(copy is not None and copy.ready for copy in block.copies):
+            problems.append(f"block {name} is nowhere")
+        if any(copy is not None and (copy.gone or copy.block is not block) for copy in block.copies):
+            problems.append(f"block {name} has a copy that is gone, or of another block")
+        if dram is not None and dram.kept_below != (ssd is not None and ssd.ready):
+            problems.append(f"block {name} does not know whether it is on SSD")
+    return problems
+
+
+def _families(copies: Collection[Copy]) -> list[str]:
+    problems = []
+    families = {id(copy.block.family): copy.block.family for copy in copies}
+    for family in families.values():
+        mine = [copy for copy in copies if copy.block.family is family]
+        used = [sum(copy.nbytes for copy in mine if copy.tier == tier) for tier in (DRAM, SSD)]
+        if family.num_copies != len(mine) or family.used_nbytes != used:
+            problems.append(f"namespace {family.kv_namespace.hex()} counts its copies wrongly")
+    return problems

@@ -8,16 +8,20 @@ A lease keeps blocks from eviction and their slots from reuse until it is releas
 longest operation's deadline has passed after that.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.errors import AddressError, PutLost, SpecError
+from kvpool.errors import AddressError, PoolConfigError, PutLost, SpecError
 from kvpool.policy.audit import audit
+from kvpool.policy.counting import Tally
 from kvpool.policy.event_log import EventLog
+from kvpool.policy.eviction import POLICIES, Use
+from kvpool.policy.flushing import flush
 from kvpool.policy.records import (
+    DRAM,
     Allocation,
     Block,
+    Copy,
     Lease,
     LeaseGrant,
     Load,
@@ -27,10 +31,14 @@ from kvpool.policy.records import (
     SsdBlock,
     Write,
 )
+from kvpool.policy.slabs import SlabAllocator
+from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore
 from kvpool.spec import KvSpec
 
 __all__ = ["PoolCore", "PoolLimits"]
+
+_PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,33 @@ class PoolLimits:
     max_tails: int = 4  # partial blocks kept after one block
     quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
 
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise PoolConfigError(f"eviction policy {self.policy!r}: expected one of {', '.join(sorted(POLICIES))}")
+        if wrong := [share for share in self.quotas.values() if not 0 < share <= 1]:
+            raise PoolConfigError(f"a namespace's quota is a share of DRAM above 0 and at most 1, not {wrong[0]!r}")
+        if not 0 <= self.write_above <= 1 or self.max_tails < 0 or self.ssd_nbytes < 0 or self.ssd_slab_nbytes < 1:
+            raise PoolConfigError("write_above is a share of 0..1; max_tails and sizes must not be negative")
+
 
 class PoolCore:
     """One pool node incarnation. Chain keys are 16 bytes each; a first block's parent is 16 zero bytes."""
 
     def __init__(self, limits: PoolLimits, incarnation: int) -> None:
         self.limits = limits
-        self.counters: Counter[str] = Counter()
         self.log = EventLog(incarnation, limits.event_log_nbytes)
-        self.store = BlockStore(limits.arena_nbytes, limits.slab_nbytes, self.log, self.counters)
+        self.tally = Tally()
+        self.counters = self.tally.counters
+        self.store = BlockStore(
+            SlabAllocator(limits.arena_nbytes, limits.slab_nbytes),
+            SlabAllocator(limits.ssd_nbytes, limits.ssd_slab_nbytes, alignment=_PAGE_NBYTES, aligned_slabs=True),
+            limits.policy,
+            {namespace: int(share * limits.arena_nbytes) for namespace, share in limits.quotas.items()},
+            limits.max_tails,
+            self.log,
+            self.tally,
+        )
+        self.staging = Staging(self.store, self.tally, limits.write_above)
         self.puts: dict[str, Put] = {}
         self.leases: dict[str, Lease] = {}
         self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
@@ -80,35 +106,41 @@ class PoolCore:
         """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
 
         `num_tokens` per block where some are partial (0 = full; a partial one's key is a tail key); `compute_s`: what
-        computing all the blocks took, 0 = not known. A block that is on SSD only EXISTS.
+        computing all the blocks took, 0 = not known. A block that is on SSD only EXISTS. For a partial block only the
+        oldest of too many after the same parent, or what any block may evict, gives way.
 
         Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
-        AddressError when there is not one parent per block.
+        AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible.
         """
-        if len(parents) != len(chain):
-            raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
-        self.store.check_spec(kv_namespace, spec)
+        _check_request(spec, chain, parents, num_tokens)
+        store = self.store
+        family = store.family(kv_namespace, spec)
         put_id = self._next_id("put")
-        status: list[SlotStatus] = []
-        new_blocks: list[Block] = []
-        full = False
-        for chain_key, parent in zip(chain, parents, strict=True):
-            known = self.store.find(kv_namespace, chain_key)
-            if known is not None:
-                self.store.index.touch(known)
-                status.append(SlotStatus.EXISTS)
-                continue
-            block = None if full else self.store.try_add(kv_namespace, spec, chain_key, parent, put_id)
-            full = block is None
-            status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
-            if block is not None:
-                new_blocks.append(block)
-        self.store.flush()
+        use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents))
+        cost_s = compute_s / len(chain) if chain else 0.0
+        with store.keeping(kv_namespace, chain):
+            status: list[SlotStatus] = []
+            new_blocks: list[Block] = []
+            full = False
+            for i, chain_key in enumerate(chain):
+                known = store.find(kv_namespace, chain_key)
+                if known is not None:
+                    if known.sealed:
+                        store.hit([known], use)
+                    status.append(SlotStatus.EXISTS)
+                    continue
+                tokens = num_tokens[i] if num_tokens else 0
+                block = None if full else store.try_add(family, chain_key, parents[i], put_id, tokens, cost_s, use)
+                full = block is None
+                status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
+                if block is not None:
+                    new_blocks.append(block)
+        store.tell()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
         if not new_blocks:
             return Allocation("", tuple(status))
         expires_ns = now_ns + min(ttl_ns, self.limits.max_lease_ns)
-        self.puts[put_id] = Put(put_id, owner, owner_incarnation, new_blocks, expires_ns)
+        self.puts[put_id] = Put(put_id, owner, owner_incarnation, new_blocks, expires_ns, use.request_blocks)
         return Allocation(put_id, tuple(status), tuple(new_blocks))
 
     def seal(
@@ -127,7 +159,8 @@ class PoolCore:
         keep = [True] * len(put.blocks) if keep is None else keep
         kept = [i for i, keep_block in enumerate(keep) if keep_block]
         del self.puts[put_id]
-        self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept])
+        use = Use(now_ns, put.request_blocks)
+        self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept], use)
         self._fence(put_id, [block for block in put.blocks if not block.sealed])
         self.counters["stored_blocks"] += len(kept)
         return len(kept)
@@ -142,7 +175,7 @@ class PoolCore:
 
     def fence_revoked(self, put_id: str) -> None:
         """Nothing can write under the ended put's key any more: what it left unsealed is free."""
-        self.store.free_slots(self.fenced.pop(put_id, []))
+        self.store.dram.free_slots(self.fenced.pop(put_id, []))
 
     def pin(
         self,
@@ -160,20 +193,23 @@ class PoolCore:
         With `tails`, also the partial blocks in DRAM whose parent is the run's last block (where the run is empty:
         those that begin a prompt), most recently used first; then the grant may have tails and no blocks.
         """
-        blocks = self.store.leading_run(kv_namespace, chain)
-        self.counters["pinned_blocks"] += len(blocks)
-        self.counters["pin_missed_blocks"] += len(chain) - len(blocks)
-        if not blocks:
+        run = self._look_up(now_ns, kv_namespace, chain)
+        after = self.store.tails_after(kv_namespace, run) if tails else []
+        after = [tail for tail in after if tail.offsets]
+        if not run and not after:
             return None
-        for block in blocks:
-            self.store.index.lease(block)
+        copies = [copy for block in (*run, *after) if (copy := block.copies[DRAM]) is not None]
+        for copy in copies:
+            copy.holds += 1
+        self.counters["lookup_tails"] += len(after)
         lease_id = self._next_id("lease")
         expires_ns, kept_until_ns = self._lease_times(now_ns, lease_ns)
-        self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, blocks, expires_ns, kept_until_ns)
-        return LeaseGrant(lease_id, tuple(blocks), expires_ns)
+        self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, copies, expires_ns, kept_until_ns)
+        return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after))
 
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
         """Somebody has read these blocks without a lease (verified by their digests): it counts as a look-up."""
+        self._look_up(now_ns, kv_namespace, chain)
 
     def hint(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], other_replicas: Sequence[int]) -> None:
         """How many other nodes hold each of the blocks, as far as is known; unknown blocks are passed over.
@@ -182,6 +218,13 @@ class PoolCore:
         """
         if len(other_replicas) != len(chain):
             raise AddressError(f"{len(chain)} blocks with {len(other_replicas)} numbers of replicas")
+        for chain_key, replicas in zip(chain, other_replicas, strict=True):
+            block = self.store.find(kv_namespace, chain_key)
+            if block is not None:
+                block.replicas = replicas
+                for copy in block.copies:
+                    if copy is not None:
+                        copy.replicas = replicas
 
     def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool = False) -> list[Load]:
         """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too.
@@ -189,29 +232,34 @@ class PoolCore:
         Slots are taken in order, evicting others but never the run's own, as far as there are any to be had; blocks
         already under way are not named again. Every Load must be answered by `loaded`, whatever happens.
         """
-        return []
+        return self.staging.load(now_ns, kv_namespace, chain, tails)
 
     def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
         """A Load has ended. OK: the block is in DRAM from now on, and on SSD. IO_ERROR: it stays on SSD; after the
         second in a row it does not. CORRUPT: it is quarantined.
         """
+        self.staging.loaded(now_ns, load, outcome)
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """How many of these blocks are on their way from SSD to DRAM."""
-        return 0
+        found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
+        copies = (block.copies[DRAM] for block in found if block is not None and block.sealed)
+        return sum(copy is not None and not copy.ready for copy in copies)
 
     def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[Write]:
-        """What is worth writing to SSD now, parents before children, at most `max_nbytes` of extents; often nothing.
+        """What is worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least one block,
+        if any is); often nothing.
 
         First what would leave DRAM next, once more than `PoolLimits.write_above` of it is used; then what was used
-        again. `everything`: all that is sealed and not there (before DRAM is emptied). Where SSD is full, this makes
-        room instead: `take_ssd_freed` tells of it, and what was wanted comes at the next call. Every Write must be
-        answered by `written`, whatever happens; never lets a put wait or fail.
+        again, as long as extents are free. `everything`: all that is sealed and not there (before DRAM is emptied).
+        Where SSD is full, this makes room instead: `take_ssd_freed` tells of it, and what was wanted comes at the next
+        call. Every Write must be answered by `written`, whatever happens; never lets a put wait or fail.
         """
-        return []
+        return self.staging.next_writes(now_ns, max_nbytes, everything)
 
     def written(self, now_ns: int, write: Write, ok: bool) -> None:
         """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed."""
+        self.staging.written(now_ns, write, ok)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
         """Take in what the SSD store found at its start, before any other call. Returns how many blocks.
@@ -219,31 +267,31 @@ class PoolCore:
         What cannot be taken in (beyond the capacity, overlapping, of another spec than its namespace) is counted as
         `ssd_refused_blocks`, and its extent is among the freed.
         """
-        return 0
+        return self.staging.restore(now_ns, entries)
 
     def take_ssd_freed(self) -> list[int]:
         """Offsets of the extents given up since the last call, each once: the SSD store must forget them.
 
         Extents told here are given to Writes of later calls of `writes`: forget them durably before such a Write.
         """
-        return []
+        return self.store.ssd.take_freed()
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
         """What came to DRAM, visible (True), and what left it (False), in order, since the last call.
 
         The first call begins the record, with all that is there. A block that left may still have leased slots.
         """
-        return []
+        return self.store.take_dram_changes()
 
     def flush(self, now_ns: int, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
         """Remove the blocks that nobody uses, of one namespace or of all (None); `dram_only`: drop their copies in DRAM
         where they are on SSD too. Returns how many, and how many of those asked for are still here (or in DRAM).
         """
-        return 0, 0
+        return flush(self.store, kv_namespace, dram_only=dram_only)
 
     def totals(self) -> dict[str, int]:
         """All that was counted since the start, histograms as cumulative buckets; nothing in it ever falls."""
-        return dict(self.counters)
+        return self.tally.totals()
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
         """Let a lease last `lease_ns` from now. False when it has expired: pin again."""
@@ -261,15 +309,14 @@ class PoolCore:
         return lease is not None
 
     def evict(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
-        """Remove those of the blocks that could be evicted, the last first. Returns how many."""
+        """Remove those of the blocks that could be evicted, the last first, from all tiers. Returns how many."""
         removed = 0
         for chain_key in reversed(chain):
             block = self.store.find(kv_namespace, chain_key)
-            if block is not None and self.store.index.is_evictable(block):
-                self.store.remove(block)
+            if block is not None and self.store.may_remove(block):
+                self.store.evict(block, "asked")
                 removed += 1
-        self.store.flush()
-        self.counters["evicted_blocks"] += removed
+        self.store.tell()
         return removed
 
     def quarantine(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
@@ -280,7 +327,7 @@ class PoolCore:
             if block is not None and block.sealed:
                 self.store.remove(block)
                 removed += 1
-        self.store.flush()
+        self.store.tell()
         self.counters["quarantined_blocks"] += removed
         return removed
 
@@ -300,6 +347,26 @@ class PoolCore:
         leases = [lease for lease in self.leases.values() if (lease.owner, lease.owner_incarnation) == who]
         return self._end(puts, leases)
 
+    def validate(self) -> list[str]:
+        """What does not fit together, in words; empty when all does."""
+        return audit(self)
+
+    def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
+        """The leading run in DRAM, used and counted."""
+        store = self.store
+        found = store.leading_run(kv_namespace, chain)
+        copies: list[Copy] = []
+        for block in found:
+            copy = block.copies[DRAM]
+            if copy is None or not copy.ready:
+                break
+            copies.append(copy)
+        run = found[: len(copies)]
+        self.tally.looked_up(len(chain), len(found) - len(run), copies, now_ns)
+        store.hit(run, Use(now_ns, len(chain)))
+        self.staging.was_used(run)
+        return run
+
     def _end(self, puts: list[Put], leases: list[Lease]) -> list[str]:
         for put in puts:
             del self.puts[put.put_id]
@@ -311,13 +378,9 @@ class PoolCore:
         self.counters["expired_leases"] += len(leases)
         return [put.put_id for put in puts]
 
-    def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
-        return audit(self)
-
     def _release(self, lease: Lease) -> None:
-        for block in lease.blocks:
-            self.store.unlease(block)
+        for copy in lease.copies:
+            self.store.release(copy)
 
     def _fence(self, put_id: str, blocks: Sequence[Block]) -> None:
         offsets = self.store.take_out(blocks)
@@ -331,6 +394,23 @@ class PoolCore:
     def _next_id(self, kind: str) -> str:
         self._serial += 1
         return f"{kind}-{self.log.incarnation:x}-{self._serial}"
+
+
+def _check_request(spec: KvSpec, chain: Sequence[bytes], parents: Sequence[bytes], num_tokens: Sequence[int]) -> None:
+    if len(parents) != len(chain):
+        raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
+    if num_tokens and len(num_tokens) != len(chain):
+        raise AddressError(f"{len(chain)} blocks with {len(num_tokens)} numbers of tokens")
+    if wrong := [n for n in num_tokens if not 0 <= n < spec.block_tokens]:
+        raise AddressError(
+            f"a partial block of {wrong[0]} tokens: expected 1..{spec.block_tokens - 1}, 0 for a full one"
+        )
+
+
+def _request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
+    """Blocks from the prompt's first to the last of these, as far as known."""
+    before = store.find(kv_namespace, parents[0]) if parents else None
+    return len(chain) + (before.place.depth + 1 if before is not None else 0)
 
 
 def _check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvpool.events import BlockRun, PoolEvents
+from kvpool.tiers import Tier
 
 __all__ = ["EventLog"]
 
@@ -64,11 +65,11 @@ class EventLog:
         flush()
         return messages
 
-    def snapshot(self, blocks: dict[bytes, bytearray]) -> list[PoolEvents]:
-        """The messages of a snapshot at this moment; `blocks` are all sealed blocks' chain keys per namespace."""
+    def snapshot(self, blocks: dict[tuple[bytes, Tier], bytearray]) -> list[PoolEvents]:
+        """The messages of a snapshot at this moment; `blocks` are all blocks' chain keys per namespace and tier."""
         runs = [
-            BlockRun(kv_namespace, bytes(chain[start : start + _MAX_MESSAGE_NBYTES]))
-            for kv_namespace, chain in blocks.items()
+            BlockRun(kv_namespace, bytes(chain[start : start + _MAX_MESSAGE_NBYTES]), tier)
+            for (kv_namespace, tier), chain in blocks.items()
             for start in range(0, len(chain), _MAX_MESSAGE_NBYTES)
         ]
         begin = PoolEvents(self.incarnation, self.seq, snapshot_begin=True)

@@ -1,127 +1,134 @@
-"""The blocks of a pool node by full address, their tree, and who is evicted next. It knows neither bytes nor time.
+"""The blocks of a pool node by full address, and the tree of their chains. It knows neither room nor time.
 
-Eviction takes the least recently used leaf: a block without children here, sealed, not leased. So a block never leaves
-before the blocks that follow it in some prompt, which could not be matched without it; a use of a prompt touches its
-whole path. A block may be here without its parent, when the parent was removed as corrupt or its put failed: it can be
-matched again once the parent is back.
+A block may be here without its parent, when that was removed as corrupt or its put failed: it can be matched again once
+the parent is back.
 """
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kvpool.policy.records import Block, BlockKey
+from kvpool.policy.records import DRAM, SSD, Block, BlockKey, Copy, Place
 
-__all__ = ["BlockIndex"]
+__all__ = ["BlockIndex", "may_leave"]
+
+
+def may_leave(copy: Copy) -> bool:
+    """Whether a tier may give up the copy: complete, nobody holds it, nothing of this tier follows it.
+
+    Where it is the block's last copy, nothing at all may follow: no block stays that could not be matched.
+    """
+    if not copy.ready or copy.holds or copy.gone:
+        return False
+    block, tier = copy.block, copy.tier
+    place = block.place
+    if place.following[tier]:
+        return False
+    return not place.num_following or block.copies[1 - tier] is not None
 
 
 class BlockIndex:
-    """All blocks that can be found: those being written (not visible to readers) and the sealed ones."""
+    """All blocks that can be found: those being written by puts (not visible to readers) and the sealed ones."""
 
     def __init__(self) -> None:
         self.num_sealed = 0
-        self._blocks: dict[BlockKey, Block] = {}
-        self._num_children: dict[BlockKey, int] = defaultdict(int)
-        self._uses = 0
-        self._leaves: list[tuple[int, BlockKey]] = []  # heap of (last_use, key); entries go stale and are skipped
+        self.num_blocks = 0
+        self._places: dict[BlockKey, Place] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self.num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks.values())
+        return (place.block for place in self._places.values() if place.block is not None)
 
     def get(self, key: BlockKey) -> Block | None:
         """The block of this address, sealed or not."""
-        return self._blocks.get(key)
+        place = self._places.get(key)
+        return None if place is None else place.block
 
-    def hold_parent(self, parent: BlockKey) -> None:
-        """A child of `parent` is coming: do not evict it. Ends with `drop_parent` or with the child's removal."""
-        self._num_children[parent] += 1
+    def find_place(self, key: BlockKey) -> Place | None:
+        """The place of this address, if there is something at it or follows it."""
+        return self._places.get(key)
 
-    def drop_parent(self, parent: BlockKey) -> None:
-        """One child of `parent` less."""
-        self._num_children[parent] -= 1
-        if not self._num_children[parent]:
-            del self._num_children[parent]
-            self._offer(self._blocks.get(parent))
+    def place(self, key: BlockKey) -> Place:
+        """The place of this address, made if there is none; a place that stays empty must be given to `discard`."""
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = Place(key)
+        return place
 
-    def add(self, block: Block) -> None:
-        """Take in a block whose parent is held already."""
-        assert block.key not in self._blocks
-        self._blocks[block.key] = block
-        self._touch(block)
+    def discard(self, place: Place) -> None:
+        """Forget the place if nothing is at it and nothing follows it."""
+        if place.block is None and not place.num_following:
+            self._places.pop(place.key, None)
 
-    def seal(self, block: Block, digests: tuple[bytes, ...]) -> None:
-        """The block is complete: readers may have it."""
-        block.put_id, block.digests = "", digests
-        self.num_sealed += 1
-        self.touch(block)
+    def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
+        """The longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        blocks: list[Block] = []
+        places = self._places
+        for chain_key in chain:
+            place = places.get(kv_namespace + chain_key)
+            if place is None or (block := place.block) is None or block.put_id or block.num_tokens:
+                break
+            blocks.append(block)
+        return blocks
 
-    def remove(self, block: Block) -> None:
-        """Nobody finds the block any more. Its slots stay its holder's affair."""
-        del self._blocks[block.key]
+    def add(self, block: Block, parent: Place) -> None:
+        """Take in a block at its empty place; `parent.num_following` counts it already."""
+        place = block.place
+        assert place.block is None
+        place.block = block
+        place.depth = parent.depth + 1
+        place.parent = parent
+        place.previous, place.next = None, parent.first
+        if parent.first is not None:
+            parent.first.previous = place
+        parent.first = place
+        if block.num_tokens:
+            parent.tails.append(block)
+        self.num_blocks += 1
+        self.num_sealed += not block.put_id
+
+    def remove(self, block: Block) -> Place:
+        """Nobody finds the block any more. Returns its parent's place, which one block less follows."""
+        place, parent = block.place, block.place.parent
+        assert place.block is block
+        assert parent is not None
+        if place.previous is None:
+            parent.first = place.next
+        else:
+            place.previous.next = place.next
+        if place.next is not None:
+            place.next.previous = place.previous
+        if block.num_tokens:
+            parent.tails.remove(block)
+        place.block = place.next = place.previous = None
+        place.depth = -1
+        parent.num_following -= 1
         block.removed = True
-        self.num_sealed -= block.sealed
-        self.drop_parent(block.parent)
-
-    def touch(self, block: Block) -> None:
-        """The block was used now."""
-        self._touch(block)
-        self._offer(block)
-
-    def lease(self, block: Block) -> None:
-        """One lease more on a sealed block, which is a use of it."""
-        block.num_leases += 1
-        self._touch(block)
-
-    def unlease(self, block: Block) -> None:
-        """One lease less."""
-        block.num_leases -= 1
-        self._offer(block)
-
-    def is_evictable(self, block: Block) -> bool:
-        """Sealed, found here, not leased, and nothing here follows it."""
-        free = block.sealed and not block.removed and not block.num_leases
-        return free and block.key not in self._num_children
-
-    def pop_victim(self) -> Block | None:
-        """Remove and return the least recently used evictable block; None when there is none."""
-        while self._leaves:
-            last_use, key = heapq.heappop(self._leaves)
-            block = self._blocks.get(key)
-            if block is not None and block.last_use == last_use and self.is_evictable(block):
-                self.remove(block)
-                return block
-        return None
+        self.num_blocks -= 1
+        self.num_sealed -= not block.put_id
+        self.discard(place)
+        self.discard(parent)
+        return parent
 
     def validate(self) -> list[str]:
-        """What does not fit together, in words; empty when all does."""
+        """What does not fit together, in words; empty when all does. At a moment when no block is being added."""
         problems = []
-        children: dict[BlockKey, int] = defaultdict(int)
-        for block in self._blocks.values():
-            children[block.parent] += 1
-        if children != self._num_children:
-            problems.append("the numbers of children are not those of the blocks")
-        sealed = sum(block.sealed for block in self._blocks.values())
-        if sealed != self.num_sealed:
-            problems.append(f"{sealed} blocks are sealed, {self.num_sealed} are counted")
-        if any(block.removed or block.key != key for key, block in self._blocks.items()):
-            problems.append("a removed block, or one under another key, can be found")
-        offered = set(self._leaves)
-        for block in filter(self.is_evictable, self._blocks.values()):
-            if (block.last_use, block.key) not in offered:
-                problems += [f"block {block.chain_key.hex()} could be evicted but is not offered"]
+        blocks = list(self)
+        for key, place in self._places.items():
+            following = [child.block for child in place.children()]
+            held = [sum(b is not None and b.copies[tier] is not None for b in following) for tier in (DRAM, SSD)]
+            if place.key != key or place.num_following != len(following) or place.following != held:
+                problems.append(f"the place of {key.hex()} counts its followers wrongly")
+            if any(child.parent is not place or child.block is None for child in place.children()):
+                problems.append(f"the place of {key.hex()} is followed by a block of another")
+            if place.block is None and not following:
+                problems.append(f"the place of {key.hex()} is kept for nothing")
+            if place.tails != [block for block in place.tails if block in following and block.num_tokens]:
+                problems.append(f"the place of {key.hex()} has other tails than those that follow")
+        if any(block.removed or block.place.block is not block for block in blocks):
+            problems.append("a removed block, or one at another place, can be found")
+        if len(blocks) != self.num_blocks or sum(block.sealed for block in blocks) != self.num_sealed:
+            problems.append("the numbers of blocks are not those of the blocks")
+        if sum(len(place.tails) for place in self._places.values()) != sum(bool(b.num_tokens) for b in blocks):
+            problems.append("a partial block is not among its parent's tails")
         return problems
-
-    def _touch(self, block: Block) -> None:
-        self._uses += 1
-        block.last_use = self._uses
-
-    def _offer(self, block: Block | None) -> None:
-        if block is None or not self.is_evictable(block):
-            return
-        heapq.heappush(self._leaves, (block.last_use, block.key))
-        if len(self._leaves) > 2 * len(self._blocks) + 64:
-            self._leaves = [(b.last_use, b.key) for b in self._blocks.values() if self.is_evictable(b)]
-            heapq.heapify(self._leaves)

@@ -1,18 +1,29 @@
 """The plain records that the pool node's policy keeps and returns. No behaviour beyond small derived values."""
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
+from kvpool.policy.eviction import Resident
 from kvpool.spec import KvSpec
 
+if TYPE_CHECKING:
+    from kvpool.policy.room import Partition
+
 __all__ = [
+    "DRAM",
+    "SSD",
     "Allocation",
     "Block",
     "BlockKey",
+    "Copy",
+    "Family",
     "Lease",
     "LeaseGrant",
     "Load",
     "LoadOutcome",
+    "Place",
     "Put",
     "SlotStatus",
     "SsdBlock",
@@ -21,6 +32,9 @@ __all__ = [
 ]
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
+DRAM: Final = 0  # where a block's copies, and a place's numbers, of each tier stand
+SSD: Final = 1
+_NOBODY = bytes(16)
 
 
 class SlotStatus(enum.IntEnum):
@@ -35,33 +49,137 @@ def block_key(kv_namespace: bytes, chain_key: bytes) -> BlockKey:
     return kv_namespace + chain_key
 
 
+class Place:
+    """Where a block belongs in the tree of chains: also of one that is not here, as long as others follow it.
+
+    Blocks on their way into a tier are children there as well: nothing that a copy hangs on leaves before it.
+    """
+
+    __slots__ = (
+        "block",
+        "depth",
+        "first",
+        "following",
+        "is_root",
+        "key",
+        "next",
+        "num_following",
+        "parent",
+        "previous",
+        "tails",
+    )
+
+    def __init__(self, key: BlockKey) -> None:
+        self.key = key
+        self.is_root = key[16:] == _NOBODY  # what follows it begins a prompt
+        self.depth = -1  # blocks before it in its chain, as far as known; -1: it is none, or not here
+        self.block: Block | None = None
+        self.parent: Place | None = None  # set while `block` is
+        self.following = [0, 0]  # of the blocks that follow it, those with a copy in DRAM, and on SSD
+        self.num_following = 0  # all of them
+        self.tails: list[Block] = []  # of them, the partial ones
+        self.first: Place | None = None  # of the places that follow it, linked by `next` and `previous`
+        self.next: Place | None = None
+        self.previous: Place | None = None
+
+    def children(self) -> Iterator["Place"]:
+        """The places of the blocks that follow it."""
+        place = self.first
+        while place is not None:
+            yield place
+            place = place.next
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """All blocks of one namespace: they are made alike. Numbers by tier: DRAM, SSD."""
+
+    kv_namespace: bytes
+    spec: KvSpec
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]  # of a copy's slots: per group in DRAM, one extent on SSD
+    nbytes: tuple[int, int]  # of a copy
+    partitions: tuple["Partition", "Partition"]
+    quotas_nbytes: tuple[int | None, int | None] = (None, None)  # the most that it may take; None: all there is
+    used_nbytes: list[int] = field(default_factory=lambda: [0, 0])
+    num_blocks: int = 0  # that can be found
+    num_copies: int = 0  # that hold slots
+
+
+@dataclass(slots=True, eq=False)
+class Copy(Resident):
+    """A block's copy in one tier, and what the tier's policy knows of it."""
+
+    block: "Block" = field(kw_only=True)
+    tier: int = field(kw_only=True)
+    offsets: tuple[int, ...] = ()  # DRAM: per group, in the arena; SSD: of its extent
+    ready: bool = False  # else it is being written
+    holds: int = 0  # leases, and reads and writes under way: its slots stay as they are
+    gone: bool = False  # out of the tier; its slots are kept for what holds it still
+    last_use: int = 0  # uses of all blocks of the tier so far, at the last use of this one
+    promoted: bool = False  # loaded from SSD, and not used since
+
+
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block and its slots, one per group. Not yet sealed while `put_id` is set."""
+    """One block. Not yet sealed while `put_id` is set: then it has slots in DRAM which nobody but the put sees."""
 
-    key: BlockKey
-    parent: BlockKey
-    spec: KvSpec
-    offsets: tuple[int, ...]  # per group, in the arena
+    place: Place
+    family: Family
     put_id: str = ""
-    digests: tuple[bytes, ...] = ()  # per group: uint64 little-endian per layer
-    num_leases: int = 0
-    last_use: int = 0
-    removed: bool = False  # out of the index; its slots are kept for the leases it still has
     num_tokens: int = 0  # of a partial block; 0 = full
-    ssd_offset: int | None = None  # of its extent on SSD, all groups one after the other; None: not there
+    cost_s: float = 0.0  # what computing it took, 0 = not known
+    digests: tuple[bytes, ...] = ()  # per group: uint64 little-endian per layer
+    copies: list[Copy | None] = field(default_factory=lambda: [None, None])
+    removed: bool = False  # it can be found no more
+    replicas: int = 0  # on other nodes, as last told
+    num_uses: int = 0  # after the one that stored it
+    num_read_errors: int = 0  # in a row
+    num_write_errors: int = 0
+
+    @property
+    def key(self) -> BlockKey:
+        return self.place.key
 
     @property
     def kv_namespace(self) -> bytes:
-        return self.key[:16]
+        return self.place.key[:16]
 
     @property
     def chain_key(self) -> bytes:
-        return self.key[16:]
+        return self.place.key[16:]
+
+    @property
+    def parent(self) -> BlockKey:
+        """Of the block before it; its chain key is zeros for a prompt's first."""
+        assert self.place.parent is not None
+        return self.place.parent.key
+
+    @property
+    def spec(self) -> KvSpec:
+        return self.family.spec
 
     @property
     def sealed(self) -> bool:
         return not self.put_id
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of its slots in the arena, one per group; none where it is not in DRAM, or on its way there."""
+        copy = self.copies[DRAM]
+        return copy.offsets if copy is not None and (copy.ready or self.put_id) else ()
+
+    @property
+    def ssd_offset(self) -> int | None:
+        """Of its extent on SSD; None where it is not there, or on its way there."""
+        copy = self.copies[SSD]
+        return copy.offsets[0] if copy is not None and copy.ready else None
+
+    @property
+    def num_leases(self) -> int:
+        dram, ssd = self.copies
+        if dram is None or not dram.ready:
+            return 0
+        return dram.holds - (ssd is not None and not ssd.ready)
 
 
 @dataclass(slots=True)
@@ -73,16 +191,17 @@ class Put:
     owner_incarnation: int
     blocks: list[Block]
     expires_ns: int
+    request_blocks: int  # from the prompt's first to the put's last
 
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks an owner may read until `expires_ns`; their slots are kept until `kept_until_ns`."""
+    """Copies in DRAM that an owner may read until `expires_ns`; their slots are kept until `kept_until_ns`."""
 
     lease_id: str
     owner: str
     owner_incarnation: int
-    blocks: list[Block]
+    copies: list[Copy]
     expires_ns: int
     kept_until_ns: int
 
@@ -143,3 +262,4 @@ class SsdBlock:
     spec: KvSpec
     digests: tuple[bytes, ...]  # per group: uint64 little-endian per layer
     num_tokens: int = 0  # of a partial block; 0 = full
+    compute_s: float = 0.0  # what computing it took, 0 = not known

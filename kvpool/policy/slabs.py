@@ -1,8 +1,11 @@
-"""Where slots lie in the arena: slabs of equal units, each cut into slots of one size. It knows sizes, never blocks.
+"""Where slots lie in a tier: slabs of equal units, each cut into slots of one size. It knows sizes, never blocks.
 
 A size's slabs span as few units as keep the waste at a slab's end below an eighth. A slab whose last slot is freed goes
-back to the arena at once, so another size can use it. The lowest slab with a free slot is filled first: high addresses
+back to the tier at once, so another size can use it. The lowest slab with a free slot is filled first: high addresses
 stay untouched (no memory is committed for them), and low use concentrates in few slabs.
+
+Where slots must be found again by their offset alone (`adopt`), slabs are `aligned`: they start at multiples of their
+own length, so that the size of a slot tells the slab that it lies in.
 """
 
 import heapq
@@ -19,7 +22,7 @@ class _Slab:
     first_unit: int
     num_units: int
     slot_nbytes: int
-    free: list[int]  # offsets in the arena, the lowest last
+    free: list[int]  # offsets in the tier, the lowest last
     num_slots: int
 
 
@@ -27,26 +30,41 @@ class _Slab:
 class _SizeClass:
     slot_nbytes: int
     units_per_slab: int
+    step: int  # slabs start at multiples of it, in units
     partial: list[tuple[int, int]] = field(default_factory=list)  # heap of (first unit, serial), stale entries included
 
 
 class SlabAllocator:
-    """Hands out slots by byte offset. Slots start at multiples of 64 bytes and never overlap."""
+    """Hands out slots by byte offset. Slots start at multiples of `alignment` bytes and never overlap."""
 
-    def __init__(self, arena_nbytes: int, unit_nbytes: int) -> None:
+    def __init__(
+        self, nbytes: int, unit_nbytes: int, *, alignment: int = SLOT_ALIGNMENT, aligned_slabs: bool = False
+    ) -> None:
         self.unit_nbytes = unit_nbytes
-        self.num_units = arena_nbytes // unit_nbytes
+        self.num_units = nbytes // unit_nbytes
         self.num_slots_used = 0
         self.nbytes_used = 0
+        self._alignment = alignment
+        self._aligned_slabs = aligned_slabs
         self._unit_used = bytearray(self.num_units)
+        self._num_free_units = self.num_units
         self._slabs: dict[int, _Slab] = {}
         self._slab_of_unit: list[int] = [-1] * self.num_units
         self._classes: dict[int, _SizeClass] = {}
         self._serial = 0
 
     def fits(self, slot_nbytes: int) -> bool:
-        """Whether an empty arena would have room for one slot of this size."""
+        """Whether an empty tier would have room for one slot of this size."""
         return self._class_of(slot_nbytes).units_per_slab <= self.num_units
+
+    def slot_nbytes(self, nbytes: int) -> int:
+        """What a slot for so many bytes takes."""
+        return -(-nbytes // self._alignment) * self._alignment
+
+    def has_room(self, slot_nbytes: int) -> bool:
+        """Whether `try_allocate` would give a slot."""
+        size_class = self._class_of(slot_nbytes)
+        return self._partial_slab(size_class) is not None or self._free_place(size_class) is not None
 
     def try_allocate(self, slot_nbytes: int) -> int | None:
         """Offset of a free slot, or None when no slab has one and no room is left for a slab."""
@@ -58,6 +76,26 @@ class SlabAllocator:
         self.nbytes_used += size_class.slot_nbytes
         return slab.free.pop()
 
+    def adopt(self, slot_nbytes: int, offset: int) -> bool:
+        """Take the slot at just this offset, which `try_allocate` of an equal, aligned allocator once gave.
+
+        False when it cannot be: outside of the tier, in use, or not where such a slot can lie.
+        """
+        assert self._aligned_slabs
+        size_class = self._class_of(slot_nbytes)
+        first = offset // self.unit_nbytes // size_class.step * size_class.step
+        if offset < 0 or first + size_class.units_per_slab > self.num_units:
+            return False
+        slab = self._slabs.get(self._slab_of_unit[first])
+        if slab is None and not any(self._unit_used[first : first + size_class.units_per_slab]):
+            slab = self._make_slab(size_class, first)
+        if slab is None or slab.slot_nbytes != size_class.slot_nbytes or offset not in slab.free:
+            return False
+        slab.free.remove(offset)
+        self.num_slots_used += 1
+        self.nbytes_used += size_class.slot_nbytes
+        return True
+
     def free(self, offset: int) -> None:
         """Give back the slot at `offset`, which must be allocated."""
         slab = self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]
@@ -68,6 +106,20 @@ class SlabAllocator:
             self._release(slab)
         elif len(slab.free) == 1:
             self._offer(slab)
+
+    def windows(self, slot_nbytes: int, offset: int) -> list[range]:
+        """Units that a slab of this size could take if they were free, some of them of the slab at `offset`."""
+        size_class = self._class_of(slot_nbytes)
+        slab = self._slabs[self._slab_of_unit[offset // self.unit_nbytes]]
+        length, step = size_class.units_per_slab, size_class.step
+        first = max(0, slab.first_unit - length + 1)
+        last = min(slab.first_unit + slab.num_units - 1, self.num_units - length)
+        return [range(start, start + length) for start in range(-(-first // step) * step, last + 1, step)]
+
+    def used_offsets(self, units: range) -> list[int]:
+        """Offsets of the used slots of all slabs that lie in these units at least in part."""
+        serials = dict.fromkeys(serial for serial in self._slab_of_unit[units.start : units.stop] if serial >= 0)
+        return [offset for serial in serials for offset in self._used_in(self._slabs[serial])]
 
     def validate(self) -> list[str]:
         """What does not fit together, in words; empty when all does."""
@@ -85,38 +137,58 @@ class SlabAllocator:
             if slab.free and (slab.first_unit, serial) not in self._classes[slab.slot_nbytes].partial:
                 problems.append(f"the slab at unit {slab.first_unit} has free slots that are not offered")
             used += slab.num_slots - len(slab.free)
-        if covered != self._unit_used:
+        if covered != self._unit_used or covered.count(0) != self._num_free_units:
             problems.append("the used units are not those of the slabs")
         if used != self.num_slots_used:
             problems.append(f"{used} slots are used, {self.num_slots_used} are counted")
         return problems
 
     def _class_of(self, slot_nbytes: int) -> _SizeClass:
-        size = -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        known = self._classes.get(size)
+        known = self._classes.get(slot_nbytes)
         if known is None:
-            least = -(-size // self.unit_nbytes)
-            thrifty = (n for n in range(least, self.num_units + 1) if n * self.unit_nbytes % size <= self._allowed(n))
-            known = self._classes[size] = _SizeClass(size, next(thrifty, least))
+            size = self.slot_nbytes(slot_nbytes)
+            known = self._classes.get(size) or self._new_class(size)
+            self._classes[slot_nbytes] = known
         return known
+
+    def _new_class(self, size: int) -> _SizeClass:
+        least = -(-size // self.unit_nbytes)
+        thrifty = (n for n in range(least, self.num_units + 1) if n * self.unit_nbytes % size <= self._allowed(n))
+        units = next(thrifty, least)
+        made = self._classes[size] = _SizeClass(size, units, units if self._aligned_slabs else 1)
+        return made
 
     def _allowed(self, units: int) -> float:
         return _MAX_WASTE * units * self.unit_nbytes
 
     def _partial_slab(self, size_class: _SizeClass) -> _Slab | None:
-        while size_class.partial:
-            slab = self._slabs.get(size_class.partial[0][1])
+        partial = size_class.partial
+        while partial:
+            slab = self._slabs.get(partial[0][1])
             if slab is not None and slab.free:
                 return slab
-            heapq.heappop(size_class.partial)
+            heapq.heappop(partial)
         return None
 
-    def _new_slab(self, size_class: _SizeClass) -> _Slab | None:
-        units = size_class.units_per_slab
-        first = self._unit_used.find(bytes(units))
-        if first < 0:
+    def _free_place(self, size_class: _SizeClass) -> int | None:
+        """The lowest unit where a slab of this size can start."""
+        length, step = size_class.units_per_slab, size_class.step
+        if self._num_free_units < length:
             return None
+        wanted = bytes(length)
+        first = self._unit_used.find(wanted)
+        while first >= 0 and first % step:
+            first = self._unit_used.find(wanted, first - first % step + step)
+        return first if first >= 0 else None
+
+    def _new_slab(self, size_class: _SizeClass) -> _Slab | None:
+        first = self._free_place(size_class)
+        return None if first is None else self._make_slab(size_class, first)
+
+    def _make_slab(self, size_class: _SizeClass, first: int) -> _Slab:
+        units = size_class.units_per_slab
         self._unit_used[first : first + units] = b"\1" * units
+        self._num_free_units -= units
         self._serial += 1
         self._slab_of_unit[first : first + units] = [self._serial] * units
         num_slots = units * self.unit_nbytes // size_class.slot_nbytes
@@ -126,6 +198,11 @@ class SlabAllocator:
         self._offer(slab)
         return slab
 
+    def _used_in(self, slab: _Slab) -> list[int]:
+        start, free = slab.first_unit * self.unit_nbytes, set(slab.free)
+        slots = range(start, start + slab.num_slots * slab.slot_nbytes, slab.slot_nbytes)
+        return [offset for offset in slots if offset not in free]
+
     def _offer(self, slab: _Slab) -> None:
         entry = (slab.first_unit, self._slab_of_unit[slab.first_unit])
         heapq.heappush(self._classes[slab.slot_nbytes].partial, entry)
@@ -134,4 +211,5 @@ class SlabAllocator:
         units = slice(slab.first_unit, slab.first_unit + slab.num_units)
         del self._slabs[self._slab_of_unit[slab.first_unit]]
         self._unit_used[units] = bytes(slab.num_units)
+        self._num_free_units += slab.num_units
         self._slab_of_unit[units] = [-1] * slab.num_units

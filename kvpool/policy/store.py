@@ -1,145 +1,374 @@
-"""Blocks and the slots they lie in: index, allocator and event log moved together. No puts, no leases' times.
+"""Blocks and their copies in two tiers: index, rooms and event log moved together. No puts, no leases' times.
 
-Slots are held by a block that can be found (in the index), by a removed block that is still leased, or by whoever took
-them over with `take_out`; everything else is free.
+Slots are held by a copy of a block that can be found, by a copy that is gone but held still (leased, being read or
+written), or by whoever took them over with `take_out`; everything else is free.
 """
 
+import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvpool.errors import SpecError, SpecMismatch
 from kvpool.events import BlockRun, PoolEvents
+from kvpool.policy.counting import Tally, tier_of_loss
 from kvpool.policy.event_log import EventLog
+from kvpool.policy.eviction import Use
 from kvpool.policy.index import BlockIndex
-from kvpool.policy.records import Block, block_key
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Place, SsdBlock, block_key
+from kvpool.policy.room import TierRoom
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.spec import KvSpec
+from kvpool.tiers import Tier
 
 __all__ = ["BlockStore"]
 
+_MAX_UNUSED_FAMILIES = 16  # without blocks now; what their policies have learnt is kept
+
 
 class BlockStore:
-    """Adds, seals and removes blocks, evicting what new ones need, and logs what readers can see of it."""
+    """Adds, seals, moves and removes blocks, evicting what new ones need, and logs what readers can see of it."""
 
-    def __init__(self, arena_nbytes: int, slab_nbytes: int, log: EventLog, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        dram: SlabAllocator,
+        ssd: SlabAllocator,
+        policy: str,
+        quotas: Mapping[bytes, int],
+        max_tails: int,
+        log: EventLog,
+        tally: Tally,
+    ) -> None:
         self.index = BlockIndex()
-        self.slabs = SlabAllocator(arena_nbytes, slab_nbytes)
+        self.dram = TierRoom(DRAM, dram, policy, self._given_up)
+        self.ssd = TierRoom(SSD, ssd, policy, self._given_up)
+        self.rooms = self.dram, self.ssd
         self.log = log
-        self.num_blocks: Counter[bytes] = Counter()  # with slots, per namespace
-        self._specs: dict[bytes, KvSpec] = {}
-        self._counters = counters
-        self._removed: defaultdict[bytes, bytearray] = defaultdict(bytearray)  # visible before, not yet in the log
+        self._dram_changes: list[tuple[bool, Block]] | None = None  # None: nobody has asked yet
+        self._families: dict[bytes, Family] = {}
+        self._quotas = quotas
+        self._max_tails = max_tails
+        self._has_ssd = ssd.num_units > 0
+        self._tally = tally
+        self._changed: dict[Block, None] = {}  # what readers can see of them is not yet in the log
 
-    def check_spec(self, kv_namespace: bytes, spec: KvSpec) -> None:
-        """Raises SpecMismatch when the namespace has another spec here, SpecError when no slot could ever fit."""
-        known = self._specs.get(kv_namespace, spec)
-        if known != spec:
-            raise SpecMismatch(f"namespace {kv_namespace.hex()} holds blocks of {known}, not of {spec}")
+    @property
+    def num_blocks(self) -> Counter[bytes]:
+        """Blocks here, in whatever tier, per namespace."""
+        return Counter({f.kv_namespace: f.num_blocks for f in self._families.values() if f.num_blocks})
+
+    def family(self, kv_namespace: bytes, spec: KvSpec) -> Family:
+        """What the namespace's blocks have in common.
+
+        Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
+        """
+        known = self._families.get(kv_namespace)
+        if known is not None and known.spec == spec:
+            return known
+        if known is not None and known.num_copies:
+            raise SpecMismatch(f"namespace {kv_namespace.hex()} holds blocks of {known.spec}, not of {spec}")
         for g in range(spec.num_groups):
-            if not self.slabs.fits(spec.slot_nbytes(g)):
+            if not self.dram.slabs.fits(spec.slot_nbytes(g)):
                 raise SpecError(f"a slot of group {g} takes {spec.slot_nbytes(g)} bytes: the arena is too small for it")
+        slots = tuple(self.dram.slabs.slot_nbytes(spec.slot_nbytes(g)) for g in range(spec.num_groups))
+        extent = (self.ssd.slabs.slot_nbytes(spec.block_nbytes),)
+        quota_nbytes = self._quotas.get(kv_namespace)
+        partitions = (
+            self.dram.partition(b"" if quota_nbytes is None else kv_namespace, slots),
+            self.ssd.partition(b"", extent),
+        )
+        unused = [family for family in self._families.values() if not family.num_copies]
+        for family in [*unused[:-_MAX_UNUSED_FAMILIES], *([] if known is None else [known])]:
+            if self._families.pop(family.kv_namespace, None) is not None:
+                for room, partition in zip(self.rooms, family.partitions, strict=True):
+                    room.forget(partition)
+        made = Family(kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None))
+        self._families[kv_namespace] = made
+        return made
 
     def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
         """The spec of a namespace that has blocks here."""
-        return self._specs.get(kv_namespace)
+        family = self._families.get(kv_namespace)
+        return family.spec if family is not None and family.num_copies else None
 
     def find(self, kv_namespace: bytes, chain_key: bytes) -> Block | None:
         """The block of this address, sealed or being written."""
         return self.index.get(block_key(kv_namespace, chain_key))
 
     def leading_run(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """The longest run of sealed blocks from the start of `chain`."""
-        blocks: list[Block] = []
-        for chain_key in chain:
-            block = self.find(kv_namespace, chain_key)
-            if block is None or not block.sealed:
-                break
-            blocks.append(block)
-        return blocks
+        """The longest run of full sealed blocks from the start of `chain`, in whatever tier."""
+        return self.index.leading_run(kv_namespace, chain)
 
-    def try_add(self, kv_namespace: bytes, spec: KvSpec, chain_key: bytes, parent: bytes, put_id: str) -> Block | None:
-        """A new block, being written by `put_id`; None when its slots cannot be had even by eviction."""
-        parent_key = block_key(kv_namespace, parent)
+    def try_add(
+        self, family: Family, chain_key: bytes, parent: bytes, put_id: str, num_tokens: int, cost_s: float, use: Use
+    ) -> Block | None:
+        """A new block, being written by `put_id`; None when it cannot or should not have slots: nothing has changed."""
+        before = self.index.place(family.kv_namespace + parent)
+        block = Block(self.index.place(family.kv_namespace + chain_key), family, put_id, num_tokens, cost_s)
         # Before anything is evicted for it: the victim must not be the parent.
-        self.index.hold_parent(parent_key)
-        offsets = self._try_take_slots(spec)
-        if offsets is None:
-            self.index.drop_parent(parent_key)
-            return None
-        block = Block(block_key(kv_namespace, chain_key), parent_key, spec, offsets, put_id)
-        self.index.add(block)
-        self._specs[kv_namespace] = spec
-        self.num_blocks[kv_namespace] += 1
-        return block
+        before.num_following += 1
+        if self._make_way_for_tail(block, before):
+            copy = self.new_copy(block, before, DRAM)
+            if self.dram.take(copy, use, "room", choosy=True):
+                self.add(block, before)
+                return block
+            self.abandon(copy, before)
+        before.num_following -= 1
+        self.offer(before.block)
+        self.index.discard(block.place)
+        self.index.discard(before)
+        return None
 
-    def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
-        """Readers may have the blocks, all of one namespace, from now on."""
+    def try_adopt(self, family: Family, entry: SsdBlock, use: Use) -> Block | None:
+        """A block that lies on SSD already; None when it cannot lie there: nothing has changed. It must be offered."""
+        before = self.index.place(family.kv_namespace + entry.parent)
+        place = self.index.place(family.kv_namespace + entry.chain_key)
+        block = Block(place, family, "", entry.num_tokens, entry.compute_s, entry.digests)
+        before.num_following += 1
+        copy = self.new_copy(block, before, SSD)
+        if self.ssd.adopt(copy, entry.offset):
+            self.add(block, before)
+            self.ssd.insert(copy, use)
+            self._changed[block] = None
+            return block
+        self.abandon(copy, before)
+        before.num_following -= 1
+        self.index.discard(place)
+        self.index.discard(before)
+        return None
+
+    def tails_after(self, kv_namespace: bytes, run: Sequence[Block]) -> list[Block]:
+        """The sealed partial blocks right after the run's last block, or at the beginning; last used first."""
+        place = run[-1].place if run else self.index.find_place(kv_namespace + bytes(16))
+        tails = [] if place is None else [tail for tail in place.tails if tail.sealed]
+        return sorted(tails, key=_used_ns, reverse=True) if len(tails) > 1 else tails
+
+    def add(self, block: Block, before: Place) -> None:
+        """The block can be found from now on; `before.num_following` counts it already."""
+        self.index.add(block, before)
+        block.family.num_blocks += 1
+
+    def new_copy(self, block: Block, before: Place, tier: int) -> Copy:
+        """A copy on its way into a tier, without slots yet. What it hangs on stays for it."""
+        family = block.family
+        copy = Copy(
+            block.place.key,
+            None if before.is_root else before.key,
+            family.nbytes[tier],
+            before.depth + 1,
+            block.cost_s,
+            block.num_tokens,
+            block.replicas,
+            block=block,
+            tier=tier,
+        )
+        block.copies[tier] = copy
+        before.following[tier] += 1
+        return copy
+
+    def abandon(self, copy: Copy, before: Place) -> None:
+        """The copy does not come, and has no slots."""
+        copy.block.copies[copy.tier] = None
+        before.following[copy.tier] -= 1
+        self.offer(before.block)
+
+    def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
+        """Readers may have the blocks from now on."""
         for block, block_digests in zip(blocks, digests, strict=True):
-            self.index.seal(block, block_digests)
-        if blocks:
-            chain = b"".join(block.chain_key for block in blocks)
-            self.log.append(stored=True, run=BlockRun(blocks[0].kv_namespace, chain))
+            block.put_id, block.digests = "", block_digests
+            self.index.num_sealed += 1
+            self.came_to_dram(block, use)
+        for block in blocks:
+            self.offer(block)
+        self.tell()
+
+    def came_to_dram(self, block: Block, use: Use) -> None:
+        """The block's copy in DRAM is complete. It must be offered."""
+        copy = block.copies[DRAM]
+        assert copy is not None
+        self.dram.insert(copy, use)
+        self._changed[block] = None
+        if self._dram_changes is not None:
+            self._dram_changes.append((True, block))
+
+    def hit(self, blocks: Sequence[Block], use: Use) -> None:
+        """A request used these sealed blocks of one namespace, wherever they are."""
+        self.dram.hit([copy for block in blocks if (copy := block.copies[DRAM]) is not None and copy.ready], use)
+        if self._has_ssd:
+            self.ssd.hit([copy for block in blocks if (copy := block.copies[SSD]) is not None and copy.ready], use)
+
+    def may_remove(self, block: Block) -> bool:
+        """Sealed, nobody holds it and nothing here follows it."""
+        if not block.sealed or block.removed or block.place.num_following:
+            return False
+        return not any(copy is not None and (copy.holds or not copy.ready) for copy in block.copies)
 
     def remove(self, block: Block) -> None:
-        """A sealed block can be found no more; its slots are free when its last lease ends. `flush` logs it."""
-        self.index.remove(block)
-        self._after_removal(block)
+        """A sealed block can be found no more; its slots are free when nothing holds them. `tell` logs it."""
+        assert block.sealed
+        copies = [copy for copy in block.copies if copy is not None]
+        parent = block.place.parent
+        assert parent is not None
+        for copy in copies:
+            if copy.ready:
+                self.rooms[copy.tier].leave(copy)
+            self._detach(copy, parent)
+        self._vanish(block)
 
-    def unlease(self, block: Block) -> None:
-        """One lease less; with the last one a removed block's slots become free."""
-        self.index.unlease(block)
-        if block.removed and not block.num_leases:
-            self._forget(block)
+    def drop(self, copy: Copy, reason: str) -> None:
+        """A copy that may leave leaves its tier, though its room is not needed; it is counted."""
+        self.rooms[copy.tier].leave(copy)
+        self._tally.evicted(copy, reason, None, None)
+        self._drop(copy)
+
+    def withdraw(self, copy: Copy) -> None:
+        """A copy that was on its way into its tier does not come; its slots are free when nothing holds them."""
+        block, parent = copy.block, copy.block.place.parent
+        assert parent is not None
+        self._detach(copy, parent)
+        block.copies[copy.tier] = None
+        self.offer(parent.block)
+
+    def release(self, copy: Copy) -> None:
+        """One hold less; with the last one a copy that is gone frees its slots."""
+        copy.holds -= 1
+        if copy.holds:
+            return
+        if copy.gone:
+            self.rooms[copy.tier].free(copy)
+        elif not copy.block.place.following[copy.tier]:
+            self.rooms[copy.tier].offer(copy)
 
     def take_out(self, blocks: Sequence[Block]) -> list[int]:
-        """Take unsealed blocks out, the last first; their slots stay used until `free_slots`."""
+        """Take unsealed blocks out, the last first; their slots stay used until `dram.free_slots`."""
+        offsets: list[int] = []
         for block in reversed(blocks):
-            self.index.remove(block)
-            self._uncount(block)
-        return [offset for block in blocks for offset in block.offsets]
+            copy, parent = block.copies[DRAM], block.place.parent
+            assert copy is not None
+            assert parent is not None
+            offsets += self.dram.hand_over(copy)
+            copy.gone = True
+            parent.following[DRAM] -= 1
+            self._forget(block)
+        return offsets
 
-    def free_slots(self, offsets: Sequence[int]) -> None:
-        """The slots have no holder any more."""
-        for offset in offsets:
-            self.slabs.free(offset)
+    @contextlib.contextmanager
+    def keeping(self, kv_namespace: bytes, chain: Sequence[bytes]) -> Iterator[None]:
+        """What of `chain` is in DRAM behind a block that is not here is not evicted meanwhile for that one."""
+        found = [self.find(kv_namespace, chain_key) for chain_key in chain]
+        first = found.index(None) if None in found else len(found)
+        copies = [copy for block in found[first:] if block is not None and (copy := block.copies[DRAM]) is not None]
+        for copy in copies:
+            copy.holds += 1
+        yield
+        for copy in copies:
+            self.release(copy)
 
-    def flush(self) -> None:
-        """Log what was removed since the last flush: one event per namespace."""
-        for kv_namespace, chain in self._removed.items():
+    def take_dram_changes(self) -> list[tuple[bool, Block]]:
+        """See `PoolCore.take_dram_changes`."""
+        changes = self._dram_changes
+        if changes is None:
+            changes = [(True, b) for b in self.index if (copy := b.copies[DRAM]) is not None and copy.ready]
+        self._dram_changes = []
+        return changes
+
+    def tell(self) -> None:
+        """Log what has changed for readers since the last time: one event per namespace and tier."""
+        if not self._changed:
+            return
+        removed: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+        stored: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
+        for block in self._changed:
+            key = block.place.key
+            if block.num_tokens:
+                continue
+            if block.removed:
+                removed[key[:16]] += key[16:]
+            else:
+                stored[key[:16], _tier(block)] += key[16:]
+        self._changed.clear()
+        for kv_namespace, chain in removed.items():
             self.log.append(stored=False, run=BlockRun(kv_namespace, bytes(chain)))
-        self._removed.clear()
+        for (kv_namespace, tier), chain in stored.items():
+            self.log.append(stored=True, run=BlockRun(kv_namespace, bytes(chain), tier))
 
     def snapshot(self) -> list[PoolEvents]:
-        """All sealed blocks, as the messages that begin an event stream."""
-        blocks: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+        """All full sealed blocks, as the messages that begin an event stream."""
+        blocks: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
         for block in self.index:
-            if block.sealed:
-                blocks[block.kv_namespace] += block.chain_key
+            if block.sealed and not block.num_tokens:
+                blocks[block.kv_namespace, _tier(block)] += block.chain_key
         return self.log.snapshot(blocks)
 
-    def _try_take_slots(self, spec: KvSpec) -> tuple[int, ...] | None:
-        offsets: list[int] = []
-        for g in range(spec.num_groups):
-            while (offset := self.slabs.try_allocate(spec.slot_nbytes(g))) is None:
-                victim = self.index.pop_victim()
-                if victim is None:
-                    self.free_slots(offsets)
-                    return None
-                self._after_removal(victim)
-                self._counters["evicted_blocks"] += 1
-            offsets.append(offset)
-        return tuple(offsets)
+    def _make_way_for_tail(self, block: Block, before: Place) -> bool:
+        """Of too many partial blocks after one block the oldest goes. False: it cannot."""
+        if not block.num_tokens or len(before.tails) < self._max_tails:
+            return True
+        movable = [tail for tail in before.tails if self.may_remove(tail)]
+        if not movable:
+            return False
+        oldest = min(movable, key=_used_ns)
+        self.evict(oldest, "tail")
+        return True
 
-    def _after_removal(self, block: Block) -> None:
-        self._removed[block.kv_namespace] += block.chain_key
-        if not block.num_leases:
-            self._forget(block)
+    def evict(self, block: Block, reason: str) -> None:
+        """Remove a block that may be removed, and count it."""
+        copies = [copy for copy in block.copies if copy is not None]
+        self.remove(block)
+        for copy in copies:
+            loss = tier_of_loss(copy, self._has_ssd) if copy is copies[-1] else None
+            self._tally.evicted(copy, reason, None, loss)
+
+    def _given_up(self, copy: Copy, reason: str, now_ns: int) -> None:
+        """The copy's room was needed."""
+        is_last = copy.block.copies[1 - copy.tier] is None
+        self._tally.evicted(copy, reason, now_ns, tier_of_loss(copy, self._has_ssd) if is_last else None)
+        self._drop(copy)
+
+    def _drop(self, copy: Copy) -> None:
+        block, tier = copy.block, copy.tier
+        parent, other = block.place.parent, block.copies[1 - tier]
+        assert parent is not None
+        self._detach(copy, parent)
+        block.copies[tier] = None
+        if other is None:
+            self._vanish(block)
+            return
+        if tier == SSD:
+            other.kept_below = False
+        else:
+            self._changed[block] = None
+        self.offer(block)
+        self.offer(parent.block)
+
+    def _detach(self, copy: Copy, parent: Place) -> None:
+        copy.gone = True
+        parent.following[copy.tier] -= 1
+        if copy.tier == DRAM and copy.ready and self._dram_changes is not None:
+            self._dram_changes.append((False, copy.block))
+        if not copy.holds:
+            self.rooms[copy.tier].free(copy)
+
+    def _vanish(self, block: Block) -> None:
+        self._changed[block] = None
+        self._forget(block)
 
     def _forget(self, block: Block) -> None:
-        self.free_slots(block.offsets)
-        self._uncount(block)
+        parent = self.index.remove(block)
+        block.family.num_blocks -= 1
+        self.offer(parent.block)
 
-    def _uncount(self, block: Block) -> None:
-        self.num_blocks[block.kv_namespace] -= 1
-        if not self.num_blocks[block.kv_namespace]:
-            del self.num_blocks[block.kv_namespace], self._specs[block.kv_namespace]
+    def offer(self, block: Block | None) -> None:
+        """Something about the block's copies, or about what follows them, has changed."""
+        if block is not None:
+            for copy in block.copies:
+                if copy is not None:
+                    self.rooms[copy.tier].offer(copy)
+
+
+def _tier(block: Block) -> Tier:
+    dram = block.copies[DRAM]
+    return Tier.DRAM if dram is not None and dram.ready else Tier.SSD
+
+
+def _used_ns(block: Block) -> int:
+    return max(copy.used_ns for copy in block.copies if copy is not None)

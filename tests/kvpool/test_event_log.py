@@ -2,6 +2,7 @@
 
 from kvpool import BlockRun, Directory, PoolEvents, keys_from_bytes, keys_u64
 from kvpool.policy.event_log import EventLog
+from kvpool.tiers import Tier
 
 NS = b"n" * 16
 
@@ -46,10 +47,10 @@ def test_a_block_stored_and_removed_again_keeps_its_order() -> None:
 def test_large_snapshots_and_backlogs_come_in_several_messages() -> None:
     log = EventLog(3, 8 << 20)
     chain = bytearray(3 << 20)
-    messages = log.snapshot({NS: chain})
+    messages = log.snapshot({(NS, Tier.SSD): chain})
     assert messages[0].snapshot_begin
     assert messages[-1].snapshot_end
-    assert [len(run.chain) for m in messages for run in m.stored] == [1 << 20] * 3
+    assert [(len(run.chain), run.tier) for m in messages for run in m.stored] == [(1 << 20, Tier.SSD)] * 3
     for _ in range(4):
         log.append(stored=True, run=BlockRun(NS, bytes(chain[: 1 << 20])))
     backlog = log.after(3, 0) or []

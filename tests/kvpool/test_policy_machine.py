@@ -217,7 +217,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
         assert (self.core.puts, self.core.leases, self.core.fenced) == ({}, {}, {})
-        assert self.core.store.slabs.num_slots_used == sum(SPECS[ns].num_groups for ns, _ in self.visible)
+        assert self.core.store.dram.slabs.num_slots_used == sum(SPECS[ns].num_groups for ns, _ in self.visible)
         assert self.core.validate() == []
 
 

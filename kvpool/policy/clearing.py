@@ -1,0 +1,102 @@
+"""Which whole slabs to clear so that slots of another size find room. Pure arithmetic on a tier's slots and copies.
+
+Evicting blocks of one size in the order of their worth frees slots all over its slabs and no slab: a few that are used
+often would keep every slab from another model for ever. So slabs are cleared whole, with all copies in them and all
+that follow those; of the slabs around the next victims, those whose copies were used longest ago in the mean.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.policy.records import Copy
+from kvpool.policy.slabs import SlabAllocator
+
+__all__ = ["Clearing", "plan_clearing"]
+
+_MAX_COPIES = 4096  # more are never cleared for one block
+
+
+@dataclass(frozen=True)
+class Clearing:
+    """Copies to be given up, in this order: none before those that follow it."""
+
+    copies: list[Copy]
+    mean_last_use: float
+
+
+def plan_clearing(
+    tier: int,
+    slabs: SlabAllocator,
+    holders: Mapping[int, Copy],
+    freed: Mapping[int, int],
+    sizes: Sequence[int],
+    victims: Sequence[Copy],
+) -> Clearing | None:
+    """What must leave so that a slab of each of the sizes finds room; None when it cannot be, or should not.
+
+    `holders` are copies by offset of their slots, `freed` slots that are as good as free. `victims` say where to look.
+    """
+    chosen: dict[Copy, None] = {}
+    taken: set[int] = set()  # units of the slabs to come
+    for size in sizes:
+        windows = {
+            window.start: window
+            for victim in victims
+            for offset in victim.offsets
+            for window in slabs.windows(size, offset)
+            if taken.isdisjoint(window)
+        }
+        plans = []
+        for window in windows.values():
+            copies = _with_followers(tier, slabs.used_offsets(window), holders, freed)
+            if copies is not None:
+                plans.append((_mean_last_use(copies), window.start, copies))
+        if not plans:
+            return None
+        _, start, best = min(plans, key=lambda plan: plan[:2])
+        chosen |= best
+        taken |= set(windows[start])
+    return Clearing(list(chosen), _mean_last_use(chosen))
+
+
+def _with_followers(
+    tier: int, offsets: Iterable[int], holders: Mapping[int, Copy], freed: Mapping[int, int]
+) -> dict[Copy, None] | None:
+    """The copies in these slots and all that follow them in the tier, the last first; None when one cannot leave."""
+    order: dict[Copy, None] = {}
+    for offset in offsets:
+        if offset in freed:
+            continue
+        start = holders.get(offset)
+        if start is None:
+            return None
+        stack = [(start, False)]
+        while stack:
+            copy, is_left = stack.pop()
+            if is_left:
+                order[copy] = None
+            elif copy not in order:
+                followers = _followers(tier, copy)
+                if followers is None or len(order) + len(stack) > _MAX_COPIES:
+                    return None
+                stack.append((copy, True))
+                stack += [(each, False) for each in followers]
+    return order
+
+
+def _followers(tier: int, copy: Copy) -> list[Copy] | None:
+    """The copies of the tier that follow; None when this copy could not leave even after them."""
+    if not copy.ready or copy.holds or copy.gone:
+        return None
+    block = copy.block
+    found = [each for child in block.place.children() if child.block and (each := child.block.copies[tier])]
+    if len(found) != block.place.following[tier]:
+        return None  # one is on its way
+    is_last = block.copies[1 - tier] is None
+    stays = len(found) != block.place.num_following or any(each.block.copies[1 - tier] for each in found)
+    return None if is_last and stays else found
+
+
+def _mean_last_use(copies: Iterable[Copy]) -> float:
+    uses = [copy.last_use for copy in copies]
+    return sum(uses) / len(uses) if uses else 0.0

@@ -1,0 +1,109 @@
+"""What the pool's policy counts for people, and under which names. Every number only rises."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvpool.policy.histogram import Histogram
+from kvpool.policy.records import DRAM, Copy
+
+__all__ = ["EVICTIONS", "LOSSES", "Tally"]
+
+EVICTIONS = {
+    "room": "a put or a write needed its place",
+    "promotion": "a block that came from SSD needed its place",
+    "quota": "its namespace has a quota, and needed its place",
+    "slab": "blocks of another size needed the slab that it lay in",
+    "tail": "a newer partial block took its place after the same block",
+    "asked": "somebody asked for it",
+    "flushed": "the pool was flushed",
+}
+"""Why a copy leaves a tier, other than for being damaged."""
+
+LOSSES = {
+    "no_ssd": "it left DRAM, and there is no SSD tier",
+    "unwritten": "it left DRAM before it was written to SSD",
+    "partial": "it was a partial block",
+    "ssd": "it left SSD, and was not in DRAM",
+}
+"""Why an eviction was the end of a block on this node."""
+
+_TIERS = ("dram", "ssd")
+_NAMES = (
+    *("stored_blocks", "no_space_blocks", "aborted_puts", "expired_puts", "expired_leases", "quarantined_blocks"),
+    *("evicted_blocks", *(f"evicted_{tier}_{reason}_blocks" for tier in _TIERS for reason in EVICTIONS)),
+    *(f"evicted_{tier}_bytes" for tier in _TIERS),
+    *("lost_blocks", *(f"lost_{reason}_blocks" for reason in LOSSES)),
+    *("lookups", "lookup_blocks", "lookup_waiting_blocks", "lookup_missed_blocks", "lookup_tails"),
+    *(f"hit_{tier}_{unit}" for tier in _TIERS for unit in ("blocks", "tokens")),
+    *("promoted_blocks", "promoted_unused_blocks", "load_failed_blocks", "ssd_stored_blocks", "ssd_failed_blocks"),
+    *("restored_blocks", "ssd_refused_blocks", "ssd_dropped_blocks"),
+)
+
+
+class Tally:
+    """Counters, all there from the start, and histograms."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter(dict.fromkeys(_NAMES, 0))
+        self._saved_s = [0.0, 0.0]
+        self._ages = Histogram(), Histogram()
+        self._idle = Histogram(), Histogram()
+        self._gaps = Histogram()
+
+    def evicted(self, copy: Copy, reason: str, now_ns: int | None, loss: str | None) -> None:
+        """A copy has left its tier. `loss`: why the block is not here any more, if so; `now_ns`: if room was needed."""
+        counters, tier = self.counters, _TIERS[copy.tier]
+        counters["evicted_blocks"] += 1
+        counters[f"evicted_{tier}_{reason}_blocks"] += 1
+        counters[f"evicted_{tier}_bytes"] += copy.nbytes
+        if copy.promoted:
+            counters["promoted_unused_blocks"] += 1
+        if loss is not None:
+            counters["lost_blocks"] += 1
+            counters[f"lost_{loss}_blocks"] += 1
+        if now_ns is not None:
+            self._ages[copy.tier].add(now_ns - copy.born_ns)
+            self._idle[copy.tier].add(now_ns - copy.used_ns)
+
+    def looked_up(self, num_asked: int, num_waiting: int, hits: Iterable[Copy], now_ns: int) -> None:
+        """A look-up of so many blocks: `hits` were in DRAM, told before they are marked as used, and `num_waiting` on
+        SSD only. What was loaded since its last use is a hit of the SSD.
+        """
+        found, tokens, saved = [0, 0], [0, 0], self._saved_s
+        gap, count = 0, 0
+        for copy in hits:
+            tier = int(copy.promoted)
+            found[tier] += 1
+            tokens[tier] += copy.num_tokens or copy.block.family.spec.block_tokens
+            saved[tier] += copy.cost_s
+            if now_ns - copy.used_ns != gap:
+                self._gaps.add(gap, count)
+                gap, count = now_ns - copy.used_ns, 0
+            count += 1
+        self._gaps.add(gap, count)
+        counters = self.counters
+        counters["lookups"] += 1
+        counters["lookup_blocks"] += num_asked
+        counters["lookup_waiting_blocks"] += num_waiting
+        counters["lookup_missed_blocks"] += num_asked - num_waiting - sum(found)
+        for tier, name in enumerate(_TIERS):
+            counters[f"hit_{name}_blocks"] += found[tier]
+            counters[f"hit_{name}_tokens"] += tokens[tier]
+
+    def totals(self) -> dict[str, int]:
+        """All of it, histograms as cumulative buckets."""
+        totals = dict(self.counters)
+        for tier, name in enumerate(_TIERS):
+            totals[f"saved_{name}_compute_us"] = int(self._saved_s[tier] * 1e6)
+            totals |= self._ages[tier].counters(f"evicted_{name}_age")
+            totals |= self._idle[tier].counters(f"evicted_{name}_idle")
+        return totals | self._gaps.counters("reuse_gap")
+
+
+def tier_of_loss(copy: Copy, has_ssd: bool) -> str:
+    """Which of LOSSES it is that this copy was the block's last."""
+    if copy.tier != DRAM:
+        return "ssd"
+    if copy.num_tokens:
+        return "partial"
+    return "unwritten" if has_ssd else "no_ssd"

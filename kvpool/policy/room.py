@@ -1,0 +1,292 @@
+"""The room of one tier: who has which slots, who is used, and who gives way to whom. It knows copies, not chains.
+
+Copies that can take each other's slots form a partition, with an eviction policy of its own: those of one list of slot
+sizes, apart from the other sizes, and from those of namespaces that have a quota. Within a partition its policy says
+who leaves; between partitions the one whose next victim was used longest ago gives way. Slots of another size are no
+help, whole slabs are: see `kvpool.policy.clearing`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.policy.clearing import plan_clearing
+from kvpool.policy.eviction import EvictionPolicy, Resident, Use, make_policy
+from kvpool.policy.index import may_leave
+from kvpool.policy.records import DRAM, SSD, Copy, Family
+from kvpool.policy.slabs import SlabAllocator
+
+__all__ = ["Partition", "TierRoom"]
+
+_NUM_LOOKED_AT = 8  # next victims of another size whose surroundings are weighed
+
+GiveUp = Callable[[Copy, str, int], None]  # copy, reason, now_ns
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """Copies that can take each other's slots."""
+
+    owner: bytes  # the namespace that has it for itself; empty: any
+    sizes: tuple[int, ...]
+    policy: EvictionPolicy
+    num_families: int = 0
+    num_copies: int = 0
+
+
+class TierRoom:
+    """Slots of one tier, handed out all of a copy at once or not at all.
+
+    `give_up` is called for each copy that must leave; it ends with `free`, at once. On SSD, what was written lasts: a
+    freed slot is kept apart until `take_freed` has told of it. And there, a block that is in DRAM too does not leave
+    for one that DRAM gives up later: it would have to be written again (`spare_until`).
+    """
+
+    def __init__(self, tier: int, slabs: SlabAllocator, policy: str, give_up: GiveUp) -> None:
+        self.slabs = slabs
+        self.holders: dict[int, Copy] = {}  # by offset
+        self.freed: dict[int, int] = {}  # slots kept apart: offset -> bytes
+        self.freed_nbytes = 0
+        self._refused: list[int] = []
+        self._tier = tier
+        self._policy = policy
+        self._give_up = give_up
+        self._partitions: dict[tuple[bytes, tuple[int, ...]], Partition] = {}
+        self._num_uses = 0
+        self._now_ns = 0  # of the last use
+        # SSD only: what is in DRAM too, and was used there no later than this, stays.
+        self.spare_until = math.inf
+        self._may_take = _may_take_from_ssd(self) if tier == SSD else _may_take
+
+    def partition(self, owner: bytes, sizes: tuple[int, ...]) -> Partition:
+        """The one of these slots, for a family more; made if there is none."""
+        known = self._partitions.get((owner, sizes))
+        if known is None:
+            capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
+            known = Partition(owner, sizes, make_policy(self._policy, capacity_nbytes))
+            self._partitions[owner, sizes] = known
+        known.num_families += 1
+        return known
+
+    def forget(self, partition: Partition) -> None:
+        """A family less has it; with the last one it is forgotten."""
+        partition.num_families -= 1
+        if not partition.num_families:
+            del self._partitions[partition.owner, partition.sizes]
+
+    def try_take(self, copy: Copy) -> bool:
+        """Free slots for the copy, if there are."""
+        offsets: list[int] = []
+        for size in copy.block.family.sizes[self._tier]:
+            offset = self.slabs.try_allocate(size)
+            if offset is None:
+                for taken in offsets:
+                    self.slabs.free(taken)
+                return False
+            offsets.append(offset)
+        self._give(copy, tuple(offsets))
+        return True
+
+    def take(self, copy: Copy, use: Use, reason: str, *, choosy: bool) -> bool:
+        """Slots for the copy, evicting others for it. False when it cannot have them: then nothing was evicted.
+
+        `choosy`: the policy is asked whether it is worth the place of another.
+        """
+        family = copy.block.family
+        policy = family.partitions[self._tier].policy
+        quota_nbytes = family.quotas_nbytes[self._tier]
+        if quota_nbytes is not None and family.used_nbytes[self._tier] + copy.nbytes > quota_nbytes:
+            if copy.nbytes > quota_nbytes or (choosy and not policy.admits(copy, use)):
+                return False
+            choosy = False
+            if not self._evict_one(family.partitions[self._tier], "quota", use.now_ns):
+                return False
+        while not self.try_take(copy):
+            if choosy and not policy.admits(copy, use):
+                return False
+            choosy = False
+            if not self.evict_for(family, reason, use.now_ns):
+                return False
+        return True
+
+    def adopt(self, copy: Copy, offset: int) -> bool:
+        """Just this slot for a copy that has one, if it can be."""
+        (size,) = copy.block.family.sizes[self._tier]
+        if not self.slabs.adopt(size, offset):
+            return False
+        self._give(copy, (offset,))
+        return True
+
+    def insert(self, copy: Copy, use: Use) -> None:
+        """The copy is complete, and in the tier from now on."""
+        copy.ready = True
+        copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
+        self._num_uses += 1
+        copy.last_use = self._num_uses
+        partition = copy.block.family.partitions[self._tier]
+        partition.num_copies += 1
+        partition.policy.insert(copy, use)
+
+    def hit(self, copies: Sequence[Copy], use: Use) -> None:
+        """A request used these copies of one namespace, given in the order of its chain."""
+        if not copies:
+            return
+        hit = copies[0].block.family.partitions[self._tier].policy.hit
+        now_ns, num_uses = use.now_ns, self._num_uses
+        for copy in copies:
+            hit(copy, use)
+            num_uses += 1
+            copy.last_use = num_uses
+            copy.used_ns = now_ns
+        self._num_uses, self._now_ns = num_uses, now_ns
+        for copy in copies:
+            if not copy.block.place.following[self._tier]:
+                self.offer(copy)
+
+    def offer(self, copy: Copy) -> None:
+        """Something about the copy has changed: it may be taken now, if it may leave."""
+        if may_leave(copy):
+            copy.block.family.partitions[self._tier].policy.offer(copy)
+
+    def leave(self, copy: Copy) -> None:
+        """The copy leaves for another reason than that its room is needed."""
+        assert copy.ready
+        partition = copy.block.family.partitions[self._tier]
+        partition.policy.remove(copy)
+        partition.num_copies -= 1
+
+    def free(self, copy: Copy) -> None:
+        """Nothing holds the copy's slots any more."""
+        for offset in copy.offsets:
+            del self.holders[offset]
+        self._ungive(copy)
+        if self._tier != DRAM:
+            self.freed |= dict.fromkeys(copy.offsets, copy.nbytes)
+            self.freed_nbytes += copy.nbytes
+        else:
+            self.free_slots(copy.offsets)
+
+    def hand_over(self, copy: Copy) -> tuple[int, ...]:
+        """The copy's slots stay used until `free_slots`, by nobody that is known here."""
+        for offset in copy.offsets:
+            del self.holders[offset]
+        self._ungive(copy)
+        return copy.offsets
+
+    def free_slots(self, offsets: tuple[int, ...] | list[int]) -> None:
+        """The slots have no holder any more."""
+        for offset in offsets:
+            self.slabs.free(offset)
+
+    def refuse(self, offsets: Sequence[int]) -> None:
+        """What lies there must be forgotten: it belongs to nobody here, and its room is not taken."""
+        self._refused += offsets
+
+    def take_freed(self) -> list[int]:
+        """The slots that were kept apart: from now on they can be had again. And what was refused, each once."""
+        freed = list(self.freed)
+        refused, self._refused = self._refused, []
+        refused = [
+            offset for offset in dict.fromkeys(refused) if offset not in self.holders and offset not in self.freed
+        ]
+        self.free_slots(freed)
+        self.freed.clear()
+        self.freed_nbytes = 0
+        return freed + refused
+
+    def next_victims(self, now_ns: int, count: int) -> list[Copy]:
+        """Who would leave next: up to `count` of each partition."""
+        return [
+            victim
+            for partition in self._partitions.values()
+            if partition.num_copies
+            for victim in self._victims(partition, now_ns, count)
+        ]
+
+    def evict_for(self, family: Family, reason: str, now_ns: int) -> bool:
+        """Let others leave, so that a copy of this family finds room. False: there are none; then all stay."""
+        own = family.partitions[self._tier]
+        others = [each for each in self._partitions.values() if each.num_copies]
+        if others == [own]:
+            return self._evict_one(own, reason, now_ns)
+        heads = [(victims[0].last_use, each) for each in others if (victims := self._victims(each, now_ns, 1))]
+        heads.sort(key=lambda head: head[0])
+        same = next((last_use for last_use, each in heads if each.sizes == own.sizes), None)
+        for _, partition in heads:
+            if partition.sizes == own.sizes:
+                return self._evict_one(partition, reason, now_ns)
+            victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
+            missing = [size for size in dict.fromkeys(own.sizes) if not self.slabs.has_room(size)] or own.sizes
+            clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, missing, victims)
+            if clearing is not None and clearing.copies and (same is None or clearing.mean_last_use <= same):
+                for copy in clearing.copies:
+                    self.leave(copy)
+                    self._give_up(copy, "slab", now_ns)
+                return True
+        return False
+
+    def make_room(self, family: Family, nbytes: int, spare_until: float, now_ns: int) -> None:
+        """SSD: let others leave, for what comes after `take_freed`, until so many bytes were given up, or none can."""
+        self.spare_until = spare_until
+        while self.freed_nbytes < nbytes and self.evict_for(family, "room", now_ns):
+            pass
+        self.spare_until = math.inf
+
+    def admits(self, copy: Copy, use: Use) -> bool:
+        """Whether the copy is worth the place of another."""
+        return copy.block.family.partitions[self._tier].policy.admits(copy, use)
+
+    def validate(self) -> list[str]:
+        """What does not fit together, in words; empty when all does."""
+        problems = self.slabs.validate()
+        if any(offset not in copy.offsets or copy.tier != self._tier for offset, copy in self.holders.items()):
+            problems.append("a slot is held by a copy that lies elsewhere")
+        inserted = {id(copy): copy for copy in self.holders.values() if copy.ready and not copy.gone}.values()
+        if len(inserted) != sum(partition.num_copies for partition in self._partitions.values()):
+            problems.append("the partitions' numbers of copies are not those of the copies")
+        if sum(self.freed.values()) != self.freed_nbytes:
+            problems.append("the freed bytes are not those of the freed slots")
+        offered = {id(copy) for copy in self.next_victims(self._now_ns, len(inserted))}
+        if missing := [copy for copy in inserted if self._may_take(copy) and id(copy) not in offered]:
+            problems.append(f"{len(missing)} copies may leave and are not offered")
+        return problems
+
+    def _give(self, copy: Copy, offsets: tuple[int, ...]) -> None:
+        copy.offsets = offsets
+        for offset in offsets:
+            self.holders[offset] = copy
+        family = copy.block.family
+        family.used_nbytes[self._tier] += copy.nbytes
+        family.num_copies += 1
+
+    def _ungive(self, copy: Copy) -> None:
+        family = copy.block.family
+        family.used_nbytes[self._tier] -= copy.nbytes
+        family.num_copies -= 1
+
+    def _evict_one(self, partition: Partition, reason: str, now_ns: int) -> bool:
+        victim = partition.policy.pop(now_ns, self._may_take)
+        if victim is None:
+            return False
+        assert isinstance(victim, Copy)
+        partition.num_copies -= 1
+        self._give_up(victim, reason, now_ns)
+        return True
+
+    def _victims(self, partition: Partition, now_ns: int, count: int) -> list[Copy]:
+        victims = partition.policy.next_victims(now_ns, count, self._may_take)
+        return [victim for victim in victims if isinstance(victim, Copy)]
+
+
+def _may_take(resident: Resident) -> bool:
+    assert isinstance(resident, Copy)
+    return may_leave(resident)
+
+
+def _may_take_from_ssd(room: TierRoom) -> Callable[[Resident], bool]:
+    def may_take(resident: Resident) -> bool:
+        assert isinstance(resident, Copy)
+        dram = resident.block.copies[DRAM]
+        return may_leave(resident) and (dram is None or dram.last_use > room.spare_until)
+
+    return may_take

@@ -1,0 +1,269 @@
+"""Blocks on their way between the tiers: loads from SSD, writes to it, and what is there at the start. Plans, no I/O.
+
+What is on SSD hangs together: a block is written after those before it in its chain, and leaves before them. So what a
+restart finds can be matched from its beginning, and what leaves DRAM never breaks a chain whose end is on SSD.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from kvpool.errors import SpecError, SpecMismatch
+from kvpool.policy.counting import Tally
+from kvpool.policy.eviction import Use
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Load, LoadOutcome, SsdBlock, Write
+from kvpool.policy.store import BlockStore
+
+__all__ = ["Staging"]
+
+_NUM_AHEAD = 64  # next victims of DRAM that are looked at per call of `writes`
+_MAX_USEFUL = 1 << 16
+_MAX_ERRORS = 2  # in a row, of reading or of writing one block
+
+
+class Staging:
+    """Loads and writes under way, and which come next. Each one is answered exactly once."""
+
+    def __init__(self, store: BlockStore, tally: Tally, write_above: float) -> None:
+        self.loads: dict[Load, None] = {}
+        self.writes: dict[Write, None] = {}
+        self._store = store
+        self._tally = tally
+        self._has_ssd = store.ssd.slabs.num_units > 0
+        self._write_above_nbytes = write_above * store.dram.slabs.num_units * store.dram.slabs.unit_nbytes
+        self._useful: deque[Block] = deque(maxlen=_MAX_USEFUL)  # used again, and maybe not on SSD
+
+    def was_used(self, blocks: Sequence[Block]) -> None:
+        """Requests have used these blocks again: those that are not on SSD are worth a place there."""
+        for block in blocks:
+            block.num_uses += 1
+            if block.num_uses == 1 and self._has_ssd and block.copies[SSD] is None:
+                self._useful.append(block)
+
+    def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> list[Load]:
+        """See `PoolCore.load`."""
+        store = self._store
+        run = store.leading_run(kv_namespace, chain)
+        wanted = [block for block in run if block.copies[DRAM] is None]
+        if tails:
+            wanted += [tail for tail in store.tails_after(kv_namespace, run) if tail.copies[DRAM] is None]
+        if not wanted:
+            return []
+        held = [copy for block in run if (copy := block.copies[DRAM]) is not None]
+        for copy in held:
+            copy.holds += 1
+        use = Use(now_ns, len(chain))
+        loads: list[Load] = []
+        for block in wanted:
+            load = self._begin_load(block, use)
+            if load is None:
+                break
+            loads.append(load)
+        for copy in held:
+            store.release(copy)
+        store.tell()
+        self.loads |= dict.fromkeys(loads)
+        return loads
+
+    def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
+        """See `PoolCore.loaded`."""
+        del self.loads[load]
+        block, store = load.block, self._store
+        dram, ssd = block.copies
+        assert dram is not None
+        assert ssd is not None
+        is_loaded = outcome is LoadOutcome.OK and not block.removed
+        if is_loaded:
+            dram.promoted = True
+            store.came_to_dram(block, Use(now_ns))
+        elif not block.removed:
+            store.withdraw(dram)
+        store.release(dram)
+        store.release(ssd)
+        if is_loaded:
+            block.num_read_errors = 0
+            self._tally.counters["promoted_blocks"] += 1
+        elif not block.removed:
+            self._load_failed(block, outcome)
+        store.tell()
+
+    def next_writes(self, now_ns: int, max_nbytes: int, everything: bool) -> list[Write]:
+        """See `PoolCore.writes`."""
+        if not self._has_ssd:
+            return []
+        store = self._store
+        wanted: dict[Family, list[float]] = {}  # bytes that find no extent, and until when what is in DRAM is spared
+        skipped: set[Block | None] = set()
+        writes: list[Write] = []
+        for block, spare_until in self._plan(now_ns, max_nbytes, everything):
+            parent = block.place.parent
+            assert parent is not None
+            if parent.block in skipped and parent.block is not None:
+                skipped.add(block)
+                continue
+            write, is_worth_room = self._begin_write(block, Use(now_ns), ask=spare_until is not None)
+            if write is not None:
+                writes.append(write)
+                continue
+            skipped.add(block)
+            if is_worth_room and spare_until is not None:
+                need = wanted.setdefault(block.family, [0, spare_until])
+                need[0] += block.family.nbytes[SSD]
+        for family, (nbytes, spare_until) in wanted.items():
+            store.ssd.make_room(family, int(nbytes), spare_until, now_ns)
+        store.tell()
+        self.writes |= dict.fromkeys(writes)
+        return writes
+
+    def written(self, now_ns: int, write: Write, ok: bool) -> None:
+        """See `PoolCore.written`."""
+        del self.writes[write]
+        block, store = write.block, self._store
+        dram, ssd = block.copies
+        assert dram is not None
+        assert ssd is not None
+        if block.removed:
+            pass
+        elif ok:
+            block.num_write_errors = 0
+            dram.kept_below = True
+            store.ssd.insert(ssd, Use(now_ns))
+        else:
+            block.num_write_errors += 1
+            store.withdraw(ssd)
+        self._tally.counters["ssd_stored_blocks" if ok else "ssd_failed_blocks"] += 1
+        store.release(dram)
+        store.release(ssd)
+
+    def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
+        """See `PoolCore.restore`."""
+        by_key = {(entry.kv_namespace, entry.chain_key): entry for entry in entries}
+        use = Use(now_ns)
+        restored: list[Block] = []
+        refused = [entry for entry in entries if by_key[_address(entry)] is not entry]
+        for entry in _parents_first(by_key):
+            block = self._restore(entry, use)
+            if block is None:
+                refused.append(entry)
+            else:
+                restored.append(block)
+        for block in restored:
+            self._store.offer(block)
+        self._store.ssd.refuse([entry.offset for entry in refused])
+        self._store.tell()
+        self._tally.counters["restored_blocks"] += len(restored)
+        self._tally.counters["ssd_refused_blocks"] += len(refused)
+        return len(restored)
+
+    def _begin_load(self, block: Block, use: Use) -> Load | None:
+        parent, ssd = block.place.parent, block.copies[SSD]
+        assert parent is not None
+        assert ssd is not None
+        copy = self._store.new_copy(block, parent, DRAM)
+        copy.kept_below = True
+        if not self._store.dram.take(copy, use, "promotion", choosy=False):
+            self._store.abandon(copy, parent)
+            return None
+        copy.holds += 1
+        ssd.holds += 1
+        return Load(block, ssd.offsets[0], copy.offsets)
+
+    def _load_failed(self, block: Block, outcome: LoadOutcome) -> None:
+        counters = self._tally.counters
+        counters["load_failed_blocks"] += 1
+        block.num_read_errors += 1
+        if outcome is LoadOutcome.CORRUPT:
+            counters["quarantined_blocks"] += 1
+            self._store.remove(block)
+        elif block.num_read_errors >= _MAX_ERRORS:
+            counters["ssd_dropped_blocks"] += 1
+            self._store.remove(block)
+
+    def _plan(self, now_ns: int, max_nbytes: int, everything: bool) -> list[tuple[Block, float | None]]:
+        """What to write, in order: with the use in DRAM until which others are spared; None: spare all."""
+        plan: dict[Block, float | None] = {}
+        nbytes = 0
+        for candidate, spare_until in self._candidates(now_ns, everything):
+            for block in self._unwritten(candidate, everything):
+                if block in plan:
+                    continue
+                nbytes += block.family.nbytes[SSD]
+                if plan and nbytes > max_nbytes:
+                    return list(plan.items())
+                plan[block] = spare_until
+            if nbytes >= max_nbytes:
+                break
+        return list(plan.items())
+
+    def _candidates(self, now_ns: int, everything: bool) -> Iterator[tuple[Block, float | None]]:
+        store = self._store
+        if everything:
+            yield from ((block, math.inf) for block in list(store.index))
+            return
+        if store.dram.slabs.nbytes_used > self._write_above_nbytes:
+            for victim in store.dram.next_victims(now_ns, _NUM_AHEAD):
+                yield victim.block, victim.last_use
+        while self._useful:
+            yield self._useful.popleft(), None
+
+    def _unwritten(self, block: Block, everything: bool) -> list[Block]:
+        """The block and those before it that are not on SSD, the first first; none where they cannot all be written.
+
+        Of a chain whose beginning is missing nothing is worth writing, unless everything is.
+        """
+        found: list[Block] = []
+        each: Block | None = block
+        while each is not None and each.copies[SSD] is None:
+            dram, parent = each.copies[DRAM], each.place.parent
+            is_writable = dram is not None and dram.ready and not each.removed
+            if not is_writable or each.num_write_errors >= _MAX_ERRORS or parent is None:
+                return []
+            found.append(each)
+            if parent.is_root:
+                break
+            each = parent.block
+        else:
+            if each is None and not everything:
+                return []
+        found.reverse()
+        return found
+
+    def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[Write | None, bool]:
+        """The write if there is an extent for it; else whether the block is worth another's."""
+        store, parent, dram = self._store, block.place.parent, block.copies[DRAM]
+        assert parent is not None
+        assert dram is not None
+        copy: Copy = store.new_copy(block, parent, SSD)
+        if not store.ssd.slabs.fits(copy.nbytes) or not store.ssd.try_take(copy):
+            is_worth = ask and store.ssd.slabs.fits(copy.nbytes) and store.ssd.admits(copy, use)
+            store.abandon(copy, parent)
+            return None, is_worth
+        copy.holds += 1
+        dram.holds += 1
+        return Write(block, dram.offsets, copy.offsets[0]), False
+
+    def _restore(self, entry: SsdBlock, use: Use) -> Block | None:
+        store = self._store
+        if store.find(entry.kv_namespace, entry.chain_key) is not None:
+            return None
+        try:
+            family = store.family(entry.kv_namespace, entry.spec)
+        except (SpecMismatch, SpecError):
+            return None
+        return store.try_adopt(family, entry, use)
+
+
+def _address(entry: SsdBlock) -> tuple[bytes, bytes]:
+    return entry.kv_namespace, entry.chain_key
+
+
+def _parents_first(entries: dict[tuple[bytes, bytes], SsdBlock]) -> Iterator[SsdBlock]:
+    """All entries, none before the one that it follows; otherwise in their order."""
+    waiting = dict(entries)
+    for entry in entries.values():
+        path: list[SsdBlock] = []
+        each: SsdBlock | None = waiting.pop(_address(entry), None)
+        while each is not None:
+            path.append(each)
+            each = waiting.pop((each.kv_namespace, each.parent), None)
+        yield from reversed(path)
