@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine import load_model
 from kvpool import digest, directory_table
-from kvpool.local.copy_kernels import copy_kernel
+from kvpool.local.copy_kernels import copy_kernel, digest_kernel
 from kvpool.local.index_kernels import index_kernels
 from kvpool.ssd.kernels import kernels as ssd_kernels
 
@@ -19,4 +19,5 @@ if __name__ == "__main__":
     directory_table.warm_up()
     index_kernels()
     copy_kernel()
+    digest_kernel()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")

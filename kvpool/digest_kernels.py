@@ -9,7 +9,7 @@ from numba import types
 
 from kvpool.compiling import compiled
 
-__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_kernels", "mix"]
+__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_bytes", "digest_kernels", "digest_words", "mix"]
 
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -82,3 +82,7 @@ def _digest_bytes(
                             word |= np.uint64(memory[base + 4 * w + b]) << np.uint64(8 * b)
                         total += mix(word, row * row_words + w)
             out[i, j] = total
+
+
+digest_words, digest_bytes = numba.njit(_digest_words), numba.njit(_digest_bytes)
+"""The same loops, to be called from other compiled ones."""

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvpool import digest
+from kvpool.committing import CommitAhead
 from kvpool.config import PoolNodeConfig
 from kvpool.errors import PutLost
 from kvpool.events import PoolEvents
@@ -69,6 +70,8 @@ class PoolNode:
                 await asyncio.to_thread(self.messenger.close)
                 self.memory.close()
                 raise
+        self._ahead = CommitAhead(self.memory)
+        self._commit_ahead(0)
         self.region = self.messenger.register(self.memory)
         self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
         self._spawn(self._sweep())
@@ -118,6 +121,8 @@ class PoolNode:
             compute_s=compute_s,
         )
         self.tell()
+        if allocation.new_blocks:
+            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks))
         return allocation
 
     def write_key(self, allocation: Allocation) -> RemoteKey:
@@ -176,14 +181,11 @@ class PoolNode:
         lease_ns: int,
         wait_s: float = 0.0,
         tails: bool = False,
-    ) -> tuple[LeaseGrant | None, int]:
-        """As `PoolCore.pin`, once what is on SSD has come to DRAM, or `wait_s` is over; read with `read_key`.
-
-        Returns the grant, and how many of its blocks and tails came from SSD since they were last leased.
-        """
+    ) -> LeaseGrant | None:
+        """As `PoolCore.pin`, once what is on SSD has come to DRAM, or `wait_s` is over; read with `read_key`."""
         if wait_s > 0 and self.ssd is not None:
             await self.ssd.loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s)
-        grant = self.core.pin(
+        return self.core.pin(
             time.monotonic_ns(),
             kv_namespace,
             chain,
@@ -192,9 +194,6 @@ class PoolNode:
             lease_ns=lease_ns,
             tails=tails,
         )
-        if grant is None or self.ssd is None:
-            return grant, 0
-        return grant, self.ssd.loader.take_unused([*grant.blocks, *grant.tails])
 
     def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """Begin to bring a prompt's blocks and tails from SSD to DRAM. Returns how many are on their way."""
@@ -287,6 +286,10 @@ class PoolNode:
         for put_id in self.core.forget_owner(node_id, incarnation):
             self._spawn(self._revoke(put_id))
         self.tell()
+
+    def _commit_ahead(self, end: int) -> None:
+        if self._ahead.wants(end):
+            self._spawn(asyncio.to_thread(self._ahead.run, end))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

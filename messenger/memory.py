@@ -1,11 +1,12 @@
 """Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'."""
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ HugePages = Literal["auto", "on", "off"]
 """on: of huge pages alone, or not at all; auto: of huge pages if there are enough, else as the kernel may make them."""
 Pages = Literal["huge", "transparent", "small"]
 """What memory is made of: reserved huge pages, pages that the kernel may make huge, or small ones."""
+
+_MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
 
 _THP_FOR_SHARED_MEMORY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _THP_BY_ADVICE = ("[advise]", "[within_size]", "[always]", "[force]")
@@ -82,6 +85,15 @@ class SharedMemory:
             raise InvalidArgument(f"shared memory {self.name!r} is closed")
         return self._array
 
+    def try_commit(self, start: int, nbytes: int) -> bool:
+        """Let the kernel find and clear the pages of [start, start + nbytes) now; what is in them stays.
+
+        Runs without the GIL. False where it cannot: an old kernel, too little memory.
+        """
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        address = int(self.array.ctypes.data) + first
+        return bool(_libc().madvise(address, start + nbytes - first, _MADV_POPULATE_WRITE) == 0)
+
     @property
     def closed(self) -> bool:
         return self._array is None
@@ -139,6 +151,13 @@ _TOO_FEW_HUGE_PAGES = (
     "shared memory {name!r} of {nbytes} bytes was to be made of huge pages, and there are not enough free ones: "
     "reserve more (sysctl vm.nr_hugepages), or do not ask for them"
 )
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
 
 
 def _rounded_up(nbytes: int) -> int:

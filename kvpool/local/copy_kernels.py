@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 
 from kvpool.compiling import compiled
-from kvpool.digest_kernels import mix
+from kvpool.digest_kernels import digest_bytes, digest_words, mix
 from kvpool.local.layout import (
     PLAN_GROUP,
     PLAN_GROUP_WIDTH,
@@ -28,6 +28,7 @@ __all__ = [
     "TOO_MANY_TOKENS",
     "WORDS",
     "copy_kernel",
+    "digest_kernel",
     "memcpy",
     "move_group",
     "rows_in_words",
@@ -149,6 +150,44 @@ def _copy_blocks(
             same = same and digests[layer] == expected[i, layer]
         right[i] = same
     return np.int64(DONE)
+
+
+def _digest_blocks(source8: Any, source32: Any, starts: Any, plan: Any, num_tokens: Any, digests: Any) -> Any:
+    if not within(len(source8), starts, plan):
+        return np.int64(OUT_OF_BOUNDS)
+    for i in range(len(num_tokens)):
+        if num_tokens[i] > plan[0]:
+            return np.int64(TOO_MANY_TOKENS)
+    words = rows_in_words(source8, source32, source8, source32, plan)
+    one_start, one_stop = np.zeros(1, np.int64), np.empty(1, np.int64)
+    for i in range(len(num_tokens)):
+        one_stop[0] = np.int64(num_tokens[i]) if num_tokens[i] else plan[0]
+        at = 0
+        for g in range(plan[1]):
+            base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
+            num_layers, row_nbytes = plan[base + PLAN_LAYERS], plan[base + PLAN_ROW_NBYTES]
+            unit = 4 if words and starts[g, i] % 4 == 0 else 1
+            layers = np.arange(num_layers) * (plan[base + PLAN_LAYER_NBYTES] // unit)
+            slot, out = starts[g, i : i + 1] // unit, digests[i : i + 1, at : at + num_layers]
+            runs = plan[base + PLAN_RUNS]
+            if unit == 4:
+                digest_words(source32, slot, layers, runs, plan[0], row_nbytes // 4, one_start, one_stop, out)
+            else:
+                digest_bytes(source8, slot, layers, runs, plan[0], row_nbytes, one_start, one_stop, out)
+            at += num_layers
+    return np.int64(DONE)
+
+
+@functools.cache
+def digest_kernel() -> Any:
+    """The compiled digest of blocks where they lie, without the GIL: DONE, OUT_OF_BOUNDS or TOO_MANY_TOKENS.
+
+    Arguments: memory as bytes and as words; byte offsets int64 [groups, n]; plan; tokens uint32 [n], 0 = all; digests
+    uint64 [n, layers of all groups], written.
+    """
+    offsets, plan = types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 1, "C", readonly=True)
+    tokens, out = types.Array(types.uint32, 1, "C", readonly=True), types.Array(types.uint64, 2, "C")
+    return compiled(_digest_blocks, types.int64(BYTES[0], WORDS[0], offsets, plan, tokens, out))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvpool.errors import SpecError
 from kvpool.local.layout import SpecPlan
 
-__all__ = ["Mapped", "copy_blocks"]
+__all__ = ["Mapped", "copy_blocks", "digest_blocks"]
 
 _NO_WORDS = np.empty(0, np.uint32)
 
@@ -61,10 +61,30 @@ def copy_blocks(
     done = copy_kernel()(
         source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, digests, right
     )
-    if done == OUT_OF_BOUNDS:
-        raise SpecError(
-            f"a slot lies beyond memory: {len(source.array)} bytes to copy from, {len(target.array)} to copy to"
-        )
-    if done != DONE:
-        raise SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")
+    room = f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to"
+    _check_done(done == DONE, done == OUT_OF_BOUNDS, room, plan)
     return right.view(np.bool_)
+
+
+def digest_blocks(
+    memory: Mapped, offsets: NDArray[np.int64], plan: SpecPlan, num_tokens: NDArray[np.uint32]
+) -> NDArray[np.uint64]:
+    """Digests [n, layers of all groups] of blocks at `offsets` [groups, n], of the first `num_tokens` tokens (0: all).
+
+    As `kvpool.digest.layer_digests_at` of each group, in one call. Runs without the GIL. Raises SpecError.
+    """
+    from kvpool.local.copy_kernels import DONE, OUT_OF_BOUNDS, digest_kernel
+
+    if offsets.shape != (plan.spec.num_groups, len(num_tokens)):
+        raise SpecError(f"offsets of shape {offsets.shape}: expected [{plan.spec.num_groups}, {len(num_tokens)}]")
+    digests = np.empty((len(num_tokens), plan.num_layers), np.uint64)
+    done = digest_kernel()(memory.array, memory.words, offsets, plan.array, num_tokens, digests)
+    _check_done(done == DONE, done == OUT_OF_BOUNDS, f"{len(memory.array)} bytes", plan)
+    return digests
+
+
+def _check_done(done: bool, beyond: bool, room: str, plan: SpecPlan) -> None:
+    if beyond:
+        raise SpecError(f"a slot lies beyond memory of {room}")
+    if not done:
+        raise SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")

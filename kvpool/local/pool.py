@@ -29,7 +29,7 @@ from kvpool.local.frames import (
     Withdraw,
 )
 from kvpool.local.layout import SpecPlan
-from kvpool.local.mapping import Mapped, copy_blocks
+from kvpool.local.mapping import Mapped, copy_blocks, digest_blocks
 from kvpool.spec import KvGroup, KvSpec
 from messenger import SharedMemory
 
@@ -66,6 +66,7 @@ class LocalPool:
         self._plans: dict[KvSpec, SpecPlan] = {}
         self._last_plan: tuple[KvSpec | None, SpecPlan] = None, _NO_PLAN
         self._last = self._arena  # the caller's memory, as it was given last
+        self._offered: dict[int, Mapped] = {}
         self._regions = 0
         self._touched: dict[bytes, list[bytes]] = {}
         self._num_touched, self._told_s = 0, time.monotonic()
@@ -161,10 +162,12 @@ class LocalPool:
         self._regions += 1
         region_id = self._regions
         self._caller.ask(Offer(region_id, memory.nbytes), Offered, memory.fd)
+        self._offered[region_id] = Mapped.of(memory.array)
         return region_id
 
     def withdraw(self, region_id: int) -> None:
         """No more puts come from this memory."""
+        del self._offered[region_id]
         self._caller.tell(Withdraw(region_id))
 
     def put(
@@ -175,21 +178,24 @@ class LocalPool:
         parents: NDArray[np.uint8],
         region_id: int,
         offsets: NDArray[np.int64],
-        digests: list[NDArray[np.uint64]],
+        digests: list[NDArray[np.uint64]] | None = None,
         *,
         num_tokens: NDArray[np.uint32] | None = None,
         compute_s: float = 0.0,
     ) -> NDArray[np.uint8]:
         """Store blocks `chain` [n, 16] that lie at `offsets` [groups, n] of offered memory, in one round trip.
 
-        `parents` [n, 16] are the keys of the blocks before, `digests` per group [n, layers]; `num_tokens` [n] where
-        some are partial (0: full); `compute_s`: what computing them all took, 0 = not known. The memory may be used
-        again when this returns. Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or
-        DoorClosed.
+        `parents` [n, 16] are the keys of the blocks before, `digests` per group [n, layers] (None: computed here);
+        `num_tokens` [n] where some are partial (0: full); `compute_s`: what computing them all took, 0 = not known. The
+        memory may be used again when this returns. Returns a PutStatus per block. Raises SpecMismatch, SpecError,
+        PoolRefused, PutLost or DoorClosed.
         """
         n, plan = len(check_chain(chain)), self._plan(spec)
         lengths = np.zeros(n, np.uint32) if num_tokens is None else num_tokens.astype(np.uint32, copy=False)
-        rows = digests[0] if len(digests) == 1 else np.concatenate(digests, axis=1)
+        if digests is None:
+            rows = digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), plan, lengths)
+        else:
+            rows = digests[0] if len(digests) == 1 else np.concatenate(digests, axis=1)
         block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + rows.shape[1]) + 4
         most = max(1, (MAX_BODY_NBYTES - len(plan.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
         answers = []

@@ -54,3 +54,13 @@ def test_memory_of_huge_pages_crosses_to_a_reader_as_any_other() -> None:
     view = PeerMemory(os.dup(memory.fd), memory.nbytes)
     assert view.array[:4].tolist() == [1, 2, 3, 4]
     memory.close()
+
+
+def test_committed_memory_keeps_what_is_in_it() -> None:
+    memory = SharedMemory.create(1 << 20, "arena")
+    memory.array[5000] = 7
+    if memory.try_commit(4096, 1 << 19):
+        assert os.fstat(memory.fd).st_blocks * 512 >= 1 << 19
+    assert memory.array[5000] == 7
+    assert not memory.array[5001:].any()
+    memory.close()
