@@ -18,6 +18,9 @@ from kvpool.policy.eviction import POLICIES
 from simulator.cache import BELADY, CacheRun, simulate_cache
 from simulator.cache_table import cache_table
 from simulator.chains import ChainedTrace, chained
+from simulator.dialogue_run import DialogueRun, simulate_dialogues
+from simulator.dialogue_settings import DialogueSettings, Routing
+from simulator.dialogue_table import dialogue_table
 from simulator.errors import BadSetting, SimulatorError
 from traces import CONVERSATION, TraceError, load_trace
 
@@ -26,6 +29,7 @@ __all__ = ["app"]
 EXIT_BAD_INPUT = 2
 _ALL = "all"
 _NAMES = (*POLICIES, BELADY)
+_STANDARD = DialogueSettings()
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,8 +89,59 @@ def cache(
         Console().print(cache_table(runs, loaded.source))
         if plot is not None:
             plot_runs(runs, loaded.source, plot)
-    lines = [{"trace": loaded.source, **asdict(run)} for run in runs]
-    print(json.dumps(lines if len(lines) > 1 else lines[0], allow_nan=False), flush=True)
+    _print_last_line([{"trace": loaded.source, **asdict(run)} for run in runs])
+
+
+@app.command("dialogues")
+def dialogues(
+    routing: Annotated[
+        str,
+        typer.Option(metavar="NAME[,NAME...]", help=f"How a turn's server is chosen: {', '.join(Routing)}; or all."),
+    ] = _STANDARD.routing.value,
+    dialogues: Annotated[int, typer.Option(help="How many.")] = _STANDARD.dialogues,
+    mean_history: Annotated[
+        float, typer.Option(help="Messages before a turn's question in its dialogue, mean over all turns.")
+    ] = _STANDARD.mean_history_messages,
+    servers: Annotated[int, typer.Option(help="Servers, each with a pool and a queue.")] = _STANDARD.servers,
+    capacity: Annotated[int, typer.Option(help="Blocks that each server's pool holds.")] = _STANDARD.capacity,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = _STANDARD.block_tokens,
+    policy: Annotated[str, typer.Option(help=f"What leaves a full pool: {', '.join(POLICIES)}.")] = _STANDARD.policy,
+    tails: Annotated[
+        bool, typer.Option("--tails/--no-tails", help="Keep a partial last block, too.")
+    ] = _STANDARD.tails,
+    balance: Annotated[
+        float, typer.Option(help="Seconds by which a sticky turn's queue may be longer than the shortest.")
+    ] = _STANDARD.balance_s,
+    seed: Annotated[int, typer.Option(help="Of dialogues and of random routing.")] = _STANDARD.seed,
+) -> None:
+    """How much of their prompts do dialogues find again, turn after turn, by routing; the last line is JSON.
+
+    Servers do not give KV to each other here: what another server has is computed again.
+
+    Example: moonpool simulate dialogues --routing sticky,random
+    """
+    with _bad_input():
+        settings = [
+            DialogueSettings(
+                routing=one,
+                dialogues=dialogues,
+                mean_history_messages=mean_history,
+                servers=servers,
+                capacity=capacity,
+                block_tokens=block_tokens,
+                policy=policy,
+                tails=tails,
+                balance_s=balance,
+                seed=seed,
+            )
+            for one in _routings(routing)
+        ]
+        runs: list[DialogueRun] = []
+        for one in settings:
+            with _progress("turns") as advance:
+                runs.append(simulate_dialogues(one, advance))
+    Console().print(dialogue_table(runs))
+    _print_last_line([asdict(run) for run in runs])
 
 
 def _cache_runs(
@@ -94,16 +149,15 @@ def _cache_runs(
 ) -> list[CacheRun]:
     wanted = [(capacity, policy) for capacity in dict.fromkeys(capacities) for policy in policies]
     runs: list[CacheRun] = []
-    with _progress(len(wanted) * len(trace.chains)) as advance:
+    with _progress("requests") as advance:
         for capacity, policy in wanted:
-            before = len(runs) * len(trace.chains)
-            told = partial(_advanced, advance, before)
+            told = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
             runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=told))
     return runs
 
 
-def _advanced(advance: Callable[[int], None], before: int, done: int) -> None:
-    advance(before + done)
+def _advanced(advance: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    advance(before + done, total)
 
 
 def _policies(text: str) -> list[str]:
@@ -111,6 +165,13 @@ def _policies(text: str) -> list[str]:
     if unknown := [name for name in names if name not in (*_NAMES, _ALL)]:
         raise BadSetting(f"there is no policy {unknown[0]!r}; choose from {', '.join(_NAMES)}, or {_ALL}")
     return list(dict.fromkeys(one for name in names for one in (_NAMES if name == _ALL else (name,))))
+
+
+def _routings(text: str) -> list[Routing]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in (*Routing, _ALL)]:
+        raise BadSetting(f"there is no routing {unknown[0]!r}; choose from {', '.join(Routing)}, or {_ALL}")
+    return list(dict.fromkeys(Routing(one) for name in names for one in (Routing if name == _ALL else (name,))))
 
 
 def _capacity(word: str) -> int | None:
@@ -125,15 +186,15 @@ def _capacity(word: str) -> int | None:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's stderr, gone at the end."""
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's stderr, gone at the end; told (done, total)."""
     console = Console(stderr=True)
-    columns: tuple[Any, ...] = (TextColumn("requests"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    columns: tuple[Any, ...] = (TextColumn(unit), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -143,3 +204,7 @@ def _bad_input() -> Iterator[None]:
     except (SimulatorError, TraceError, KvPoolError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+def _print_last_line(runs: list[dict[str, Any]]) -> None:
+    print(json.dumps(runs if len(runs) > 1 else runs[0], allow_nan=False), flush=True)

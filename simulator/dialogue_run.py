@@ -1,0 +1,152 @@
+"""Dialogues on servers with bounded memory: where each turn goes, what it reuses there, what it leaves."""
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvpool.policy.eviction import Use
+from simulator.dialogue_settings import DialogueSettings, Routing
+from simulator.dialogues import Dialogue, make_dialogues, mean_history
+from simulator.server import BlockKey, Server
+
+__all__ = ["DialogueRun", "simulate_dialogues"]
+
+_PROGRESS_EVERY = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueRun:
+    """Tokens and blocks are of all servers and turns together."""
+
+    routing: str
+    policy: str
+    tails: bool
+    dialogues: int
+    turns: int
+    mean_history_messages: float
+    prompt_tokens: int
+    reused_tokens: int
+    reused: float
+    """Reused over prompt tokens."""
+    reused_limit: float
+    """The same if everything that ever had KV were there: what is left are each turn's new tokens."""
+    moved_turns: int
+    """Turns at another server than the dialogue's last one."""
+    evicted_blocks: int
+    blocks_held: int
+    """What all servers hold together."""
+    blocks_made: int
+    """Full blocks of all dialogues at their ends, each counted once."""
+    turns_per_server: tuple[int, ...]
+    busy_balance: float
+    """Working time of the busiest server over the mean."""
+    mean_wait_s: float
+    simulated_hours: float
+    seconds: float
+
+
+class _Talk:
+    """One dialogue as far as it has come."""
+
+    def __init__(self, dialogue: Dialogue, block_tokens: int) -> None:
+        self.dialogue = dialogue
+        self.tokens = dialogue.persona_tokens
+        self.server: Server | None = None
+        self.shared_blocks = dialogue.persona_tokens // block_tokens
+        self._chain: list[BlockKey] = []
+        self._block_tokens = block_tokens
+
+    def full_blocks(self) -> list[BlockKey]:
+        """Keys of the full blocks so far; those within the persona are shared."""
+        for place in range(len(self._chain), self.tokens // self._block_tokens):
+            owner = -1 - self.dialogue.persona if place < self.shared_blocks else self.dialogue.number
+            self._chain.append((owner, place, 0))
+        return self._chain
+
+
+class _Router:
+    """Chooses a server for each turn."""
+
+    def __init__(self, settings: DialogueSettings, servers: Sequence[Server]) -> None:
+        self._settings = settings
+        self._servers = servers
+        self._rng = Random(settings.seed + 1)
+        self._turns = 0
+
+    def choose(self, now_s: float, chain: Sequence[BlockKey]) -> Server:
+        """The server for a turn whose prompt has these full blocks."""
+        self._turns += 1
+        if self._settings.routing is Routing.RANDOM:
+            return self._rng.choice(self._servers)
+        if self._settings.routing is Routing.ROUND_ROBIN:
+            return self._servers[self._turns % len(self._servers)]
+        shortest = min(server.queue_s(now_s) for server in self._servers)
+        near = [server for server in self._servers if server.queue_s(now_s) <= shortest + self._settings.balance_s]
+        # Of servers that have equally much, the one with the shortest queue, and of those the one with the least done.
+        return max(near, key=lambda server: (server.held(chain), -server.queue_s(now_s), -server.busy_s))
+
+
+def simulate_dialogues(
+    settings: DialogueSettings, progress: Callable[[int, int], None] = lambda done, total: None
+) -> DialogueRun:
+    """Lead all dialogues to their ends. `progress` is told how many turns are done, and of how many."""
+    began = time.perf_counter()
+    dialogues = make_dialogues(settings)
+    servers = [Server(settings) for _ in range(settings.servers)]
+    router = _Router(settings, servers)
+    talks = [_Talk(dialogue, settings.block_tokens) for dialogue in dialogues]
+    upcoming = [(dialogue.start_s, dialogue.number, 0) for dialogue in dialogues]
+    heapq.heapify(upcoming)
+    total = sum(len(dialogue.turns) for dialogue in dialogues)
+    done = prompt_tokens = reused_tokens = known_tokens = moved = 0
+    opened: dict[int, int] = {}  # personas seen, and the tokens of their full blocks
+    waited_s = now_s = 0.0
+    while upcoming:
+        now_s, number, index = heapq.heappop(upcoming)
+        talk, turn = talks[number], dialogues[number].turns[index]
+        known_tokens += talk.tokens - 1 if index else opened.get(dialogues[number].persona, 0)
+        talk.tokens += turn.question_tokens
+        prompt = talk.tokens
+        chain = talk.full_blocks()
+        server = router.choose(now_s, chain)
+        use = Use(int(now_s * 1e9), len(chain))
+        reused = server.reuse(number, chain, use)
+        waited_s += server.queue_s(now_s)
+        answered_s = server.work(now_s, prompt - reused, turn.answer_tokens)
+        talk.tokens += turn.answer_tokens - 1  # an answer's last token has no KV
+        server.keep(number, talk.full_blocks(), talk.tokens % settings.block_tokens, use)
+        talk.tokens += 1
+        moved += talk.server not in (None, server)
+        talk.server = server
+        prompt_tokens += prompt
+        reused_tokens += reused
+        opened[dialogues[number].persona] = talk.shared_blocks * settings.block_tokens
+        done += 1
+        if index + 1 < len(dialogues[number].turns):
+            heapq.heappush(upcoming, (answered_s + dialogues[number].turns[index + 1].pause_s, number, index + 1))
+        if not done % _PROGRESS_EVERY or done == total:
+            progress(done, total)
+    mean_busy_s = sum(server.busy_s for server in servers) / len(servers)
+    return DialogueRun(
+        routing=settings.routing.value,
+        policy=settings.policy,
+        tails=settings.tails,
+        dialogues=len(dialogues),
+        turns=total,
+        mean_history_messages=mean_history([len(dialogue.turns) for dialogue in dialogues]),
+        prompt_tokens=prompt_tokens,
+        reused_tokens=reused_tokens,
+        reused=reused_tokens / prompt_tokens,
+        reused_limit=known_tokens / prompt_tokens,
+        moved_turns=moved,
+        evicted_blocks=sum(server.pool.evictions for server in servers),
+        blocks_held=settings.capacity * settings.servers,
+        blocks_made=sum(len(talk.full_blocks()) for talk in talks),
+        turns_per_server=tuple(server.turns for server in servers),
+        busy_balance=max(server.busy_s for server in servers) / mean_busy_s,
+        mean_wait_s=waited_s / total,
+        simulated_hours=now_s / 3600,
+        seconds=time.perf_counter() - began,
+    )
