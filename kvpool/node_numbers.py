@@ -74,5 +74,8 @@ def validate(node: PoolNode) -> dict[str, Any]:
     """The self-check: everything is consistent, and nothing but sealed blocks is held."""
     held = counts(node)
     problems = [*node.core.validate(), *node.messenger.validate()]
+    if node.index is not None:
+        node.tell()
+        problems += node.index.validate(node.core.store.in_dram())
     problems += [f"{n} {name} are held" for name, n in held.items() if n and name != "blocks"]
     return {"ok": not problems, "problems": problems, "counts": held}

@@ -38,29 +38,28 @@ class SharedIndex:
 
     def apply(self, changes: Iterable[tuple[bool, Block]]) -> None:
         """Take blocks in, or out, in order. Slots of a block may be written again only after it was taken out here."""
-        for added, block in changes:
-            if not added:
-                self._remove(block.key)
-            else:
-                self._remove(block.key)
-                self._add(block.key, _record(block))
+        last = {block.key: (added, block) for added, block in changes}
+        for key in last:
+            self._remove(key)
+        for key, (added, block) in last.items():
+            if added:
+                self._add(key, _record(block))
 
     def close(self) -> None:
         """Readers that look once more see that the pool node has stopped."""
         self._words[layout.AT_STATE] = layout.CLOSED
         self.memory.close()
 
-    def validate(self, sealed: dict[bytes, tuple[int, ...]]) -> list[str]:
-        """What differs from the blocks that should be found, given by key with their offsets; in words."""
+    def validate(self, blocks: Iterable[Block]) -> list[str]:
+        """What differs from the blocks in DRAM that should be found; in words."""
+        expected = {block.key: _record(block) for block in blocks}
         problems = []
-        if self._entry_of.keys() != sealed.keys():
-            problems.append(f"{len(self._entry_of)} blocks are in the shared index, {len(sealed)} should be")
-        for key in self._entry_of.keys() & sealed.keys():
-            at = self._at(self._entry_of[key])
-            offsets = self._words[at + layout.ENTRY_OFFSETS :][: len(sealed[key])]
-            keys = self._words[at + layout.ENTRY_KEY : at + layout.ENTRY_SHAPE]
-            if keys.tobytes() != key or tuple(offsets.tolist()) != sealed[key]:
-                problems.append(f"the shared index has block {key[16:].hex()} elsewhere")
+        if self._entry_of.keys() != expected.keys():
+            problems.append(f"{len(self._entry_of)} blocks are in the shared index, {len(expected)} should be")
+        for key in self._entry_of.keys() & expected.keys():
+            at = self._at(self._entry_of[key]) + layout.ENTRY_KEY
+            if not np.array_equal(self._words[at : at + len(expected[key])], expected[key]):
+                problems.append(f"the shared index tells something else of block {key[16:].hex()}")
         if len(self._free) + len(self._entry_of) != self._num_entries:
             problems.append("the shared index has lost entries")
         return problems

@@ -263,11 +263,15 @@ class BlockStore:
         for copy in copies:
             self.release(copy)
 
+    def in_dram(self) -> Iterator[Block]:
+        """The blocks that readers find in DRAM."""
+        return (b for b in self.index if (copy := b.copies[DRAM]) is not None and copy.ready)
+
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
         """See `PoolCore.take_dram_changes`."""
         changes = self._dram_changes
         if changes is None:
-            changes = [(True, b) for b in self.index if (copy := b.copies[DRAM]) is not None and copy.ready]
+            changes = [(True, block) for block in self.in_dram()]
         self._dram_changes = []
         return changes
 
