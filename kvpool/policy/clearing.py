@@ -8,7 +8,7 @@ that follow those; of the slabs around the next victims, those whose copies were
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpool.policy.records import Copy
+from kvpool.policy.records import DRAM, Block, Copy
 from kvpool.policy.slabs import SlabAllocator
 
 __all__ = ["Clearing", "plan_clearing"]
@@ -89,12 +89,16 @@ def _followers(tier: int, copy: Copy) -> list[Copy] | None:
     if not copy.ready or copy.holds or copy.gone:
         return None
     block = copy.block
-    found = [each for child in block.place.children() if child.block and (each := child.block.copies[tier])]
-    if len(found) != block.place.following[tier]:
+    found = [each for child in block.place.children() if child.block and (each := _copy_in(child.block, tier))]
+    if len(found) != block.place.following(tier):
         return None  # one is on its way
-    is_last = block.copies[1 - tier] is None
-    stays = len(found) != block.place.num_following or any(each.block.copies[1 - tier] for each in found)
+    is_last = copy.other is None
+    stays = len(found) != block.place.num_following or any(each.other for each in found)
     return None if is_last and stays else found
+
+
+def _copy_in(block: Block, tier: int) -> Copy | None:
+    return block.dram if tier == DRAM else block.ssd
 
 
 def _mean_last_use(copies: Iterable[Copy]) -> float:

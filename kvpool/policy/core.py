@@ -18,7 +18,6 @@ from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import POLICIES, Use
 from kvpool.policy.flushing import flush
 from kvpool.policy.records import (
-    DRAM,
     Allocation,
     Block,
     Copy,
@@ -118,23 +117,31 @@ class PoolCore:
         put_id = self._next_id("put")
         use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents))
         cost_s = compute_s / len(chain) if chain else 0.0
-        with store.keeping(kv_namespace, chain):
-            status: list[SlotStatus] = []
-            new_blocks: list[Block] = []
-            full = False
-            for i, chain_key in enumerate(chain):
-                known = store.find(kv_namespace, chain_key)
-                if known is not None:
-                    if known.sealed:
-                        store.hit([known], use)
-                    status.append(SlotStatus.EXISTS)
-                    continue
-                tokens = num_tokens[i] if num_tokens else 0
-                block = None if full else store.try_add(family, chain_key, parents[i], put_id, tokens, cost_s, use)
-                full = block is None
-                status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
+        found = [store.find(kv_namespace, chain_key) for chain_key in chain]
+        status: list[SlotStatus] = []
+        new_blocks: list[Block] = []
+        full = False
+        last: Block | None = None
+        with store.keeping(found):
+            for i, known in enumerate(found):
+                block = known or store.find(kv_namespace, chain[i])  # a key may come twice
                 if block is not None:
-                    new_blocks.append(block)
+                    if block.sealed:
+                        store.hit([block], use)
+                    status.append(SlotStatus.EXISTS)
+                elif not full:
+                    place = store.index.place(kv_namespace + chain[i])
+                    is_next = last is not None and parents[i] == chain[i - 1]
+                    before = last.place if is_next and last else store.index.place(kv_namespace + parents[i])
+                    tokens = num_tokens[i] if num_tokens else 0
+                    block = store.try_add(family, place, before, put_id, tokens, cost_s, use)
+                    if block is not None:
+                        new_blocks.append(block)
+                        status.append(SlotStatus.NEW)
+                if block is None:
+                    full = True
+                    status.append(SlotStatus.NO_SPACE)
+                last = block
         store.tell()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
         if not new_blocks:
@@ -193,19 +200,20 @@ class PoolCore:
         With `tails`, also the partial blocks in DRAM whose parent is the run's last block (where the run is empty:
         those that begin a prompt), most recently used first; then the grant may have tails and no blocks.
         """
-        run = self._look_up(now_ns, kv_namespace, chain)
+        run, num_from_ssd = self._look_up(now_ns, kv_namespace, chain)
         after = self.store.tails_after(kv_namespace, run) if tails else []
         after = [tail for tail in after if tail.offsets]
         if not run and not after:
             return None
-        copies = [copy for block in (*run, *after) if (copy := block.copies[DRAM]) is not None]
+        copies = [copy for block in (*run, *after) if (copy := block.dram) is not None]
         for copy in copies:
             copy.holds += 1
         self.counters["lookup_tails"] += len(after)
+        self.store.hit(after, Use(now_ns, len(chain)))
         lease_id = self._next_id("lease")
         expires_ns, kept_until_ns = self._lease_times(now_ns, lease_ns)
         self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, copies, expires_ns, kept_until_ns)
-        return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after))
+        return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after), num_from_ssd)
 
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
         """Somebody has read these blocks without a lease (verified by their digests): it counts as a look-up."""
@@ -243,7 +251,7 @@ class PoolCore:
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """How many of these blocks are on their way from SSD to DRAM."""
         found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
-        copies = (block.copies[DRAM] for block in found if block is not None and block.sealed)
+        copies = (block.dram for block in found if block is not None and block.sealed)
         return sum(copy is not None and not copy.ready for copy in copies)
 
     def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[Write]:
@@ -257,9 +265,13 @@ class PoolCore:
         """
         return self.staging.next_writes(now_ns, max_nbytes, everything)
 
-    def written(self, now_ns: int, write: Write, ok: bool) -> None:
-        """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed."""
-        self.staging.written(now_ns, write, ok)
+    def written(self, now_ns: int, write: Write, ok: bool, *, is_blocks_fault: bool = True) -> None:
+        """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed.
+
+        A block that twice in a row cannot be written by its own fault is not tried again; a full or failing SSD is
+        nobody's.
+        """
+        self.staging.written(now_ns, write, ok, is_blocks_fault)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
         """Take in what the SSD store found at its start, before any other call. Returns how many blocks.
@@ -351,21 +363,22 @@ class PoolCore:
         """What does not fit together, in words; empty when all does."""
         return audit(self)
 
-    def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block]:
-        """The leading run in DRAM, used and counted."""
+    def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> tuple[list[Block], int]:
+        """The leading run in DRAM, used and counted; and how many of it came from SSD since they were last used."""
         store = self.store
         found = store.leading_run(kv_namespace, chain)
         copies: list[Copy] = []
         for block in found:
-            copy = block.copies[DRAM]
+            copy = block.dram
             if copy is None or not copy.ready:
                 break
             copies.append(copy)
         run = found[: len(copies)]
         self.tally.looked_up(len(chain), len(found) - len(run), copies, now_ns)
+        num_from_ssd = sum(copy.promoted for copy in copies)
         store.hit(run, Use(now_ns, len(chain)))
         self.staging.was_used(run)
-        return run
+        return run, num_from_ssd
 
     def _end(self, puts: list[Put], leases: list[Lease]) -> list[str]:
         for put in puts:
@@ -416,7 +429,8 @@ def _request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[byte
 def _check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
     if len(digests) != len(blocks):
         raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
-    for block, per_group in zip(blocks, digests, strict=True):
-        want = [8 * block.spec.num_layers(g) for g in range(block.spec.num_groups)]
-        if [len(each) for each in per_group] != want:
+    spec = blocks[0].spec
+    want = [8 * spec.num_layers(g) for g in range(spec.num_groups)]
+    for per_group in digests:
+        if list(map(len, per_group)) != want:
             raise SpecError(f"digests per group take {want} bytes, came as {[len(each) for each in per_group]}")

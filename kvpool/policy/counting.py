@@ -40,6 +40,12 @@ _NAMES = (
 )
 
 
+_EVICTED = {
+    (tier, reason): f"evicted_{name}_{reason}_blocks" for tier, name in enumerate(_TIERS) for reason in EVICTIONS
+}
+_EVICTED_BYTES = tuple(f"evicted_{name}_bytes" for name in _TIERS)
+
+
 class Tally:
     """Counters, all there from the start, and histograms."""
 
@@ -52,18 +58,18 @@ class Tally:
 
     def evicted(self, copy: Copy, reason: str, now_ns: int | None, loss: str | None) -> None:
         """A copy has left its tier. `loss`: why the block is not here any more, if so; `now_ns`: if room was needed."""
-        counters, tier = self.counters, _TIERS[copy.tier]
+        counters, tier = self.counters, copy.tier
         counters["evicted_blocks"] += 1
-        counters[f"evicted_{tier}_{reason}_blocks"] += 1
-        counters[f"evicted_{tier}_bytes"] += copy.nbytes
+        counters[_EVICTED[tier, reason]] += 1
+        counters[_EVICTED_BYTES[tier]] += copy.nbytes
         if copy.promoted:
             counters["promoted_unused_blocks"] += 1
         if loss is not None:
             counters["lost_blocks"] += 1
             counters[f"lost_{loss}_blocks"] += 1
         if now_ns is not None:
-            self._ages[copy.tier].add(now_ns - copy.born_ns)
-            self._idle[copy.tier].add(now_ns - copy.used_ns)
+            self._ages[tier].add(now_ns - copy.born_ns)
+            self._idle[tier].add(now_ns - copy.used_ns)
 
     def looked_up(self, num_asked: int, num_waiting: int, hits: Iterable[Copy], now_ns: int) -> None:
         """A look-up of so many blocks: `hits` were in DRAM, told before they are marked as used, and `num_waiting` on

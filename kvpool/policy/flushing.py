@@ -1,7 +1,7 @@
 """Emptying a pool node of what nobody uses, because somebody asks for it."""
 
 from kvpool.policy.index import may_leave
-from kvpool.policy.records import DRAM, Block
+from kvpool.policy.records import Block
 from kvpool.policy.store import BlockStore
 
 __all__ = ["flush"]
@@ -12,8 +12,7 @@ def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> 
     asked = [
         block
         for block in store.index
-        if (kv_namespace is None or block.kv_namespace == kv_namespace)
-        and (not dram_only or block.copies[DRAM] is not None)
+        if (kv_namespace is None or block.kv_namespace == kv_namespace) and (not dram_only or block.dram is not None)
     ]
     left = sorted(asked, key=lambda block: block.place.depth)
     removed = 0
@@ -36,7 +35,7 @@ def _remove(store: BlockStore, block: Block) -> bool:
 
 
 def _drop(store: BlockStore, block: Block) -> bool:
-    copy = block.copies[DRAM]
+    copy = block.dram
     may = copy is not None and copy.kept_below and may_leave(copy)
     if copy is not None and may:
         store.drop(copy, "flushed")

@@ -18,11 +18,11 @@ def may_leave(copy: Copy) -> bool:
     """
     if not copy.ready or copy.holds or copy.gone:
         return False
-    block, tier = copy.block, copy.tier
+    block = copy.block
     place = block.place
-    if place.following[tier]:
-        return False
-    return not place.num_following or block.copies[1 - tier] is not None
+    if copy.tier == DRAM:
+        return not place.following_dram and (block.ssd is not None or not place.num_following)
+    return not place.following_ssd and (block.dram is not None or not place.num_following)
 
 
 class BlockIndex:
@@ -83,6 +83,8 @@ class BlockIndex:
             parent.first.previous = place
         parent.first = place
         if block.num_tokens:
+            if parent.tails is None:
+                parent.tails = []
             parent.tails.append(block)
         self.num_blocks += 1
         self.num_sealed += not block.put_id
@@ -98,7 +100,7 @@ class BlockIndex:
             place.previous.next = place.next
         if place.next is not None:
             place.next.previous = place.previous
-        if block.num_tokens:
+        if block.num_tokens and parent.tails is not None:
             parent.tails.remove(block)
         place.block = place.next = place.previous = None
         place.depth = -1
@@ -117,18 +119,19 @@ class BlockIndex:
         for key, place in self._places.items():
             following = [child.block for child in place.children()]
             held = [sum(b is not None and b.copies[tier] is not None for b in following) for tier in (DRAM, SSD)]
-            if place.key != key or place.num_following != len(following) or place.following != held:
+            counted = [place.following(tier) for tier in (DRAM, SSD)]
+            if place.key != key or place.num_following != len(following) or counted != held:
                 problems.append(f"the place of {key.hex()} counts its followers wrongly")
             if any(child.parent is not place or child.block is None for child in place.children()):
                 problems.append(f"the place of {key.hex()} is followed by a block of another")
             if place.block is None and not following:
                 problems.append(f"the place of {key.hex()} is kept for nothing")
-            if place.tails != [block for block in place.tails if block in following and block.num_tokens]:
+            if any(tail not in following or not tail.num_tokens for tail in place.tails or ()):
                 problems.append(f"the place of {key.hex()} has other tails than those that follow")
         if any(block.removed or block.place.block is not block for block in blocks):
             problems.append("a removed block, or one at another place, can be found")
         if len(blocks) != self.num_blocks or sum(block.sealed for block in blocks) != self.num_sealed:
             problems.append("the numbers of blocks are not those of the blocks")
-        if sum(len(place.tails) for place in self._places.values()) != sum(bool(b.num_tokens) for b in blocks):
+        if sum(len(place.tails or ()) for place in self._places.values()) != sum(bool(b.num_tokens) for b in blocks):
             problems.append("a partial block is not among its parent's tails")
         return problems

@@ -59,7 +59,8 @@ class Place:
         "block",
         "depth",
         "first",
-        "following",
+        "following_dram",
+        "following_ssd",
         "is_root",
         "key",
         "next",
@@ -75,12 +76,17 @@ class Place:
         self.depth = -1  # blocks before it in its chain, as far as known; -1: it is none, or not here
         self.block: Block | None = None
         self.parent: Place | None = None  # set while `block` is
-        self.following = [0, 0]  # of the blocks that follow it, those with a copy in DRAM, and on SSD
-        self.num_following = 0  # all of them
-        self.tails: list[Block] = []  # of them, the partial ones
+        self.num_following = 0  # blocks that follow it
+        self.following_dram = 0  # of them, those with a copy in DRAM, or on its way there
+        self.following_ssd = 0
+        self.tails: list[Block] | None = None  # of them, the partial ones, if there are any
         self.first: Place | None = None  # of the places that follow it, linked by `next` and `previous`
         self.next: Place | None = None
         self.previous: Place | None = None
+
+    def following(self, tier: int) -> int:
+        """Of the blocks that follow it, those with a copy in this tier, or on its way there."""
+        return self.following_dram if tier == DRAM else self.following_ssd
 
     def children(self) -> Iterator["Place"]:
         """The places of the blocks that follow it."""
@@ -118,6 +124,11 @@ class Copy(Resident):
     last_use: int = 0  # uses of all blocks of the tier so far, at the last use of this one
     promoted: bool = False  # loaded from SSD, and not used since
 
+    @property
+    def other(self) -> "Copy | None":
+        """The block's copy in the other tier."""
+        return self.block.ssd if self.tier == DRAM else self.block.dram
+
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -129,7 +140,8 @@ class Block:
     num_tokens: int = 0  # of a partial block; 0 = full
     cost_s: float = 0.0  # what computing it took, 0 = not known
     digests: tuple[bytes, ...] = ()  # per group: uint64 little-endian per layer
-    copies: list[Copy | None] = field(default_factory=lambda: [None, None])
+    dram: Copy | None = None
+    ssd: Copy | None = None
     removed: bool = False  # it can be found no more
     replicas: int = 0  # on other nodes, as last told
     num_uses: int = 0  # after the one that stored it
@@ -155,6 +167,11 @@ class Block:
         return self.place.parent.key
 
     @property
+    def copies(self) -> tuple[Copy | None, Copy | None]:
+        """By tier: DRAM, SSD."""
+        return self.dram, self.ssd
+
+    @property
     def spec(self) -> KvSpec:
         return self.family.spec
 
@@ -165,18 +182,18 @@ class Block:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Of its slots in the arena, one per group; none where it is not in DRAM, or on its way there."""
-        copy = self.copies[DRAM]
+        copy = self.dram
         return copy.offsets if copy is not None and (copy.ready or self.put_id) else ()
 
     @property
     def ssd_offset(self) -> int | None:
         """Of its extent on SSD; None where it is not there, or on its way there."""
-        copy = self.copies[SSD]
+        copy = self.ssd
         return copy.offsets[0] if copy is not None and copy.ready else None
 
     @property
     def num_leases(self) -> int:
-        dram, ssd = self.copies
+        dram, ssd = self.dram, self.ssd
         if dram is None or not dram.ready:
             return 0
         return dram.holds - (ssd is not None and not ssd.ready)
@@ -223,6 +240,7 @@ class LeaseGrant:
     blocks: tuple[Block, ...]
     expires_ns: int
     tails: tuple[Block, ...] = ()  # partial blocks right after the last of `blocks`; most recently used first
+    num_from_ssd: int = 0  # of `blocks`, those that came from SSD since they were last used
 
 
 class LoadOutcome(enum.Enum):

@@ -58,6 +58,11 @@ class TierRoom:
         self.spare_until = math.inf
         self._may_take = _may_take_from_ssd(self) if tier == SSD else _may_take
 
+    @property
+    def num_copies(self) -> int:
+        """Complete copies in the tier."""
+        return sum(partition.num_copies for partition in self._partitions.values())
+
     def partition(self, owner: bytes, sizes: tuple[int, ...]) -> Partition:
         """The one of these slots, for a family more; made if there is none."""
         known = self._partitions.get((owner, sizes))
@@ -138,9 +143,10 @@ class TierRoom:
             num_uses += 1
             copy.last_use = num_uses
             copy.used_ns = now_ns
+            copy.promoted = False
         self._num_uses, self._now_ns = num_uses, now_ns
         for copy in copies:
-            if not copy.block.place.following[self._tier]:
+            if not copy.block.place.following(self._tier):
                 self.offer(copy)
 
     def offer(self, copy: Copy) -> None:
@@ -242,7 +248,7 @@ class TierRoom:
         if any(offset not in copy.offsets or copy.tier != self._tier for offset, copy in self.holders.items()):
             problems.append("a slot is held by a copy that lies elsewhere")
         inserted = {id(copy): copy for copy in self.holders.values() if copy.ready and not copy.gone}.values()
-        if len(inserted) != sum(partition.num_copies for partition in self._partitions.values()):
+        if len(inserted) != self.num_copies:
             problems.append("the partitions' numbers of copies are not those of the copies")
         if sum(self.freed.values()) != self.freed_nbytes:
             problems.append("the freed bytes are not those of the freed slots")
@@ -286,7 +292,7 @@ def _may_take(resident: Resident) -> bool:
 def _may_take_from_ssd(room: TierRoom) -> Callable[[Resident], bool]:
     def may_take(resident: Resident) -> bool:
         assert isinstance(resident, Copy)
-        dram = resident.block.copies[DRAM]
+        dram = resident.block.dram
         return may_leave(resident) and (dram is None or dram.last_use > room.spare_until)
 
     return may_take

@@ -37,19 +37,19 @@ class Staging:
         """Requests have used these blocks again: those that are not on SSD are worth a place there."""
         for block in blocks:
             block.num_uses += 1
-            if block.num_uses == 1 and self._has_ssd and block.copies[SSD] is None:
+            if block.num_uses == 1 and self._has_ssd and block.ssd is None:
                 self._useful.append(block)
 
     def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> list[Load]:
         """See `PoolCore.load`."""
         store = self._store
         run = store.leading_run(kv_namespace, chain)
-        wanted = [block for block in run if block.copies[DRAM] is None]
+        wanted = [block for block in run if block.dram is None]
         if tails:
-            wanted += [tail for tail in store.tails_after(kv_namespace, run) if tail.copies[DRAM] is None]
+            wanted += [tail for tail in store.tails_after(kv_namespace, run) if tail.dram is None]
         if not wanted:
             return []
-        held = [copy for block in run if (copy := block.copies[DRAM]) is not None]
+        held = [copy for block in run if (copy := block.dram) is not None]
         for copy in held:
             copy.holds += 1
         use = Use(now_ns, len(chain))
@@ -115,7 +115,7 @@ class Staging:
         self.writes |= dict.fromkeys(writes)
         return writes
 
-    def written(self, now_ns: int, write: Write, ok: bool) -> None:
+    def written(self, now_ns: int, write: Write, ok: bool, is_blocks_fault: bool) -> None:
         """See `PoolCore.written`."""
         del self.writes[write]
         block, store = write.block, self._store
@@ -129,7 +129,7 @@ class Staging:
             dram.kept_below = True
             store.ssd.insert(ssd, Use(now_ns))
         else:
-            block.num_write_errors += 1
+            block.num_write_errors += is_blocks_fault
             store.withdraw(ssd)
         self._tally.counters["ssd_stored_blocks" if ok else "ssd_failed_blocks"] += 1
         store.release(dram)
@@ -156,7 +156,7 @@ class Staging:
         return len(restored)
 
     def _begin_load(self, block: Block, use: Use) -> Load | None:
-        parent, ssd = block.place.parent, block.copies[SSD]
+        parent, ssd = block.place.parent, block.ssd
         assert parent is not None
         assert ssd is not None
         copy = self._store.new_copy(block, parent, DRAM)
@@ -213,8 +213,8 @@ class Staging:
         """
         found: list[Block] = []
         each: Block | None = block
-        while each is not None and each.copies[SSD] is None:
-            dram, parent = each.copies[DRAM], each.place.parent
+        while each is not None and each.ssd is None:
+            dram, parent = each.dram, each.place.parent
             is_writable = dram is not None and dram.ready and not each.removed
             if not is_writable or each.num_write_errors >= _MAX_ERRORS or parent is None:
                 return []
@@ -230,7 +230,7 @@ class Staging:
 
     def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[Write | None, bool]:
         """The write if there is an extent for it; else whether the block is worth another's."""
-        store, parent, dram = self._store, block.place.parent, block.copies[DRAM]
+        store, parent, dram = self._store, block.place.parent, block.dram
         assert parent is not None
         assert dram is not None
         copy: Copy = store.new_copy(block, parent, SSD)

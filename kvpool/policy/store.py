@@ -99,11 +99,13 @@ class BlockStore:
         return self.index.leading_run(kv_namespace, chain)
 
     def try_add(
-        self, family: Family, chain_key: bytes, parent: bytes, put_id: str, num_tokens: int, cost_s: float, use: Use
+        self, family: Family, place: Place, before: Place, put_id: str, num_tokens: int, cost_s: float, use: Use
     ) -> Block | None:
-        """A new block, being written by `put_id`; None when it cannot or should not have slots: nothing has changed."""
-        before = self.index.place(family.kv_namespace + parent)
-        block = Block(self.index.place(family.kv_namespace + chain_key), family, put_id, num_tokens, cost_s)
+        """A new block at an empty place, being written by `put_id`, after that of its parent.
+
+        None when it cannot or should not have slots: nothing has changed, and empty places are forgotten.
+        """
+        block = Block(place, family, put_id, num_tokens, cost_s)
         # Before anything is evicted for it: the victim must not be the parent.
         before.num_following += 1
         if self._make_way_for_tail(block, before):
@@ -114,7 +116,7 @@ class BlockStore:
             self.abandon(copy, before)
         before.num_following -= 1
         self.offer(before.block)
-        self.index.discard(block.place)
+        self.index.discard(place)
         self.index.discard(before)
         return None
 
@@ -139,7 +141,7 @@ class BlockStore:
     def tails_after(self, kv_namespace: bytes, run: Sequence[Block]) -> list[Block]:
         """The sealed partial blocks right after the run's last block, or at the beginning; last used first."""
         place = run[-1].place if run else self.index.find_place(kv_namespace + bytes(16))
-        tails = [] if place is None else [tail for tail in place.tails if tail.sealed]
+        tails = [] if place is None else [tail for tail in place.tails or () if tail.sealed]
         return sorted(tails, key=_used_ns, reverse=True) if len(tails) > 1 else tails
 
     def add(self, block: Block, before: Place) -> None:
@@ -161,14 +163,17 @@ class BlockStore:
             block=block,
             tier=tier,
         )
-        block.copies[tier] = copy
-        before.following[tier] += 1
+        if tier == DRAM:
+            block.dram = copy
+            before.following_dram += 1
+        else:
+            block.ssd = copy
+            before.following_ssd += 1
         return copy
 
     def abandon(self, copy: Copy, before: Place) -> None:
         """The copy does not come, and has no slots."""
-        copy.block.copies[copy.tier] = None
-        before.following[copy.tier] -= 1
+        _unlink(copy, before)
         self.offer(before.block)
 
     def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
@@ -178,12 +183,13 @@ class BlockStore:
             self.index.num_sealed += 1
             self.came_to_dram(block, use)
         for block in blocks:
-            self.offer(block)
+            if not block.place.num_following:
+                self.offer(block)
         self.tell()
 
     def came_to_dram(self, block: Block, use: Use) -> None:
         """The block's copy in DRAM is complete. It must be offered."""
-        copy = block.copies[DRAM]
+        copy = block.dram
         assert copy is not None
         self.dram.insert(copy, use)
         self._changed[block] = None
@@ -192,9 +198,9 @@ class BlockStore:
 
     def hit(self, blocks: Sequence[Block], use: Use) -> None:
         """A request used these sealed blocks of one namespace, wherever they are."""
-        self.dram.hit([copy for block in blocks if (copy := block.copies[DRAM]) is not None and copy.ready], use)
+        self.dram.hit([copy for block in blocks if (copy := block.dram) is not None and copy.ready], use)
         if self._has_ssd:
-            self.ssd.hit([copy for block in blocks if (copy := block.copies[SSD]) is not None and copy.ready], use)
+            self.ssd.hit([copy for block in blocks if (copy := block.ssd) is not None and copy.ready], use)
 
     def may_remove(self, block: Block) -> bool:
         """Sealed, nobody holds it and nothing here follows it."""
@@ -211,7 +217,10 @@ class BlockStore:
         for copy in copies:
             if copy.ready:
                 self.rooms[copy.tier].leave(copy)
-            self._detach(copy, parent)
+            _unlink(copy, parent)
+            if copy.holds:
+                _keep(copy)
+            self._leave(copy)
         self._vanish(block)
 
     def drop(self, copy: Copy, reason: str) -> None:
@@ -222,10 +231,10 @@ class BlockStore:
 
     def withdraw(self, copy: Copy) -> None:
         """A copy that was on its way into its tier does not come; its slots are free when nothing holds them."""
-        block, parent = copy.block, copy.block.place.parent
+        parent = copy.block.place.parent
         assert parent is not None
-        self._detach(copy, parent)
-        block.copies[copy.tier] = None
+        self._leave(copy)
+        _unlink(copy, parent)
         self.offer(parent.block)
 
     def release(self, copy: Copy) -> None:
@@ -235,28 +244,27 @@ class BlockStore:
             return
         if copy.gone:
             self.rooms[copy.tier].free(copy)
-        elif not copy.block.place.following[copy.tier]:
+        elif not copy.block.place.following(copy.tier):
             self.rooms[copy.tier].offer(copy)
 
     def take_out(self, blocks: Sequence[Block]) -> list[int]:
         """Take unsealed blocks out, the last first; their slots stay used until `dram.free_slots`."""
         offsets: list[int] = []
         for block in reversed(blocks):
-            copy, parent = block.copies[DRAM], block.place.parent
+            copy, parent = block.dram, block.place.parent
             assert copy is not None
             assert parent is not None
             offsets += self.dram.hand_over(copy)
             copy.gone = True
-            parent.following[DRAM] -= 1
+            parent.following_dram -= 1
             self._forget(block)
         return offsets
 
     @contextlib.contextmanager
-    def keeping(self, kv_namespace: bytes, chain: Sequence[bytes]) -> Iterator[None]:
-        """What of `chain` is in DRAM behind a block that is not here is not evicted meanwhile for that one."""
-        found = [self.find(kv_namespace, chain_key) for chain_key in chain]
+    def keeping(self, found: Sequence[Block | None]) -> Iterator[None]:
+        """What of a chain is in DRAM behind a block that is not here (None) is not evicted meanwhile for that one."""
         first = found.index(None) if None in found else len(found)
-        copies = [copy for block in found[first:] if block is not None and (copy := block.copies[DRAM]) is not None]
+        copies = [copy for block in found[first:] if block is not None and (copy := block.dram) is not None]
         for copy in copies:
             copy.holds += 1
         yield
@@ -265,7 +273,7 @@ class BlockStore:
 
     def in_dram(self) -> Iterator[Block]:
         """The blocks that readers find in DRAM."""
-        return (b for b in self.index if (copy := b.copies[DRAM]) is not None and copy.ready)
+        return (b for b in self.index if (copy := b.dram) is not None and copy.ready)
 
     def take_dram_changes(self) -> list[tuple[bool, Block]]:
         """See `PoolCore.take_dram_changes`."""
@@ -305,9 +313,10 @@ class BlockStore:
 
     def _make_way_for_tail(self, block: Block, before: Place) -> bool:
         """Of too many partial blocks after one block the oldest goes. False: it cannot."""
-        if not block.num_tokens or len(before.tails) < self._max_tails:
+        tails = before.tails or ()
+        if not block.num_tokens or len(tails) < self._max_tails:
             return True
-        movable = [tail for tail in before.tails if self.may_remove(tail)]
+        movable = [tail for tail in tails if self.may_remove(tail)]
         if not movable:
             return False
         oldest = min(movable, key=_used_ns)
@@ -324,29 +333,28 @@ class BlockStore:
 
     def _given_up(self, copy: Copy, reason: str, now_ns: int) -> None:
         """The copy's room was needed."""
-        is_last = copy.block.copies[1 - copy.tier] is None
+        is_last = copy.other is None
         self._tally.evicted(copy, reason, now_ns, tier_of_loss(copy, self._has_ssd) if is_last else None)
         self._drop(copy)
 
     def _drop(self, copy: Copy) -> None:
-        block, tier = copy.block, copy.tier
-        parent, other = block.place.parent, block.copies[1 - tier]
+        block, other = copy.block, copy.other
+        parent = block.place.parent
         assert parent is not None
-        self._detach(copy, parent)
-        block.copies[tier] = None
+        self._leave(copy)
+        _unlink(copy, parent)
         if other is None:
             self._vanish(block)
             return
-        if tier == SSD:
+        if copy.tier == SSD:
             other.kept_below = False
         else:
             self._changed[block] = None
         self.offer(block)
         self.offer(parent.block)
 
-    def _detach(self, copy: Copy, parent: Place) -> None:
+    def _leave(self, copy: Copy) -> None:
         copy.gone = True
-        parent.following[copy.tier] -= 1
         if copy.tier == DRAM and copy.ready and self._dram_changes is not None:
             self._dram_changes.append((False, copy.block))
         if not copy.holds:
@@ -364,13 +372,32 @@ class BlockStore:
     def offer(self, block: Block | None) -> None:
         """Something about the block's copies, or about what follows them, has changed."""
         if block is not None:
-            for copy in block.copies:
-                if copy is not None:
-                    self.rooms[copy.tier].offer(copy)
+            if block.dram is not None:
+                self.dram.offer(block.dram)
+            if block.ssd is not None:
+                self.ssd.offer(block.ssd)
+
+
+def _unlink(copy: Copy, parent: Place) -> None:
+    """The block has no such copy any more, and does not keep its parent in the tier."""
+    if copy.tier == DRAM:
+        copy.block.dram = None
+        parent.following_dram -= 1
+    else:
+        copy.block.ssd = None
+        parent.following_ssd -= 1
+
+
+def _keep(copy: Copy) -> None:
+    """The block is removed, but whoever holds its copy finds it yet."""
+    if copy.tier == DRAM:
+        copy.block.dram = copy
+    else:
+        copy.block.ssd = copy
 
 
 def _tier(block: Block) -> Tier:
-    dram = block.copies[DRAM]
+    dram = block.dram
     return Tier.DRAM if dram is not None and dram.ready else Tier.SSD
 
 
