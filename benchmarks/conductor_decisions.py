@@ -27,6 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from conductor import wire  # noqa: E402
 from conductor.config import ConductorConfig  # noqa: E402
+from conductor.continuity import Contact, Continuity  # noqa: E402
 from conductor.core import Core  # noqa: E402
 from conductor.policy.events import NodeJoined, RequestArrived, RequestCompleted  # noqa: E402
 from conductor.pools import Pools  # noqa: E402
@@ -68,10 +69,12 @@ class Bench:
     """A conductor whose directory holds half of each prompt at one of two pool nodes, and `live` placed requests."""
 
     def __init__(self, live: int) -> None:
-        self.core = Core(ConductorConfig("none", max_queue_s=1e9, max_copies=0, report_timeout_s=0))
+        config = ConductorConfig("none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
+        self.core = Core(config)
         self.pools = Pools(self.core, 1, 1.0)
         self.registry = Registry()
-        self.service = ConductorService(self.core, self.registry, self.pools, 1)
+        continuity = Continuity(config, Contact(None, 1), self.pools.following, self.registry)
+        self.service = ConductorService(self.core, self.registry, self.pools, continuity, 1)
         for number in range(2):
             for name, role in (
                 ("pool", common_pb2.ROLE_POOL),

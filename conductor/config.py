@@ -6,6 +6,7 @@ from pathlib import Path
 
 from conductor.errors import ConfigError
 from conductor.policy.config import Objectives, PolicyConfig
+from conductor.redis_url import check_redis_url
 
 __all__ = ["ConductorConfig", "Objectives"]
 
@@ -28,14 +29,27 @@ class ConductorConfig:
     decision_log: Path | None = None  # JSONL of every event and its decisions
     decision_log_bytes: int = 64 << 20  # size at which the log is rotated
     decision_log_files: int = 4  # rotated files that are kept
+    redis_url: str = ""  # what conductors share; "" = nothing. May hold a password: to be shown redacted only
+    cluster_name: str = "moonpool"  # as written in Redis and in snapshots
+    state_dir: Path | None = None  # folder for snapshots of the directory; None = none are kept
+    shared_refresh_s: float = 2.0  # how often Redis is written and read
+    shared_ttl_s: float = 60.0  # what nobody has written for so long is gone
+    snapshot_s: float = 60.0  # how often a snapshot is written
 
     def __post_init__(self) -> None:
-        for name in ("copy_timeout_s", "tick_s", "decision_log_bytes"):
+        for name in (
+            *("copy_timeout_s", "tick_s", "decision_log_bytes"),
+            *("shared_refresh_s", "shared_ttl_s", "snapshot_s"),
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
         if 0 < self.report_timeout_s < 2 * self.tick_s:
             text = f"must be 0 (off) or at least twice tick_s, which is {self.tick_s}"
             raise ConfigError(f"report_timeout_s is {self.report_timeout_s}: {text}")
+        if self.redis_url:
+            check_redis_url(self.redis_url)
+        if not self.cluster_name.strip():
+            raise ConfigError("cluster_name is empty: give a name, the same to all conductors of the cluster")
         if self.decision_log_files < 1:
             raise ConfigError(f"decision_log_files is {self.decision_log_files}: must be at least 1")
         _ = self.policy

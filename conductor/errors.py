@@ -5,6 +5,10 @@ ConductorError
 ├── JoinRefused              a node that cannot be part of this cluster; `problem` says what differs from whom
 ├── UnknownNode              a node id under which nobody has joined
 ├── NodeInUse                a node that others need: it cannot be drained now
+├── SharedStoreError         what conductors share cannot be read or written
+│   ├── SharedStoreRefused       ... and never will: a wrong password, another cluster's data, another format
+│   └── SharedStoreUnavailable   ... now: not reachable, read-only, out of memory
+├── SnapshotUnusable         a snapshot of the directory that is damaged, or not this cluster's
 └── LogFormatError           a row of an event log that is no event or decision of this version
 """
 
@@ -27,6 +31,22 @@ class UnknownNode(ConductorError, LookupError):
 
 class NodeInUse(ConductorError):
     """Others need the node; the message names them."""
+
+
+class SharedStoreError(ConductorError):
+    """What conductors share cannot be read or written; the message says where and why, and no password."""
+
+
+class SharedStoreRefused(SharedStoreError):
+    """Trying again cannot help: a conductor that starts with this ends."""
+
+
+class SharedStoreUnavailable(SharedStoreError):
+    """It may come back: a conductor goes on without."""
+
+
+class SnapshotUnusable(ConductorError):
+    """A snapshot of the directory that cannot be loaded; the message says why. The pool nodes tell all there is."""
 
 
 class LogFormatError(ConductorError, ValueError):

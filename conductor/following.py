@@ -33,7 +33,7 @@ class Following:
     def __init__(self) -> None:
         self.directory = Directory()
         self._joined: dict[str, str] = {}  # targets by node id
-        self._expected: dict[str, str] = {}
+        self._expected: dict[str, dict[str, str]] = {}  # the same, by who says so
         self._feeds: dict[str, _Feed] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
@@ -56,11 +56,16 @@ class Following:
         self._joined.pop(node_id, None)
         self._settle(node_id)
 
-    def expect(self, targets: Mapping[str, str]) -> None:
-        """The pool nodes, by id, that are said to be in the cluster: those that joined elsewhere, or will soon."""
-        before, self._expected = self._expected, dict(targets)
+    def expect(self, source: str, targets: Mapping[str, str]) -> None:
+        """The pool nodes, by id, that `source` says are in the cluster: they joined elsewhere, or will join soon."""
+        before = self._expected.get(source, {})
+        self._expected[source] = dict(targets)
         for node_id in sorted(before.keys() | targets.keys() | set(self.directory.nodes)):
             self._settle(node_id)
+
+    def targets(self) -> dict[str, str]:
+        """Where each node that is followed is."""
+        return {node_id: feed.target for node_id, feed in self._feeds.items()}
 
     def state(self) -> dict[str, Any]:
         """How much is known of each pool node, and how sure it is."""
@@ -95,7 +100,8 @@ class Following:
 
     def _settle(self, node_id: str) -> None:
         """Follow the node where it is now said to be, or forget it."""
-        target = self._joined.get(node_id) or self._expected.get(node_id)
+        said = [self._joined, *self._expected.values()]
+        target = next((targets[node_id] for targets in said if node_id in targets), None)
         feed = self._feeds.get(node_id)
         if target is not None and feed is not None and feed.target == target:
             return

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable
 
 from conductor.config import ConductorConfig
+from conductor.continuity import Continuity, first_contact
 from conductor.core import Core
 from conductor.policy.events import Tick
 from conductor.pools import Pools
@@ -24,18 +24,24 @@ _STOP_GRACE_S = 0.2
 async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
     """Serve until `stop`; `on_ready(target)` is called once nodes can join.
 
-    Nothing is kept over a restart: workers join again and say what they hold, pool nodes send their directories.
-    Raises messenger's AddressInUse or BindFailed.
+    After a restart workers join again and say what they hold; pool nodes go on with their events where the last
+    snapshot of the directory stands, or send all they have. Raises messenger's AddressInUse or BindFailed, ConfigError,
+    and SharedStoreRefused for a Redis that can never be this conductor's.
     """
-    incarnation = secrets.randbits(63)
-    core = Core(config)
-    pools = Pools(core, incarnation, config.copy_timeout_s)
-    service = ConductorService(core, Registry(), pools, incarnation)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        contact = await first_contact(config)
+        stack.push_async_callback(contact.close)
+        core = Core(config)
+        stack.callback(core.close)
+        pools, registry = Pools(core, contact.incarnation, config.copy_timeout_s), Registry()
+        stack.push_async_callback(pools.close)
+        continuity = Continuity(config, contact, pools.following, registry)
+        stack.push_async_callback(continuity.close)
+        service = ConductorService(core, registry, pools, continuity, contact.incarnation)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, config.tick_s), name="conductor tick")
         try:
-            pools.following.open()
+            continuity.start()
             log.info("conductor listens at %s", server.target)
             on_ready(server.target)
             await stop.wait()
@@ -44,9 +50,6 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
             await server.stop(_STOP_GRACE_S)
-    finally:
-        await pools.close()
-        core.close()
 
 
 async def _tick(core: Core, every_s: float) -> None:

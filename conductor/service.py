@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from conductor import wire
+from conductor.continuity import Continuity
 from conductor.core import Core
 from conductor.errors import JoinRefused, NodeInUse, UnknownNode
 from conductor.policy.decisions import Copy, Decision, Place, Reject
@@ -28,10 +29,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ConductorService(ConductorServicer):
     """One conductor's RPCs. Schedule awaits nothing: a decision is made in one go."""
 
-    def __init__(self, core: Core, registry: Registry, pools: Pools, incarnation: int) -> None:
+    def __init__(self, core: Core, registry: Registry, pools: Pools, continuity: Continuity, incarnation: int) -> None:
         self._core = core
         self._registry = registry
         self._pools = pools
+        self._continuity = continuity
         self._incarnation = incarnation
 
     async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
@@ -95,7 +97,7 @@ class ConductorService(ConductorServicer):
                 for member in self._registry
             ],
             ready_models=self._core.policy.ready_models(),
-            samples=self._pools.following.samples(),
+            samples=[*self._pools.following.samples(), *self._continuity.samples()],
         )
 
     async def DrainNode(
@@ -113,7 +115,10 @@ class ConductorService(ConductorServicer):
     async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
         state = self._core.policy.snapshot(self._core.now_ns())
         state.update(
-            incarnation=self._incarnation, ready_models=self._core.policy.ready_models(), pools=self._pools.state()
+            incarnation=self._incarnation,
+            ready_models=self._core.policy.ready_models(),
+            pools=self._pools.state(),
+            shared_store=self._continuity.state(),
         )
         return common_pb2.JsonReply(json=json.dumps(state))
 

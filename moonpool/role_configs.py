@@ -41,6 +41,9 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
         max_queue_s=config.scheduling.max_queue,
         report_timeout_s=config.scheduling.report_timeout,
         decision_log=config.scheduling.decision_log,
+        redis_url=config.shared.redis_url,
+        cluster_name=config.shared.cluster_name,
+        state_dir=config.shared.state_dir,
     )
 
 

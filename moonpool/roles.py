@@ -108,7 +108,7 @@ _CONFIGURATION_ERRORS = {
     "messenger.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
     "worker.errors": ("StartupError",),
     "kvpool.errors": ("PoolConfigError",),
-    "conductor.errors": ("ConfigError", "JoinRefused"),
+    "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
     "frontend.errors": ("ConfigError", "ModelFolderError", "PortInUse"),
 }
 

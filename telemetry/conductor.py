@@ -17,6 +17,8 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "directory_mismatches_total": ("Messages whose sum of the node's contents was not the directory's.", ("node",)),
     "directory_snapshots_total": ("Snapshots of pool nodes taken in, by what they were for.", ("reason",)),
     "directory_resyncs_total": ("Events that could not be taken in, so that a snapshot was needed.", ("reason",)),
+    "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),
+    "shared_store_errors_total": ("Tries to write or read Redis that failed.", ("reason",)),
     "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
 }
 

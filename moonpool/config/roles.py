@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from moonpool.config.fields import Setting, composite_settings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
+from moonpool.config.shared_store import SharedStoreSettings
 from moonpool.config.slices import (
     ConductorTarget,
     EngineSettings,
@@ -36,6 +37,7 @@ class ServeConfig:
     engine: EngineSettings = field(default_factory=EngineSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     supervisor: SupervisorSettings = field(default_factory=SupervisorSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
@@ -74,6 +76,7 @@ class ConductorRole:
     listen: ListenSettings
     further: FurtherModels
     scheduling: SchedulingSettings
+    shared: SharedStoreSettings
     logs: LogSettings
 
 

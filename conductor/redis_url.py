@@ -1,0 +1,45 @@
+"""Redis URLs as they may be given, and as they may be shown. Passwords are never shown."""
+
+from urllib.parse import SplitResult, urlsplit
+
+from conductor.errors import ConfigError
+
+__all__ = ["check_redis_url", "redacted"]
+
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+def check_redis_url(url: str) -> None:
+    """Raises ConfigError that says what is expected."""
+    expected = "expected redis://[user:password@]host[:port][/db], rediss://... (TLS) or unix://[:password@]/socket"
+    try:
+        parts = urlsplit(url)
+        complete = bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname)
+        _ = parts.port if parts.scheme != "unix" else None
+    except ValueError as error:
+        raise ConfigError(f"redis_url cannot be read ({_why(error, url)}): {expected}") from None
+    if parts.scheme not in _SCHEMES or not complete:
+        raise ConfigError(f"redis_url is {redacted(url)!r}: {expected}")
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, and without options, which may hold one too."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "..."
+    if not parts.scheme:
+        return "..."
+    return SplitResult(parts.scheme, _without_password(parts.netloc), parts.path, "", "").geturl()
+
+
+def _without_password(netloc: str) -> str:
+    who, at, where = netloc.rpartition("@")
+    user, colon, _ = who.partition(":")
+    return f"{user}{':***' if colon else ''}{at}{where}"
+
+
+def _why(error: ValueError, url: str) -> str:
+    """The reason, if it does not repeat what was given."""
+    text = str(error)
+    return "not a URL" if any(part and part in text for part in (url, url.rpartition("@")[0])) else text

@@ -1,0 +1,101 @@
+"""The conductor's standing with the shared store: writes what it knows, reads what others do, heals by itself.
+
+Everything happens in one background task. Without the store the conductor goes on with what it last read of it.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from conductor.errors import SharedStoreError, SharedStoreRefused
+from conductor.shared_store.records import NodeRecord, SnapshotPointer
+from conductor.shared_store.redis_store import RedisStore
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["Keeper"]
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 15.0
+
+
+class Keeper:
+    """`members()`: records of the nodes joined here. `on_pools` gets targets of pool nodes that joined elsewhere."""
+
+    def __init__(
+        self,
+        store: RedisStore,
+        incarnation: int,
+        members: Callable[[], Iterable[NodeRecord]],
+        on_pools: Callable[[Mapping[str, str]], None],
+        *,
+        every_s: float,
+        ttl_s: float,
+        trouble: str = "",
+    ) -> None:
+        self._store = store
+        self._incarnation = incarnation
+        self._members = members
+        self._on_pools = on_pools
+        self._every_s = every_s
+        self._ttl_s = ttl_s
+        self._trouble = trouble  # "": all is well
+        self._written: set[str] = set()  # nodes whose record is ours
+        self._errors: Counter[str] = Counter()
+        self.pointer: SnapshotPointer | None = None  # of the last snapshot written here
+
+    def state(self) -> dict[str, Any]:
+        """For export."""
+        return {
+            "where": self._store.where,
+            "state": "degraded" if self._trouble else "ok",
+            "reason": self._trouble,
+            "nodes": len(self._written),
+        }
+
+    def samples(self) -> Iterator[conductor_pb2.Sample]:
+        """The same as numbers."""
+        yield conductor_pb2.Sample(name="shared_store_up", value=float(not self._trouble))
+        for reason, count in sorted(self._errors.items()):
+            yield conductor_pb2.Sample(name="shared_store_errors_total", labels={"reason": reason}, value=count)
+
+    async def run(self) -> None:
+        """Keep the store up to date until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._round()
+            except SharedStoreError as error:
+                self._failed(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                continue
+            if self._trouble:
+                log.warning("the shared store is back: %s", self._store.where)
+                self._trouble = ""
+            pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(self._every_s)
+
+    async def _round(self) -> None:
+        """All that is written is written anew each time: whatever the store has lost meanwhile, it has again."""
+        await self._store.claim()
+        await self._store.raise_epoch(self._incarnation)
+        records = list(self._members())
+        if records:
+            await self._store.put_nodes(records, self._ttl_s)
+        left = self._written - {record.node_id for record in records}
+        known = await self._store.nodes()
+        mine = {node_id for node_id in left if node_id in known and known[node_id].conductor == self._incarnation}
+        await self._store.forget_nodes(sorted(mine))
+        self._written = {record.node_id for record in records}
+        if self.pointer is not None:
+            await self._store.put_snapshot(self.pointer)
+        others = (record for record in known.values() if record.conductor != self._incarnation)
+        self._on_pools({record.node_id: record.target for record in others if record.role == "pool"})
+
+    def _failed(self, error: SharedStoreError) -> None:
+        self._errors["refused" if isinstance(error, SharedStoreRefused) else "unavailable"] += 1
+        if str(error) != self._trouble:
+            log.warning("going on without the shared store, trying again: %s", error)
+            self._trouble = str(error)

@@ -1,0 +1,159 @@
+"""Redis as the conductors' shared memory: one class, one method per thing that is kept, each with a deadline.
+
+Keys: `moonpool:cluster` (hash: name, format), `moonpool:epoch` (the last conductor's incarnation), `moonpool:node:ID`
+(JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON). One database holds one cluster.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
+from conductor.redis_url import redacted
+from conductor.shared_store.records import FORMAT, NodeRecord, SnapshotPointer
+
+__all__ = ["RedisStore"]
+
+_CLUSTER, _EPOCH, _NODE, _SNAPSHOTS = "moonpool:cluster", "moonpool:epoch", "moonpool:node:", "moonpool:snapshots"
+_CLAIM = """
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], 'name', ARGV[1], 'format', ARGV[2]) end
+return redis.call('HMGET', KEYS[1], 'name', 'format')
+"""
+# Incarnations are microseconds since 1970, or more: exact in a Lua number until the year 2255.
+_RAISE = """
+local last = tonumber(redis.call('GET', KEYS[1]) or '0')
+local want = tonumber(ARGV[1])
+if ARGV[2] == 'new' and want <= last then want = last + 1 end
+if want > last then redis.call('SET', KEYS[1], string.format('%.0f', want)) end
+return string.format('%.0f', want)
+"""
+
+
+class RedisStore:
+    """All methods raise SharedStoreUnavailable, for what may pass, and SharedStoreRefused, for what will not."""
+
+    def __init__(self, url: str, cluster_name: str, *, deadline_s: float = 2.0) -> None:
+        from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        self.where = redacted(url)
+        self._cluster_name = cluster_name
+        self._deadline_s = deadline_s
+        self._redis = Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            retry=Retry(NoBackoff(), 0),
+            single_connection_client=False,
+        )
+
+    async def claim(self) -> None:
+        """Make sure that what is kept there is this cluster's, in this format; an empty database becomes so."""
+        async with self._errors():
+            name, kept_format = await self._redis.eval(_CLAIM, 1, _CLUSTER, self._cluster_name, FORMAT)
+        if name != self._cluster_name:
+            raise SharedStoreRefused(
+                f"Redis at {self.where} holds the cluster {name!r}, and this one is {self._cluster_name!r}: give "
+                "another database (redis://host:6379/1), or --cluster-name if it is the same cluster"
+            )
+        if kept_format != str(FORMAT):
+            raise SharedStoreRefused(
+                f"Redis at {self.where} holds data in format {kept_format}, and this version knows {FORMAT}: run equal "
+                "versions of conductors, or give another database"
+            )
+
+    async def new_epoch(self, at_least: int) -> int:
+        """An incarnation greater than any that was given before."""
+        async with self._errors():
+            return int(await self._redis.eval(_RAISE, 1, _EPOCH, at_least, "new"))
+
+    async def raise_epoch(self, own: int) -> None:
+        """Incarnations given from now on are greater than `own`: Redis was away when that was drawn, or lost it."""
+        async with self._errors():
+            await self._redis.eval(_RAISE, 1, _EPOCH, own, "raise")
+
+    async def put_nodes(self, records: Iterable[NodeRecord], ttl_s: float) -> None:
+        """Write the records; each is gone after `ttl_s` unless written again."""
+        async with self._errors(), self._redis.pipeline(transaction=False) as batch:
+            for record in records:
+                batch.set(_NODE + record.node_id, record.to_json(), px=round(ttl_s * 1000))
+            await batch.execute()
+
+    async def forget_nodes(self, node_ids: Iterable[str]) -> None:
+        """Their records are gone."""
+        keys = [_NODE + node_id for node_id in node_ids]
+        if keys:
+            async with self._errors():
+                await self._redis.delete(*keys)
+
+    async def nodes(self) -> dict[str, NodeRecord]:
+        """All nodes of the cluster that are written there."""
+        async with self._errors():
+            keys = [key async for key in self._redis.scan_iter(match=_NODE + "*", count=1000)]
+            texts = await self._redis.mget(keys) if keys else []
+        records = [NodeRecord.from_json(str(text)) for text in texts if text is not None]
+        return {record.node_id: record for record in records}
+
+    async def put_snapshot(self, pointer: SnapshotPointer) -> None:
+        """Say where a snapshot lies; a later one of the same path takes its place."""
+        async with self._errors():
+            await self._redis.hset(_SNAPSHOTS, pointer.path, pointer.to_json())
+
+    async def snapshots(self) -> list[SnapshotPointer]:
+        """All pointers."""
+        async with self._errors():
+            texts = await self._redis.hvals(_SNAPSHOTS)
+        return [SnapshotPointer.from_json(str(text)) for text in texts]
+
+    async def close(self) -> None:
+        """Disconnect, whatever state the connection is in."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._deadline_s):
+                await self._redis.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _errors(self) -> AsyncIterator[None]:
+        """One operation's deadline, and its errors as ours."""
+        from redis.exceptions import RedisError
+
+        try:
+            async with asyncio.timeout(2 * self._deadline_s):
+                yield
+        except UnicodeDecodeError:
+            raise SharedStoreRefused(f"Redis at {self.where} holds other data under names of ours") from None
+        except (RedisError, OSError, TimeoutError) as error:
+            # `from None`: the chain could show how the connection was made.
+            raise _translated(error, self.where) from None
+
+
+def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreRefused:
+    from redis import exceptions as e
+
+    text = str(error) or type(error).__name__
+    denied = (e.AuthenticationError, e.AuthorizationError, e.AuthenticationWrongNumberOfArgsError, e.NoPermissionError)
+    if isinstance(error, denied) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+        return SharedStoreRefused(
+            f"Redis at {where} refuses the login ({_first_line(text)}): check user and password in redis_url"
+        )
+    if text.startswith("WRONGTYPE") or "WRONGTYPE" in text:
+        return SharedStoreRefused(
+            f"Redis at {where} holds other data under names of ours ({_first_line(text)}): give another database"
+        )
+    if isinstance(error, e.ReadOnlyError) or "READONLY" in text:
+        return SharedStoreUnavailable(f"Redis at {where} is a read-only replica: name the primary in redis_url")
+    if isinstance(error, e.OutOfMemoryError) or "OOM command" in text:
+        return SharedStoreUnavailable(
+            f"Redis at {where} is out of memory (it has reached maxmemory): raise it, or give a Redis of its own"
+        )
+    if isinstance(error, e.TimeoutError | TimeoutError):
+        return SharedStoreUnavailable(f"Redis at {where} does not answer in time")
+    if isinstance(error, e.ConnectionError | OSError):
+        return SharedStoreUnavailable(f"Redis at {where} cannot be reached ({_first_line(text)})")
+    return SharedStoreUnavailable(f"Redis at {where} cannot serve ({_first_line(text)})")
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0].rstrip(".")
