@@ -7,14 +7,14 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
-from kvpool.policy import Block, Load, LoadOutcome, PoolCore
+from kvpool.policy import Load, LoadOutcome, PoolCore
 from kvpool.policy.records import BlockKey, block_key
 from kvpool.ssd import SsdStore, extent_nbytes
 from kvpool.ssd_health import SsdHealth
@@ -49,7 +49,6 @@ class Loader:
         self._under_way: dict[BlockKey, Load] = {}  # waiting ones included
         self._workers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()  # replaced whenever a batch ends
-        self._unused: dict[BlockKey, tuple[int, ...]] = {}  # offsets of what was loaded and not leased since
 
     @property
     def num_under_way(self) -> int:
@@ -82,10 +81,6 @@ class Loader:
                         return
         except TimeoutError:
             self._counters["load_timeouts"] += 1
-
-    def take_unused(self, blocks: Iterable[Block]) -> int:
-        """How many of these blocks, leased now, came from SSD since they were last leased."""
-        return sum(self._unused.pop(block.key, None) == block.offsets for block in blocks)
 
     async def idle(self) -> None:
         """Until no load waits or is under way."""
@@ -133,27 +128,27 @@ class Loader:
         for load, outcome in zip(loads, outcomes, strict=True):
             del self._under_way[load.block.key]
             self._core.loaded(now_ns, load, outcome)
-            if outcome is LoadOutcome.OK:
-                self._unused[load.block.key] = load.offsets
         self._tell()
         ended, self._ended = self._ended, asyncio.Event()
         ended.set()
 
     def _count(self, batch: Sequence[Load], read: Read) -> None:
-        now_s = time.monotonic()
+        trouble = ""
         for load, outcome, error in zip(batch, read.outcomes, read.errors, strict=True):
             if outcome is LoadOutcome.OK:
                 self._counters["loaded_blocks"] += 1
                 self._counters["loaded_bytes"] += load.block.spec.block_nbytes
-                self._health.was_read()
             elif outcome is LoadOutcome.CORRUPT:
                 self._counters["ssd_corrupt_blocks"] += 1
                 _log.error("block %s was corrupt on the SSD and is taken out", load.block.chain_key.hex())
-                self._health.was_read()
             else:
                 self._counters["ssd_read_errors"] += 1
-                self._health.read_failed(now_s, str(error))
+                trouble = trouble or str(error)
         self._counters["load_seconds"] += read.seconds
+        if read.outcomes.count(LoadOutcome.IO_ERROR) == len(batch):
+            self._health.read_failed(time.monotonic(), trouble)
+        else:
+            self._health.was_read()
 
     def _num_of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> int:
         """Of these blocks under way; with `tails`, also of partial blocks after any of them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from kvpool.ssd_health import SsdState
+
 if TYPE_CHECKING:
     from kvpool.node import PoolNode
 
@@ -29,7 +31,18 @@ def state(node: PoolNode) -> dict[str, Any]:
         "arena_pages": node.memory.pages,
         "door": node.door,
         "used_bytes": store.dram.slabs.nbytes_used,
-        "ssd_bytes": node.config.limits.ssd_nbytes,
+        "tiers": {
+            "dram": {
+                "blocks": store.dram.num_copies,
+                "used_bytes": store.dram.slabs.nbytes_used,
+                "capacity_bytes": node.config.arena_bytes,
+            },
+            "ssd": {
+                "blocks": store.ssd.num_copies,
+                "used_bytes": store.ssd.slabs.nbytes_used - store.ssd.freed_nbytes,
+                "capacity_bytes": node.config.limits.ssd_nbytes,
+            },
+        },
         "ssd_state": node.ssd.state.value if node.ssd is not None else None,
         "event_seq": node.core.log.seq,
         "namespaces": namespaces,
@@ -61,12 +74,21 @@ def counters(node: PoolNode) -> dict[str, float]:
 
 def gauges(node: PoolNode) -> dict[str, float]:
     """What is here now, under the names by which it is reported."""
+    store, ssd = node.core.store, node.ssd
     return {
         "pool_leases_open": len(node.core.leases),
         "pool_puts_open": len(node.core.puts),
-        "pool_held_blocks": node.core.store.index.num_sealed,
-        "pool_used_bytes": node.core.store.dram.slabs.nbytes_used,
+        "pool_held_blocks": store.dram.num_copies,
+        "pool_used_bytes": store.dram.slabs.nbytes_used,
         "pool_capacity_bytes": node.config.arena_bytes,
+        "pool_ssd_held_blocks": store.ssd.num_copies,
+        "pool_ssd_used_bytes": store.ssd.slabs.nbytes_used - store.ssd.freed_nbytes,
+        "pool_ssd_capacity_bytes": node.config.limits.ssd_nbytes,
+        "pool_ssd_readable": int(ssd is not None and ssd.state is not SsdState.FAILED),
+        "pool_ssd_writable": int(ssd is not None and ssd.state is SsdState.OK),
+        "pool_loads_open": 0 if ssd is None else ssd.loader.num_under_way,
+        "pool_writes_open": 0 if ssd is None else ssd.write_back.num_under_way,
+        "pool_dram_only_held_blocks": store.index.num_sealed - store.ssd.num_copies,
     }
 
 

@@ -119,7 +119,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Pin(self, request: pool_pb2.PinRequest, context: Context[Any, Any]) -> pool_pb2.PinReply:
-        grant, ssd_blocks = await self._node.pin(
+        grant = await self._node.pin(
             _namespace(request.kv_namespace),
             _keys(request.chain),
             owner=request.owner,
@@ -135,7 +135,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             key=worker_pb2.RemoteKey(packed=self._node.read_key.pack()),
             blocks=[_pull_block(block) for block in grant.blocks],
             endpoint=self._node.messenger.endpoint.to_proto(),
-            ssd_blocks=ssd_blocks,
+            ssd_blocks=grant.num_from_ssd,
             spec=(grant.blocks or grant.tails)[0].spec.to_proto(),
             tails=[
                 pool_pb2.Tail(key=tail.chain_key, num_tokens=tail.num_tokens, block=_pull_block(tail))

@@ -10,7 +10,7 @@ import logging
 __all__ = ["SsdHealth", "SsdState"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_READS_TO_FAIL = 3  # one block that cannot be read is that block's trouble
+_READS_TO_FAIL = 3  # a place that cannot be read is that place's trouble
 
 _log = logging.getLogger(__name__)
 
@@ -40,23 +40,23 @@ class SsdHealth:
         return self.state is SsdState.OK or now_s >= self._again_s
 
     def wrote(self) -> None:
-        """A write has ended well."""
+        """A batch was written."""
         self._become(SsdState.OK, "writes succeed again")
 
     def write_failed(self, now_s: float, reason: str) -> None:
-        """A write has failed."""
+        """Something of a batch could not be written."""
         self._pause(now_s)
         if self.state is not SsdState.FAILED:
             self._become(SsdState.READ_ONLY, reason)
 
     def was_read(self) -> None:
-        """A read has ended well."""
+        """Something of a batch could be read."""
         self._failed_reads = 0
         if self.state is SsdState.FAILED:
             self._become(SsdState.OK, "reads succeed again")
 
     def read_failed(self, now_s: float, reason: str) -> None:
-        """A read has failed: of one block, or, when no other ended well since, of the SSD."""
+        """Nothing of a batch could be read."""
         self._failed_reads += 1
         if self._failed_reads >= _READS_TO_FAIL:
             self._pause(now_s)

@@ -113,4 +113,5 @@ def _entry(write: Write) -> SsdEntry:
         spec=block.spec,
         num_tokens=block.num_tokens,
         digests=block.digests,
+        compute_s=block.cost_s,
     )

@@ -65,7 +65,6 @@ class SsdTier:
             recovered = store.recovered
             taken = core.restore(time.monotonic_ns(), [_ssd_block(entry) for entry in recovered])
             await asyncio.to_thread(store.free, core.take_ssd_freed())
-            counters["restored_blocks"] += taken
             _log.info(
                 "the SSD tier in %s has %d blocks, %d found there were not taken in; %.1f s",
                 folder,
@@ -129,6 +128,7 @@ def _ssd_block(entry: SsdEntry) -> SsdBlock:
         spec=entry.spec,
         digests=entry.digests,
         num_tokens=entry.num_tokens,
+        compute_s=entry.compute_s,
     )
 
 

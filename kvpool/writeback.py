@@ -6,6 +6,7 @@ goes on for long: whoever is served does not notice. Trouble with the SSD pauses
 
 import asyncio
 import contextlib
+import enum
 import logging
 import os
 import threading
@@ -35,6 +36,14 @@ _NICENESS = 10
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+class _Fate(enum.Enum):
+    """What became of one write."""
+
+    DURABLE = enum.auto()
+    SSD_FAILED = enum.auto()
+    REFUSED = enum.auto()  # by the fault of the block itself
 
 
 class WriteBack:
@@ -95,39 +104,48 @@ class WriteBack:
             return bool(writes or freed)
 
     async def _write(self, writes: Sequence[Write]) -> None:
-        durable: list[bool] = [False] * len(writes)
+        fates = [_Fate.SSD_FAILED] * len(writes)
         self.num_under_way = len(writes)
         try:
             written = await self._in_thread(write_blocks, self._store, self._arena, writes)
-            durable = self._judge(writes, written)
+            fates = self._judge(writes, written)
         finally:
             self.num_under_way = 0
             now_ns = time.monotonic_ns()
-            for write, ok in zip(writes, durable, strict=True):
-                self._core.written(now_ns, write, ok)
+            for write, fate in zip(writes, fates, strict=True):
+                self._core.written(now_ns, write, fate is _Fate.DURABLE, is_blocks_fault=fate is _Fate.REFUSED)
             self._tell()
 
-    def _judge(self, writes: Sequence[Write], written: Written) -> list[bool]:
-        """Count what became of the writes: which are durable. Blocks that are wrong in DRAM are quarantined."""
-        durable = []
+    def _judge(self, writes: Sequence[Write], written: Written) -> list[_Fate]:
+        """Count what became of the writes. Blocks that are wrong in DRAM are quarantined."""
+        fates = []
+        trouble = ""
         for write, error, right in zip(writes, written.errors, written.right, strict=True):
-            durable.append(right and error is None)
+            key = write.block.chain_key.hex()
             if not right:
+                fates.append(_Fate.REFUSED)
                 self._counters["dram_corrupt_blocks"] += 1
-                _log.error("block %s was corrupt in memory and is taken out", write.block.chain_key.hex())
+                _log.error("block %s was corrupt in memory and is taken out", key)
                 self._core.quarantine(write.block.kv_namespace, [write.block.chain_key])
             elif error is None:
+                fates.append(_Fate.DURABLE)
                 self._counters["written_blocks"] += 1
                 self._counters["written_bytes"] += write.block.spec.block_nbytes
-                self._health.wrote()
+            elif isinstance(error, SsdIoError | SsdClosed):
+                fates.append(_Fate.SSD_FAILED)
+                self._counters["ssd_write_errors"] += 1
+                self._counters["ssd_full_errors"] += isinstance(error, SsdFull)
+                trouble = trouble or str(error)
             else:
-                self._counters["ssd_full_errors" if isinstance(error, SsdFull) else "ssd_write_errors"] += 1
-                if isinstance(error, SsdIoError | SsdClosed):
-                    self._health.write_failed(time.monotonic(), str(error))
-                else:
-                    _log.error("block %s was not written to the SSD: %s", write.block.chain_key.hex(), error)
+                fates.append(_Fate.REFUSED)
+                self._counters["ssd_write_errors"] += 1
+                _log.error("block %s was not written to the SSD: %s", key, error)
         self._counters["write_seconds"] += written.seconds
-        return durable
+        if trouble:
+            self._health.write_failed(time.monotonic(), trouble)
+        elif _Fate.DURABLE in fates:
+            self._health.wrote()
+        return fates
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

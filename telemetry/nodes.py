@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 _LABELS: Final = ("node", "role", "model_name")
 _MOVED_BYTES: Final = re.compile(r"kv_([a-z]+)_bytes")
-GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes")
+GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable")
 _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 

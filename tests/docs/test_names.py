@@ -67,7 +67,8 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
         for path in (ROOT / package).rglob("*.py")
         for name in counter_names(path.read_text(encoding="utf-8"))
     }
-    counted |= node_numbers.gauges(PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)).keys()
+    node = PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)
+    counted |= node_numbers.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))

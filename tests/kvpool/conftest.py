@@ -143,6 +143,14 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
 
 
 @pytest.fixture
+def ssd_dir(tmp_path: Path) -> Path:
+    """A folder for SSD tiers; tests need one that is not in memory."""
+    folder = tmp_path / "ssd"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def pool_nodes(monkeypatch: pytest.MonkeyPatch) -> list[PoolNode]:
     """The nodes that `start_pool` starts, from inside, in order: to damage what they hold."""
     started: list[PoolNode] = []
