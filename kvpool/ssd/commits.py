@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from kvpool.ssd.journal import Header, JournalWriter, pack_blocks
 from kvpool.ssd.kernels import SHORT
 from kvpool.ssd.records import SsdConfig
 
-__all__ = ["Commits", "io_error"]
+__all__ = ["Commit", "Commits", "io_error"]
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,13 +34,14 @@ def io_error(what: str, number: int) -> SsdIoError:
     return kind(f"{what}: {os.strerror(number)}", number)
 
 
-@dataclass
-class _Ticket:
-    """Blocks one thread wrote, waiting to be named by the journal; `groups`: the same, packed for it."""
+@dataclass(eq=False)
+class Commit:
+    """What one thread wants sealed and, when it is done, what became of it. `groups`: the extents, packed."""
 
     extents: Sequence[Extent]
     groups: Sequence[bytes]
     failed: dict[Extent, SsdIoError] = field(default_factory=dict)
+    failure: SsdIoError | None = None  # nothing was written down, neither blocks nor frees
     done: bool = False
 
     def groups_of_good(self) -> Sequence[bytes]:
@@ -48,6 +50,11 @@ class _Ticket:
             return self.groups
         good = [extent for extent in self.extents if extent not in self.failed]
         return [pack_blocks(good)] if good else []
+
+
+def _fail(commit: Commit, failure: SsdIoError) -> None:
+    commit.failure = failure
+    commit.failed.update(dict.fromkeys(commit.extents, failure))
 
 
 class Commits:
@@ -63,31 +70,31 @@ class Commits:
         self.accepts_writes = True
         self.num_compactions = 0
         self._disk, self._config, self._header, self._segments = disk, config, header, segments
-        self._journal = JournalWriter(disk, config.dir, header, self.extents)
+        self._journal = JournalWriter(disk, config, header, self.extents)
         self._journal.install()
         self._rewritten_nbytes = self._journal.nbytes
         self._committing = threading.Lock()
-        self._queue: list[_Ticket] = []
+        self._queue: list[Commit] = []
 
     @property
     def journal_nbytes(self) -> int:
         return self._journal.nbytes
 
-    def commit(self, extents: Sequence[Extent] = (), groups: Sequence[bytes] = ()) -> dict[Extent, SsdIoError]:
-        """Seal blocks whose bytes were written, and write down what was freed; the blocks that could not be sealed.
+    def commit(self, extents: Sequence[Extent] = (), groups: Sequence[bytes] = ()) -> Commit:
+        """Seal blocks whose bytes were written, and write down what was freed.
 
         `groups`: the same blocks, in any number of groups, packed by `pack_blocks`.
         """
-        ticket = _Ticket(extents, groups)
+        commit = Commit(extents, groups)
         with self.lock:
-            self._queue.append(ticket)
+            self._queue.append(commit)
         with self._committing:
-            # Whoever held the lock before may have taken this ticket along.
-            if not ticket.done:
+            # Whoever held the lock before may have taken this one along.
+            if not commit.done:
                 self._commit_all()
-        if not ticket.done:
-            return dict.fromkeys(extents, SsdIoError("the commit that was to seal it was given up"))
-        return ticket.failed
+        if not commit.done:
+            _fail(commit, SsdIoError("the commit was given up"))
+        return commit
 
     def close(self) -> None:
         """No commit may be under way."""
@@ -95,31 +102,34 @@ class Commits:
 
     def _commit_all(self) -> None:
         with self.lock:
-            tickets, self._queue = self._queue, []
+            commits, self._queue = self._queue, []
             freed = list(self.undurable)
-        for ticket in tickets:
-            self._sync_data(ticket)
-        sealed = [extent for ticket in tickets for extent in ticket.extents if extent not in ticket.failed]
-        groups = [group for ticket in tickets for group in ticket.groups_of_good()]
+        self._sync_data(commits)
+        sealed = [extent for commit in commits for extent in commit.extents if extent not in commit.failed]
+        groups = [group for commit in commits for group in commit.groups_of_good()]
         failure = self._write_down(freed, sealed, groups) if sealed or freed else None
-        for ticket in tickets:
+        for commit in commits:
             if failure is not None:
-                ticket.failed.update(dict.fromkeys(ticket.extents, failure))
-            ticket.done = True
+                _fail(commit, failure)
+            commit.done = True
         bound = max(self._config.min_journal_nbytes, 2 * self._rewritten_nbytes)
         if self.accepts_writes and self._journal.nbytes > bound:
             self._rewrite()
 
-    def _sync_data(self, ticket: _Ticket) -> None:
-        touched = {i for extent in ticket.extents for i in self._segments.touched(extent.start, extent.end)}
-        for index in sorted(touched):
+    def _sync_data(self, commits: Sequence[Commit]) -> None:
+        """Each segment once; blocks that touch one whose sync fails have failed."""
+        touching: defaultdict[int, list[tuple[Commit, Extent]]] = defaultdict(list)
+        for commit in commits:
+            for extent in commit.extents:
+                for index in self._segments.touched(extent.start, extent.end):
+                    touching[index].append((commit, extent))
+        for index in sorted(touching):
             try:
                 self._segments.sync(index)
             except OSError as error:
                 failure = io_error(f"segment {index} could not be made durable", error.errno or 0)
-                for extent in ticket.extents:
-                    if index in self._segments.touched(extent.start, extent.end):
-                        ticket.failed[extent] = failure
+                for commit, extent in touching[index]:
+                    commit.failed[extent] = failure
 
     def _write_down(
         self, freed: Sequence[Extent], sealed: Sequence[Extent], groups: Sequence[bytes]
@@ -158,7 +168,7 @@ class Commits:
             freed = list(self.undurable)
             sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]
         try:
-            journal = JournalWriter(self._disk, self._config.dir, self._header, sealed)
+            journal = JournalWriter(self._disk, self._config, self._header, sealed)
         except OSError as error:
             _log.error("the SSD journal in %s could not be written anew: %s", self._config.dir, error)
             self.accepts_writes = self.accepts_writes and not needed

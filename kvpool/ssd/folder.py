@@ -15,10 +15,10 @@ from kvpool.errors import SsdFolderError, SsdInUse
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.records import PAGE_NBYTES
 
-__all__ = ["Segments", "check_folder", "lock_folder"]
+__all__ = ["IN_MEMORY", "Segments", "check_folder", "file_system", "lock_folder"]
 
 _log = logging.getLogger(__name__)
-_IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")
 _JOURNAL_ROOM_NBYTES = 16 << 20
 
 
@@ -28,8 +28,8 @@ def check_folder(folder: Path) -> None:
         raise SsdFolderError(f"the SSD folder {folder} does not exist: make it, on the disk that is to hold the tier")
     if not folder.is_dir():
         raise SsdFolderError(f"the SSD folder {folder} is no folder: name one that the pool node may fill")
-    kind = _file_system(folder)
-    if kind in _IN_MEMORY:
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
         raise SsdFolderError(
             f"the SSD folder {folder} is on {kind}, which is memory: name a folder on a disk, or give the "
             "memory to the DRAM tier (pool_bytes)"
@@ -81,7 +81,8 @@ class Segments:
                 if found < size:
                     disk.allocate(opened[-1], size)
                     disk.sync(opened[-1])
-            disk.sync_dir(folder)
+            if 0 in self.found_nbytes:
+                disk.sync_dir(folder)
         except OSError as error:
             for fd in opened:
                 disk.close(fd)
@@ -152,7 +153,7 @@ def _reads_directly(fd: int) -> bool:
     return True
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """The kind of the file system, as in mountinfo(5); empty when it is not told."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

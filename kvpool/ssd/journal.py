@@ -16,7 +16,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -25,7 +24,7 @@ from blake3 import blake3
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.extents import Extent
-from kvpool.ssd.records import PAGE_NBYTES
+from kvpool.ssd.records import PAGE_NBYTES, SsdConfig
 
 __all__ = [
     "FRAME",
@@ -47,7 +46,7 @@ HEADER_MAGIC, HEADER = b"MOONPSSD", struct.Struct("<8sII16s")
 FRAME_MAGIC, FRAME = b"MOONPFRM", struct.Struct("<8sQQII16s")
 _CHECKSUM_NBYTES = 16
 _SNAPSHOT_BLOCKS = 1024  # per frame of a journal written anew
-_GROWTH_NBYTES = 1 << 20
+_MAX_GROWTH_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,16 @@ def checksum(start: bytes, body: bytes) -> bytes:
 class JournalWriter:
     """Appends frames to a journal. One thread at a time."""
 
-    def __init__(self, disk: Disk, folder: Path, header: Header, extents: Iterable[Extent]) -> None:
+    def __init__(self, disk: Disk, config: SsdConfig, header: Header, extents: Iterable[Extent]) -> None:
         """A new journal that holds these blocks, durable, beside the old one until `install`. Raises OSError."""
-        self._disk, self._folder = disk, folder
+        self._disk, self._folder = disk, config.dir
+        self._growth_nbytes = min(config.min_journal_nbytes, _MAX_GROWTH_NBYTES)
         # Each journal has an id of its own: nothing that a disk brings back of an older one can pass for a frame.
         self._journal_id = secrets.randbits(63)
         self._sequence = 0
         self._nbytes_zeroed = 0
         self.nbytes = PAGE_NBYTES
-        self._fd = disk.open(folder / _NEW_JOURNAL, create=True)
+        self._fd = disk.open(self._folder / _NEW_JOURNAL, create=True)
         try:
             disk.truncate(self._fd, 0)
             disk.write(self._fd, header.to_page(self._journal_id), 0)
@@ -123,7 +123,7 @@ class JournalWriter:
 
     def _grow(self, least_nbytes: int) -> None:
         # Zeros that are on the disk already make a commit one write without any change to the file's metadata.
-        end = -(-least_nbytes // _GROWTH_NBYTES) * _GROWTH_NBYTES
+        end = -(-least_nbytes // self._growth_nbytes) * self._growth_nbytes
         start = max(self.nbytes, self._nbytes_zeroed)
         self._disk.write(self._fd, bytes(end - start), start)
         self._disk.sync(self._fd)

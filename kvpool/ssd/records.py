@@ -54,6 +54,7 @@ class SsdConfig:
                 raise SsdFolderError(f"{name} is {getattr(self, name)}: expected 1..256")
         if self.min_journal_nbytes < 16 * PAGE_NBYTES:
             raise SsdFolderError(f"min_journal_nbytes is {self.min_journal_nbytes}: expected 65536 or more")
+        object.__setattr__(self, "min_journal_nbytes", self.min_journal_nbytes // PAGE_NBYTES * PAGE_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

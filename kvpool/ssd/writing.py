@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.errors import SsdError, SsdIoError, SsdRefused
+from kvpool.errors import SsdError, SsdRefused
 from kvpool.ssd.carrying import CHUNK_BLOCKS, Carrier
 from kvpool.ssd.commits import Commits, io_error
 from kvpool.ssd.extents import Extent, ExtentState
@@ -54,7 +54,7 @@ class Writer:
                     written.update((block.extent, block.index) for block in good)
                     groups.append(pack_blocks(block.extent for block in good))
             if written:
-                for extent, error in self._commits.commit(list(written), groups).items():
+                for extent, error in self._commits.commit(list(written), groups).failed.items():
                     results[written[extent]] = error
         finally:
             self._release(taken)
@@ -100,10 +100,12 @@ class Writer:
         """The journal forgets what lay where these blocks go, before a byte of them is written."""
         if not self._over_undurable(chunk):
             return chunk
-        self._commits.commit()
+        failure = self._commits.commit().failure
+        if failure is None:
+            return chunk
         over = self._over_undurable(chunk)
         for block in over:
-            results[block.index] = SsdIoError("what lay there before could not be freed in the SSD journal")
+            results[block.index] = failure
         return [block for block in chunk if block not in over]
 
     def _over_undurable(self, chunk: list[_Reserved]) -> list[_Reserved]:
