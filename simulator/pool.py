@@ -48,7 +48,8 @@ class SimulatedPool:
 
         `last_tokens`: tokens of the last block, if it is a partial one.
         """
-        stored: Resident | None = None
+        added: list[Resident] = []
+        refused: list[Resident] = []
         for depth in range(start, len(chain)):
             key, parent = chain[depth], chain[depth - 1] if depth else None
             resident = self.present.get(key)
@@ -62,13 +63,20 @@ class SimulatedPool:
             now_ns = use.now_ns
             resident = Resident(key, parent, 1, depth=depth, num_tokens=partial, born_ns=now_ns, used_ns=now_ns)
             if not self._try_add(resident, use):
-                self.not_stored += 1
+                refused.append(resident)
             elif self._leaf_first:
-                stored = resident
+                added.append(resident)
             else:
+                self._policy.insert(resident, use)
                 self._policy.offer(resident)
-        if stored is not None:
-            self._policy.offer(stored)
+        # As in the live pool, where blocks are written, then sealed together. Only the last is a leaf.
+        for resident in added:
+            self._policy.insert(resident, use)
+        if added:
+            self._policy.offer(added[-1])
+        for resident in refused:
+            self._drop_child(resident.parent)
+        self.not_stored += len(refused)
 
     def remove(self, key: Hashable) -> None:
         """Take out a leaf that something else replaces; nothing happens if it is gone or has blocks after it."""
@@ -78,14 +86,12 @@ class SimulatedPool:
             self._forget(resident)
 
     def _try_add(self, resident: Resident, use: Use) -> bool:
-        # Before anything is evicted for it: the victim must not be the parent.
+        # Before anything is evicted for it: the victim must not be the parent. `store` undoes it for a refused block.
         if self._leaf_first and resident.parent is not None:
             self._num_children[resident.parent] = self._num_children.get(resident.parent, 0) + 1
         if len(self.present) >= self._capacity and not self._make_room(resident, use):
-            self._drop_child(resident.parent)
             return False
         self.present[resident.key] = resident
-        self._policy.insert(resident, use)
         return True
 
     def _make_room(self, resident: Resident, use: Use) -> bool:
