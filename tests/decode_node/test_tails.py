@@ -1,0 +1,108 @@
+"""A conversation's partial last block: the next turn computes nothing that was computed before, to the token."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine import Model
+from kvpool import node_numbers
+
+Start = Callable[..., Awaitable[Any]]
+Prompt = Callable[..., list[int]]
+Greedy = Callable[[Model, list[int], int], list[int]]
+BLOCK = 8
+
+
+async def ask(pair: Any, ids: list[int], name: str, **options: Any) -> Any:
+    request = await pair.frontend.submit(pair.submit(ids, name, **options))
+    await request.ended.wait()
+    assert request.failures == []
+    await pair.at_rest()
+    return request
+
+
+def forget_everything(pair: Any) -> None:
+    """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
+    for face in (pair.prefill, pair.decode):
+        slots = face.node.slots
+        slots.release(slots.allocate(slots.num_available))
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["blocks still here", "all from the pool"])
+async def test_each_turn_reuses_all_before_it_to_the_token(
+    forget: bool, start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    history = prompt(5)  # not even one block
+    computed = 0
+    for turn, num_answer in enumerate([2, 1, 3, 12, 8, 5, 13, 9]):
+        answer = await ask(pair, history, f"turn {turn}", max_tokens=num_answer)
+        assert answer.token_ids == greedy(model, history, num_answer)
+        assert answer.cached_tokens == computed
+        computed = len(history) + num_answer - 1  # an answer's last token is never fed back
+        history = [*history, *answer.token_ids, *prompt(1 + 5 * turn, seed=turn)]
+        if forget:
+            forget_everything(pair)
+    assert "digest_mismatches" not in pair.prefill.node.counters.snapshot()
+
+
+async def test_a_tail_of_another_course_is_not_used(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    first = await ask(pair, prompt(20), "first")
+    history = [*prompt(20), *first.token_ids]
+    for name, edited in (("an answer edited", [*history[:-3], 7]), ("a question edited", [*history[:18], 9])):
+        turn = [*edited, *prompt(4, seed=1)]
+        answer = await ask(pair, turn, name)
+        assert answer.token_ids == greedy(model, turn, 12)
+        assert answer.cached_tokens == (len(edited) - 1) // BLOCK * BLOCK
+
+
+async def test_several_turns_may_go_on_from_one_tail_at_once(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    first = await ask(pair, prompt(20), "first")
+    turns = [[*prompt(20), *first.token_ids, *prompt(3 + i, seed=i)] for i in range(3)]
+    answers = [await pair.frontend.submit(pair.submit(turn, f"turn {i}")) for i, turn in enumerate(turns)]
+    for turn, answer in zip(turns, answers, strict=True):
+        await answer.ended.wait()
+        assert answer.token_ids == greedy(model, turn, 12)
+        assert answer.cached_tokens == 31
+    await pair.at_rest()
+
+
+async def test_a_tail_that_a_longer_one_replaces_leaves_the_pool(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    history = prompt(17)
+    for turn in range(3):
+        answer = await ask(pair, history, f"turn {turn}", max_tokens=2)
+        history = [*history, *answer.token_ids, 3]
+    # 17 + 2, 20 + 2, 23 + 2 tokens, but for the last one: three whole blocks, and no partial one is left.
+    assert node_numbers.validate(pair.pool)["counts"]["blocks"] == 3
+
+
+async def test_the_same_prompt_again_computes_its_last_token_alone(
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    for cached in (0, 20):
+        answer = await ask(pair, prompt(21), f"after {cached}", max_tokens=1)  # nothing is decoded elsewhere
+        assert answer.token_ids == greedy(model, prompt(21), 1)
+        assert answer.cached_tokens == cached
+
+
+async def test_a_scored_prompt_uses_no_tail(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    await ask(pair, prompt(21), "first", max_tokens=1)
+    submit = pair.submit(prompt(21), "scored", max_tokens=1)
+    submit.sampling.prompt_logprobs = 0
+    scored = await pair.frontend.submit(submit)
+    await scored.ended.wait()
+    assert scored.failures == []
+    assert scored.cached_tokens == 0
+    assert len(scored.messages[0].prompt_logprobs.logprobs) == 4 * 20
