@@ -73,7 +73,7 @@ def test_a_prompt_longer_than_the_pool_is_stored_as_far_as_it_goes(small_trace: 
 
 @pytest.mark.parametrize("leaf_first", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(prompts=PROMPTS, capacity=st.integers(1, 8))
 def test_a_pool_keeps_its_capacity_and_its_prefixes(
     small_trace: SmallTrace, name: str, leaf_first: bool, prompts: list[list[int]], capacity: int
@@ -88,7 +88,7 @@ def test_a_pool_keeps_its_capacity_and_its_prefixes(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(prompts=PROMPTS, capacity=st.integers(1, 8), leaf_first=st.booleans())
 def test_nothing_finds_more_than_the_limit(
     small_trace: SmallTrace, name: str, prompts: list[list[int]], capacity: int, leaf_first: bool

@@ -39,11 +39,11 @@ class LivePool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(prompts=PROMPTS, capacity=st.integers(1, 12))
 def test_both_pools_find_and_hold_the_same(policy: str, prompts: list[tuple[int, int, int]], capacity: int) -> None:
     live = LivePool(policy, capacity)
-    simulated = SimulatedPool(make_policy(policy, capacity * SLOT_NBYTES), capacity, leaf_first=True)
+    simulated = SimulatedPool(make_policy(policy, capacity), capacity, leaf_first=True)
     held = 0
     for second, (family, branch, length) in enumerate(prompts):
         # Branches of a family share their first two blocks.
