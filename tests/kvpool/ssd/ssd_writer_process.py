@@ -5,6 +5,7 @@ stdout, each written at once: `child PID`; `found NUMBER PAGE` or `wrong NUMBER 
 `sealed NUMBER PAGE ...` after each write that returned, `freeing PAGE ...` before each free; and `ended STATUS`.
 """
 
+import gc
 import os
 import random
 import sys
@@ -44,12 +45,19 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def is_right(store: SsdStore, entry: SsdEntry) -> bool:
-    number = int.from_bytes(entry.chain_key, "big")
-    targets = [np.zeros(SPEC.slot_nbytes(g), np.uint8) for g in range(SPEC.num_groups)]
-    (error,) = store.read([SsdRead(entry.offset, NAMESPACE, entry.chain_key, targets)])
-    same = all(np.array_equal(got, expected) for got, expected in zip(targets, content(number), strict=True))
-    return error is None and same and entry.digests == (number.to_bytes(8, "little"),) * 2
+def are_right(store: SsdStore) -> list[bool]:
+    """Per recovered block: whether it is read, and is what was written."""
+    entries = store.recovered
+    targets = [[np.zeros(SPEC.slot_nbytes(g), np.uint8) for g in range(SPEC.num_groups)] for _ in entries]
+    reads = [
+        SsdRead(entry.offset, NAMESPACE, entry.chain_key, each) for entry, each in zip(entries, targets, strict=True)
+    ]
+    right = []
+    for entry, error, got in zip(entries, store.read(reads), targets, strict=True):
+        number = int.from_bytes(entry.chain_key, "big")
+        same = all(np.array_equal(*pair) for pair in zip(got, content(number), strict=True))
+        right.append(error is None and same and entry.digests == (number.to_bytes(8, "little"),) * 2)
+    return right
 
 
 def run(folder: Path, seed: int) -> None:
@@ -59,10 +67,10 @@ def run(folder: Path, seed: int) -> None:
     )
     store = SsdStore.open(config, Disk() if seed % 4 == 0 else UnsyncedDisk())
     held = []
-    for entry in store.recovered:
+    for entry, right in zip(store.recovered, are_right(store), strict=True):
         page = entry.offset // PAGE
         held.append(page)
-        say("found" if is_right(store, entry) else "wrong", int.from_bytes(entry.chain_key, "big"), page)
+        say("found" if right else "wrong", int.from_bytes(entry.chain_key, "big"), page)
     say("open")
     for turn in range(1_000_000):
         if len(held) > 30:
@@ -91,6 +99,7 @@ def run(folder: Path, seed: int) -> None:
 
 if __name__ == "__main__":
     kernels()
+    gc.freeze()
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
             try:
