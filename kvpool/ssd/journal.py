@@ -132,25 +132,31 @@ class JournalWriter:
 
 def pack_blocks(extents: Iterable[Extent]) -> bytes:
     """A group of blocks, as a frame takes it."""
-    specs: dict[KvSpec, int] = {}
-    blocks = [_record(extent, specs) for extent in extents]
+    # Told apart by identity, which is quick: a spec that is here twice is written twice.
+    numbers: dict[int, int] = {}
+    specs: list[KvSpec] = []
+    blocks: list[tuple[Any, ...]] = []
+    for extent in extents:
+        entry = extent.entry
+        spec = entry.spec
+        number = numbers.setdefault(id(spec), len(specs))
+        if number == len(specs):
+            specs.append(spec)
+        blocks.append(
+            (
+                entry.offset,
+                entry.kv_namespace,
+                entry.chain_key,
+                entry.parent,
+                number,
+                entry.num_tokens,
+                entry.digests,
+                entry.compute_s,
+                extent.checksum,
+            )
+        )
     packed: bytes = msgpack.packb([[spec.to_json() for spec in specs], blocks])
     return packed
-
-
-def _record(extent: Extent, specs: dict[KvSpec, int]) -> list[Any]:
-    entry = extent.entry
-    return [
-        entry.offset,
-        entry.kv_namespace,
-        entry.chain_key,
-        entry.parent,
-        specs.setdefault(entry.spec, len(specs)),
-        entry.num_tokens,
-        list(entry.digests),
-        entry.compute_s,
-        extent.checksum,
-    ]
 
 
 def _padded(data: bytes) -> bytes:

@@ -21,10 +21,7 @@ class BlockMemory:
 
     def __init__(self) -> None:
         self._slots: dict[KvSpec, tuple[int, ...]] = {}
-
-    def nbytes(self, spec: KvSpec) -> int:
-        """Bytes of a block over all its groups."""
-        return sum(self._sizes(spec))
+        self._last: tuple[KvSpec | None, tuple[int, ...]] = (None, ())
 
     def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
         """Where the arrays lie, or what is wrong with them as memory for a block, in words."""
@@ -45,7 +42,12 @@ class BlockMemory:
         return runs
 
     def _sizes(self, spec: KvSpec) -> tuple[int, ...]:
-        slots = self._slots.get(spec)
-        if slots is None:
-            slots = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
+        # Hashing a spec takes longer than all else here, and the blocks of a request nearly always share one.
+        last, slots = self._last
+        if spec is not last:
+            found = self._slots.get(spec)
+            if found is None:
+                found = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
+            slots = found
+            self._last = (spec, slots)
         return slots

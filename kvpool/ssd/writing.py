@@ -71,7 +71,7 @@ class Writer:
             if isinstance(runs, str):
                 results[i] = SsdRefused(f"sources of the block at {entry.offset}: {runs}")
                 continue
-            nbytes = -(-self._memory.nbytes(entry.spec) // PAGE_NBYTES) * PAGE_NBYTES
+            nbytes = -(-sum(run[1] for run in runs) // PAGE_NBYTES) * PAGE_NBYTES
             chunk.append(_Reserved(i, Extent(entry, entry.offset, entry.offset + nbytes), runs))
         with self._commits.lock:
             kept = []
