@@ -6,14 +6,13 @@ from typing import Any
 from kvpool.errors import PoolRefused
 from kvpool.node import PoolNode
 from kvpool.policy import Block
-from kvpool.policy.records import Copy
-from kvpool.tiers import Tier
+from kvpool.policy.records import DRAM, SSD, Copy
 from kvpool.verifying import take_out_corrupt
 
 __all__ = ["inspect"]
 
 _MAX_BLOCKS = 64
-_TIERS = (Tier.DRAM, Tier.SSD)  # in the order of a block's copies
+_NAMES = {DRAM: "dram", SSD: "ssd"}
 
 
 async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> list[dict[str, Any]]:
@@ -28,14 +27,18 @@ async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> lis
     ]
     if len(found) > _MAX_BLOCKS:
         raise PoolRefused(f"{len(found)} blocks begin with {key_prefix.hex() or 'any key'}: give more of the key")
-    copies = [copy for block in found for copy in block.copies if copy is not None and copy.ready]
-    described = [block for block in found if not block.removed]
-    wrong = await take_out_corrupt(node, copies)
+    copies = [(block, copy) for block in found for copy in block.copies if copy is not None and copy.ready]
+    # Before the check, which may take blocks out.
     now_ns = time.monotonic_ns()
-    return [_describe(block, wrong, now_ns) for block in described]
+    described = {block: _describe(block) for block in found}
+    tiers = {copy: _describe_copy(copy, now_ns) for _, copy in copies}
+    wrong = await take_out_corrupt(node, [copy for _, copy in copies])
+    for block, copy in copies:
+        described[block]["tiers"][_NAMES[copy.tier]] = tiers[copy] | {"right": copy not in wrong}
+    return list(described.values())
 
 
-def _describe(block: Block, wrong: list[Copy], now_ns: int) -> dict[str, Any]:
+def _describe(block: Block) -> dict[str, Any]:
     following = [place.block for place in block.place.children() if place.block is not None]
     return {
         "key": block.chain_key.hex(),
@@ -51,15 +54,14 @@ def _describe(block: Block, wrong: list[Copy], now_ns: int) -> dict[str, Any]:
         "replicas": block.replicas,
         "compute_s": block.cost_s,
         "nbytes": block.spec.block_nbytes,
-        "tiers": {
-            tier.name.lower(): {
-                "offsets": list(copy.offsets),
-                "nbytes": copy.nbytes,
-                "age_s": (now_ns - copy.born_ns) / 1e9,
-                "unused_s": (now_ns - copy.used_ns) / 1e9,
-                "right": copy not in wrong,
-            }
-            for tier, copy in zip(_TIERS, block.copies, strict=True)
-            if copy is not None and copy.ready
-        },
+        "tiers": {},
+    }
+
+
+def _describe_copy(copy: Copy, now_ns: int) -> dict[str, Any]:
+    return {
+        "offsets": list(copy.offsets),
+        "nbytes": copy.nbytes,
+        "age_s": (now_ns - copy.born_ns) / 1e9,
+        "unused_s": (now_ns - copy.used_ns) / 1e9,
     }

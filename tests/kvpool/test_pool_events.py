@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import DirectoryState, PoolEvents
 from messenger import MessengerConfig
-from messenger.control import start_server
+from messenger.control import ControlDeadlineExceeded, start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 EXACT, DEGRADED = DirectoryState.EXACT, DirectoryState.DEGRADED
@@ -67,6 +67,22 @@ async def test_a_client_notices_the_restart_by_the_put_it_gets(start_process, tm
     await worker.write(ticket, seed=1)
     assert await client.seal(ticket, worker.digests(1)) == 1
     await process.end(signal.SIGTERM)
+
+
+async def test_a_node_that_hangs_costs_a_call_three_seconds_beside_its_wait(
+    start_process, tmp_path, worker, chain_of
+) -> None:
+    listen = f"unix:{tmp_path}/p.sock"
+    client = worker.client(listen)
+    process = await start_process(listen)
+    await client.describe()
+    process.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(ControlDeadlineExceeded, match="no answer within 3 s"):
+        await client.pin(worker.ns, chain_of(1), lease_s=30)
+    with pytest.raises(ControlDeadlineExceeded, match=r"no answer within 3\.01 s"):
+        await client.pin(worker.ns, chain_of(1), lease_s=30, wait_s=0.01)
+    with pytest.raises(ControlDeadlineExceeded, match="no answer within 3 s"):
+        await worker.allocate(client, chain_of(1))
 
 
 class ScriptedPool(pool_pb2_grpc.PoolServicer):
