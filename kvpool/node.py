@@ -220,7 +220,7 @@ class PoolNode:
             if messages is None:
                 messages = self.core.store.snapshot()
             if quiet and not messages:
-                messages = [PoolEvents(self.incarnation, after_seq)]
+                messages = [PoolEvents(self.incarnation, after_seq, contents_sum=self.core.log.contents_sum)]
             for message in messages:
                 yield message
                 incarnation, after_seq = message.incarnation, message.seq

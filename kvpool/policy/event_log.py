@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from kvpool.contents import contents_sum
 from kvpool.events import BlockRun, PoolEvents
 from kvpool.tiers import Tier
 
@@ -16,6 +17,7 @@ _EVENT_NBYTES = 256  # about what an event takes beside its chain
 class _Event:
     stored: bool
     run: BlockRun
+    contents_sum: int  # as of this event
 
 
 class EventLog:
@@ -24,15 +26,20 @@ class EventLog:
     def __init__(self, incarnation: int, capacity_nbytes: int) -> None:
         self.incarnation = incarnation
         self.seq = 0  # of the last event
+        self.contents_sum = 0  # of all that is stored; see `kvpool.contents`
         self._capacity_nbytes = capacity_nbytes
         self._nbytes = 0
         self._events: deque[_Event] = deque()
 
-    def append(self, *, stored: bool, run: BlockRun) -> None:
-        """The next event; the oldest ones are forgotten as needed."""
+    def append(self, kv_namespace: bytes, chain: bytes, before: Tier | None, now: Tier | None) -> None:
+        """The next event: blocks were in tier `before` and are in `now`, None: not here. The oldest are forgotten."""
+        for tier, sign in ((before, -1), (now, 1)):
+            if tier is not None:
+                self.contents_sum = (self.contents_sum + sign * contents_sum(kv_namespace, chain, tier)) % 2**64
         self.seq += 1
-        self._events.append(_Event(stored, run))
-        self._nbytes += _EVENT_NBYTES + len(run.chain)
+        run = BlockRun(kv_namespace, chain, now or Tier.DRAM)
+        self._events.append(_Event(now is not None, run, self.contents_sum))
+        self._nbytes += _EVENT_NBYTES + len(chain)
         while self._nbytes > self._capacity_nbytes and len(self._events) > 1:
             self._nbytes -= _EVENT_NBYTES + len(self._events.popleft().run.chain)
 
@@ -44,12 +51,16 @@ class EventLog:
         messages: list[PoolEvents] = []
         stored: list[BlockRun] = []
         removed: list[BlockRun] = []
-        nbytes, at = 0, seq
+        nbytes, at, sum_then = 0, seq, 0
 
         def flush() -> None:
             nonlocal nbytes
             if stored or removed:
-                messages.append(PoolEvents(self.incarnation, at, stored=tuple(stored), removed=tuple(removed)))
+                messages.append(
+                    PoolEvents(
+                        self.incarnation, at, stored=tuple(stored), removed=tuple(removed), contents_sum=sum_then
+                    )
+                )
                 stored.clear()
                 removed.clear()
                 nbytes = 0
@@ -61,7 +72,7 @@ class EventLog:
                 flush()
             (stored if event.stored else removed).append(event.run)
             nbytes += len(event.run.chain)
-            at += 1
+            at, sum_then = at + 1, event.contents_sum
         flush()
         return messages
 
@@ -73,5 +84,5 @@ class EventLog:
             for start in range(0, len(chain), _MAX_MESSAGE_NBYTES)
         ]
         begin = PoolEvents(self.incarnation, self.seq, snapshot_begin=True)
-        end = PoolEvents(self.incarnation, self.seq, snapshot_end=True)
+        end = PoolEvents(self.incarnation, self.seq, snapshot_end=True, contents_sum=self.contents_sum)
         return [begin, *(PoolEvents(self.incarnation, self.seq, stored=(run,)) for run in runs), end]

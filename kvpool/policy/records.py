@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.policy.eviction import Resident
 from kvpool.spec import KvSpec
+from kvpool.tiers import Tier
 
 if TYPE_CHECKING:
     from kvpool.policy.room import Partition
@@ -143,6 +144,7 @@ class Block:
     dram: Copy | None = None
     ssd: Copy | None = None
     removed: bool = False  # it can be found no more
+    told: Tier | None = None  # where readers were last told that it is; None: nowhere
     replicas: int = 0  # on other nodes, as last told
     num_uses: int = 0  # after the one that stored it
     num_read_errors: int = 0  # in a row

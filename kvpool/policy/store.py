@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvpool.errors import SpecError, SpecMismatch
-from kvpool.events import BlockRun, PoolEvents
+from kvpool.events import PoolEvents
 from kvpool.policy.counting import Tally, tier_of_loss
 from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import Use
@@ -284,27 +284,23 @@ class BlockStore:
         return changes
 
     def tell(self) -> None:
-        """Log what has changed for readers since the last time: one event per namespace and tier."""
+        """Log what has changed for readers since the last time: one event per namespace and move, removals first."""
         if not self._changed:
             return
-        removed: defaultdict[bytes, bytearray] = defaultdict(bytearray)
-        stored: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
+        moves: defaultdict[tuple[bytes, Tier | None, Tier | None], bytearray] = defaultdict(bytearray)
         for block in self._changed:
-            key = block.place.key
-            if block.num_tokens:
-                continue
-            if block.removed:
-                removed[key[:16]] += key[16:]
-            else:
-                stored[key[:16], _tier(block)] += key[16:]
+            now = None if block.removed else _tier(block)
+            if now is not block.told and not block.num_tokens:
+                key = block.place.key
+                moves[key[:16], block.told, now] += key[16:]
+                block.told = now
         self._changed.clear()
-        for kv_namespace, chain in removed.items():
-            self.log.append(stored=False, run=BlockRun(kv_namespace, bytes(chain)))
-        for (kv_namespace, tier), chain in stored.items():
-            self.log.append(stored=True, run=BlockRun(kv_namespace, bytes(chain), tier))
+        for kv_namespace, before, now in sorted(moves, key=_is_stored):
+            self.log.append(kv_namespace, bytes(moves[kv_namespace, before, now]), before, now)
 
     def snapshot(self) -> list[PoolEvents]:
         """All full sealed blocks, as the messages that begin an event stream."""
+        self.tell()
         blocks: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
         for block in self.index:
             if block.sealed and not block.num_tokens:
@@ -399,6 +395,10 @@ def _keep(copy: Copy) -> None:
 def _tier(block: Block) -> Tier:
     dram = block.dram
     return Tier.DRAM if dram is not None and dram.ready else Tier.SSD
+
+
+def _is_stored(move: tuple[bytes, Tier | None, Tier | None]) -> bool:
+    return move[2] is not None
 
 
 def _used_ns(block: Block) -> int:

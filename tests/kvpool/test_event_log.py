@@ -11,10 +11,14 @@ def run(i: int) -> BlockRun:
     return BlockRun(NS, i.to_bytes(16, "little"))
 
 
+def store(log: EventLog, i: int) -> None:
+    log.append(NS, run(i).chain, None, Tier.DRAM)
+
+
 def test_events_after_a_number_continue_without_a_gap() -> None:
     log = EventLog(3, 1 << 20)
     for i in range(1, 6):
-        log.append(stored=True, run=run(i))
+        store(log, i)
     assert log.after(3, 5) == []
     (message,) = log.after(3, 2) or []
     assert (message.first_seq, message.seq, message.stored) == (3, 5, (run(3), run(4), run(5)))
@@ -23,7 +27,7 @@ def test_events_after_a_number_continue_without_a_gap() -> None:
 def test_forgotten_future_and_foreign_events_need_a_snapshot() -> None:
     log = EventLog(3, capacity_nbytes=600)
     for i in range(5):
-        log.append(stored=True, run=run(i))
+        store(log, i)
     assert log.after(3, 2) is None
     assert log.after(3, 3) is not None
     assert log.after(3, 6) is None
@@ -33,7 +37,7 @@ def test_forgotten_future_and_foreign_events_need_a_snapshot() -> None:
 def test_a_block_stored_and_removed_again_keeps_its_order() -> None:
     log = EventLog(3, 1 << 20)
     for stored, i in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 2), (False, 1)):
-        log.append(stored=stored, run=run(i))
+        log.append(NS, run(i).chain, *((None, Tier.DRAM) if stored else (Tier.DRAM, None)))
     directory = Directory()
     directory.apply("a", PoolEvents(3, 0, snapshot_begin=True, snapshot_end=True))
     states = []
@@ -52,7 +56,7 @@ def test_large_snapshots_and_backlogs_come_in_several_messages() -> None:
     assert messages[-1].snapshot_end
     assert [(len(run.chain), run.tier) for m in messages for run in m.stored] == [(1 << 20, Tier.SSD)] * 3
     for _ in range(4):
-        log.append(stored=True, run=BlockRun(NS, bytes(chain[: 1 << 20])))
+        log.append(NS, bytes(chain[: 1 << 20]), None, Tier.DRAM)
     backlog = log.after(3, 0) or []
     assert len(backlog) > 1
     assert [m.first_seq for m in backlog] == [1, *(m.seq + 1 for m in backlog[:-1])]
