@@ -101,6 +101,8 @@ class Commits:
         self._journal.close()
 
     def _commit_all(self) -> None:
+        if not self.accepts_writes:
+            self._rewrite(needed=True)
         with self.lock:
             commits, self._queue = self._queue, []
             freed = list(self.undurable)
@@ -136,7 +138,7 @@ class Commits:
     ) -> SsdIoError | None:
         """One frame; afterwards the map says what the journal says."""
         if not self.accepts_writes:
-            return SsdIoError("the SSD journal could not be written: mend the disk, then restart the pool node")
+            return SsdIoError("the SSD journal cannot be written: make room, or mend the disk; each write tries again")
         frame = self._journal.frame([extent.start for extent in freed], groups)
         try:
             self._journal.reserve(len(frame))
@@ -163,7 +165,7 @@ class Commits:
             self.undurable.remove(extent)
 
     def _rewrite(self, *, needed: bool = False) -> None:
-        """Put a new journal in the old one's place."""
+        """Put a new journal in the old one's place. One that is needed, and fails, stops writes until one succeeds."""
         with self.lock:
             freed = list(self.undurable)
             sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]
@@ -183,5 +185,6 @@ class Commits:
             self.accepts_writes = False
             return
         self.num_compactions += 1
+        self.accepts_writes = True
         with self.lock:
             self._settle(freed)

@@ -50,7 +50,7 @@ class SsdStats:
     entries_nbytes: int
     capacity_nbytes: int
     direct: bool  # False: the file system has no direct I/O, so the page cache is in between
-    accepts_writes: bool  # False: the journal could not be written; a restart is needed
+    accepts_writes: bool  # False: the journal could not be written; each write tries to write a new one
     num_recovered: int
     recovery: dict[str, int]  # what the start found, see kvpool.ssd.recovery
     journal_nbytes: int
