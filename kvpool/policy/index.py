@@ -75,6 +75,8 @@ class BlockIndex:
         """Take in a block at its empty place; `parent.num_following` counts it already."""
         place = block.place
         assert place.block is None
+        # The last that followed the empty place may have been evicted for this block, and the place with it.
+        self._places[place.key] = place
         place.block = block
         place.depth = parent.depth + 1
         place.parent = parent
