@@ -29,7 +29,7 @@ class ConductorConfig:
     decision_log: Path | None = None  # JSONL of every event and its decisions
     decision_log_bytes: int = 64 << 20  # size at which the log is rotated
     decision_log_files: int = 4  # rotated files that are kept
-    redis_url: str = ""  # what conductors share; "" = nothing. May hold a password: to be shown redacted only
+    redis_url: str = field(default="", repr=False)  # what conductors share; may hold a password; "" = nothing
     cluster_name: str = "moonpool"  # as written in Redis and in snapshots
     state_dir: Path | None = None  # folder for snapshots of the directory; None = none are kept
     shared_refresh_s: float = 2.0  # how often Redis is written and read

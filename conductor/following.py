@@ -12,7 +12,7 @@ from typing import Any
 from kvpool import Directory, DirectoryState, follow_pool_events
 from moonpool_proto.v1 import conductor_pb2
 
-__all__ = ["Following"]
+__all__ = ["Following", "sample"]
 
 log = logging.getLogger(__name__)
 _UPKEEP_S = 0.05
@@ -76,16 +76,16 @@ class Following:
         directory = self.directory
         for node_id in sorted(self._feeds):
             exact = directory.state(node_id) is DirectoryState.EXACT
-            yield _sample("directory_exact", exact, node=node_id)
+            yield sample("directory_exact", exact, node=node_id)
             for tier, count in zip(("dram", "ssd"), directory.blocks_by_tier(node_id), strict=True):
-                yield _sample("directory_blocks", count, node=node_id, tier=tier)
-            yield _sample("directory_mismatches_total", directory.mismatches[node_id], node=node_id)
+                yield sample("directory_blocks", count, node=node_id, tier=tier)
+            yield sample("directory_mismatches_total", directory.mismatches[node_id], node=node_id)
         for reason, count in sorted(directory.snapshots.items()):
-            yield _sample("directory_snapshots_total", count, reason=reason)
+            yield sample("directory_snapshots_total", count, reason=reason)
         for reason, count in sorted(directory.resyncs.items()):
-            yield _sample("directory_resyncs_total", count, reason=reason)
+            yield sample("directory_resyncs_total", count, reason=reason)
         for reason, count in sorted(self._breaks.items()):
-            yield _sample("directory_breaks_total", count, reason=reason)
+            yield sample("directory_breaks_total", count, reason=reason)
 
     async def close(self) -> None:
         """End all feeds."""
@@ -146,7 +146,8 @@ class Following:
             more = self.directory.purge()
 
 
-def _sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
+def sample(name: str, value: float, **labels: str) -> conductor_pb2.Sample:
+    """One number of the conductor's; `telemetry.conductor` says what each name means."""
     return conductor_pb2.Sample(name=name, labels=labels, value=float(value))
 
 

@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core import Core
-from conductor.following import Following
-from conductor.policy.decisions import Copy
+from conductor.following import Following, sample
+from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
-from kvpool import Directory, KvPoolError, Match, keys_from_bytes
+from conductor.replicas import CopiedPrefix, Replicas
+from kvpool import Directory, KvPoolError, Match, keys_from_bytes, keys_u64
 from kvpool.client import PoolClient
 from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
@@ -30,8 +32,9 @@ class Pools:
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
         self.following = Following()
+        self.replicas = Replicas()
         self._clients: dict[str, PoolClient] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # copies, and clients being closed
+        self._tasks: set[asyncio.Task[None]] = set()  # copies, hints, removals, and clients being closed
 
     def add(self, node: conductor_pb2.Node) -> None:
         """A pool node joined, perhaps at another address than before."""
@@ -60,14 +63,39 @@ class Pools:
         keys = keys_from_bytes(chain)[: copy.num_blocks]
         self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
 
+    def shrink(self, shrink: Shrink) -> None:
+        """Drop a copy that is used no more, in the background, unless it is the last one by now."""
+        prefix = self.replicas.shrink(shrink.pool, shrink.match_key)
+        if prefix is not None and shrink.pool in self._clients and self._holders(prefix) - {shrink.pool}:
+            self._spawn(self._drop(prefix, shrink.pool))
+
+    def tell_replicas(self) -> None:
+        """Where the holders of a copied prefix are others than before, let each know how many there are besides."""
+        for prefix in self.replicas:
+            holders = self._holders(prefix)
+            if holders != prefix.told:
+                prefix.told = holders
+                for pool in sorted(holders):
+                    self._spawn(self._hint(prefix, pool, len(holders) - 1))
+            if len(holders) < 2 and not prefix.targets:
+                self.replicas.forget(prefix)
+
     @property
     def num_copies(self) -> int:
-        """Copies under way."""
+        """Copies under way, and what else is being told to pool nodes."""
         return len(self._tasks)
 
     def state(self) -> dict[str, Any]:
         """For export: how much is known of each pool node, and how sure it is."""
         return self.following.state()
+
+    def samples(self) -> Iterator[conductor_pb2.Sample]:
+        """The same as numbers, and what copying hot prefixes cost and saved."""
+        yield from self.following.samples()
+        account = self._core.policy.replication
+        yield sample("replicas", len(account))
+        yield sample("replication_saved_seconds_total", account.saved_s)
+        yield sample("replication_spent_seconds_total", account.spent_s)
 
     def validate(self) -> list[str]:
         """What does not fit together in the directory."""
@@ -96,8 +124,29 @@ class Pools:
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
         except (KvPoolError, MessengerError) as error:
             log.warning("hot blocks not copied from %s to %s: %s", copy.source, copy.target, error)
+        else:
+            if num_blocks:
+                self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
         seconds = loop.time() - began_s
         self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+
+    async def _drop(self, prefix: CopiedPrefix, pool: str) -> None:
+        try:
+            removed = await self._clients[pool].evict(prefix.kv_namespace, prefix.chain)
+            log.info("dropped %d of %d copied blocks at %s, which nobody used", removed, len(prefix.chain), pool)
+        except (KvPoolError, MessengerError) as error:
+            log.warning("copied blocks were not dropped at %s, which may evict them itself: %s", pool, error)
+
+    async def _hint(self, prefix: CopiedPrefix, pool: str, others: int) -> None:
+        try:
+            await self._clients[pool].hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
+        except (KvPoolError, MessengerError) as error:
+            log.info("%s was not told of %d other holders: %s", pool, others, error)
+
+    def _holders(self, prefix: CopiedPrefix) -> frozenset[str]:
+        """The joined pool nodes that have all of it."""
+        held = self.match(prefix.kv_namespace, keys_u64(prefix.chain))
+        return frozenset(pool for pool, match in held.items() if match.blocks == len(prefix.chain))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

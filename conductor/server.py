@@ -8,6 +8,7 @@ from collections.abc import Callable
 from conductor.config import ConductorConfig
 from conductor.continuity import Continuity, first_contact
 from conductor.core import Core
+from conductor.policy.decisions import Shrink
 from conductor.policy.events import Tick
 from conductor.pools import Pools
 from conductor.registry import Registry
@@ -39,7 +40,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         stack.push_async_callback(continuity.close)
         service = ConductorService(core, registry, pools, continuity, contact.incarnation)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
-        ticking = asyncio.create_task(_tick(core, config.tick_s), name="conductor tick")
+        ticking = asyncio.create_task(_tick(core, pools, config.tick_s), name="conductor tick")
         try:
             continuity.start()
             log.info("conductor listens at %s", server.target)
@@ -52,9 +53,13 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             await server.stop(_STOP_GRACE_S)
 
 
-async def _tick(core: Core, every_s: float) -> None:
+async def _tick(core: Core, pools: Pools, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         for decision in core.handle(Tick()):
-            log.warning("released: %s", decision)
+            if isinstance(decision, Shrink):
+                pools.shrink(decision)
+            else:
+                log.warning("released: %s", decision)
+        pools.tell_replicas()
         core.flush()

@@ -78,7 +78,8 @@ class ConductorService(ConductorServicer):
         kv_namespace = peer.kv_namespace if peer is not None else b""
         matches = self._pools.match(kv_namespace, keys) if peer is not None else {}
         names = keys.tolist()
-        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, names), names)
+        replicas = self._pools.replicas.within(kv_namespace, keys) if matches else {}
+        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, names, replicas), names)
         self._carry_out(decisions, request)
         return self._reply(decisions)
 
@@ -97,7 +98,7 @@ class ConductorService(ConductorServicer):
                 for member in self._registry
             ],
             ready_models=self._core.policy.ready_models(),
-            samples=[*self._pools.following.samples(), *self._continuity.samples()],
+            samples=[*self._pools.samples(), *self._continuity.samples()],
         )
 
     async def DrainNode(

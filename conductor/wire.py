@@ -9,6 +9,7 @@ from conductor.policy.events import (
     NodeReported,
     NodeView,
     Phase,
+    PoolMatch,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -19,7 +20,7 @@ from conductor.policy.events import (
 from kvpool import Match
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
-__all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "rejection", "report"]
+__all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "prefix_key", "rejection", "report"]
 
 ROLES: Mapping[int, Role] = {
     common_pb2.ROLE_PREFILL: "prefill",
@@ -65,13 +66,22 @@ def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
     )
 
 
+def prefix_key(kv_namespace: bytes, last_key: int) -> int:
+    """Names a prefix by its last block; the same prompt for another model is another prefix."""
+    return last_key ^ int.from_bytes(kv_namespace[:8], "little")
+
+
 def arrived(
-    request: conductor_pb2.ScheduleRequest, kv_namespace: bytes, matches: Mapping[str, Match], keys: Sequence[int]
+    request: conductor_pb2.ScheduleRequest,
+    kv_namespace: bytes,
+    matches: Mapping[str, Match],
+    keys: Sequence[int],
+    replicas: Mapping[str, int],
 ) -> RequestArrived:
-    """`matches`: what each pool node holds of `kv_namespace`; `keys`: uint64 per full block."""
+    """`matches`: what each pool node holds of `kv_namespace`; `keys`: uint64 per full block; `replicas`: per pool node
+    that has some of it by a Copy, that Copy's match_key."""
     longest = max((match.blocks for match in matches.values()), default=0)
-    # The same prompt for another model is another prefix: the namespace tells them apart.
-    match_key = keys[longest - 1] ^ int.from_bytes(kv_namespace[:8], "little") if longest else 0
+    match_key = prefix_key(kv_namespace, keys[longest - 1]) if longest else 0
     return RequestArrived(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -79,7 +89,10 @@ def arrived(
         model=request.model,
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens,
-        matches=tuple(sorted((pool, match.blocks) for pool, match in matches.items())),
+        matches=tuple(
+            PoolMatch(pool, match.blocks, match.ssd_blocks, replicas.get(pool, 0))
+            for pool, match in sorted(matches.items())
+        ),
         match_key=match_key,
         generated=request.generated,
         excluded=tuple(sorted(set(request.exclude_nodes))),
@@ -104,7 +117,12 @@ def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conducto
         predicted_ttft_s=place.predicted_ttft_s,
         predicted_tbt_s=place.predicted_tbt_s,
         holders=[
-            conductor_pb2.Holder(pool=_ref(nodes[h.pool]), first_block=h.first_block, num_blocks=h.num_blocks)
+            conductor_pb2.Holder(
+                pool=_ref(nodes[h.pool]),
+                first_block=h.first_block,
+                num_blocks=h.num_blocks,
+                ssd_blocks=h.ssd_blocks,
+            )
             for h in place.holders
         ],
     )

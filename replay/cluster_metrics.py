@@ -9,7 +9,7 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-KV_PATHS: Final = ("push", "pull", "load", "store")
+KV_PATHS: Final = ("push", "pull", "load", "fetch", "store")
 INTEGRITY_EVENTS: Final = ("digest_mismatches", "recomputed_blocks")
 _EVENTS: Final = {event: event for event in INTEGRITY_EVENTS} | {"pool_digest_mismatches": "digest_mismatches"}
 _NOT_WORKERS: Final = ("pool",)

@@ -199,7 +199,7 @@ class PoolGlue:
                 self._note(pin.client.target, error)
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
-            self._counters.add_transfer("load", done.nbytes, time.perf_counter() - began)
+            self._counters.add_transfer("load" if pin.is_own else "fetch", done.nbytes, time.perf_counter() - began)
             expected = [each[rows] for each in pin.digests]
             right = await in_thread(self._count_right, part, expected, pin.valid[rows])
             pin.right = range(skip, skip + right)

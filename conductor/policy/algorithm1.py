@@ -1,5 +1,6 @@
 """Mooncake's Algorithm 1 (FAST'25, §5.1): who reaches the first token soonest, fetching a prefix or not."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Holder, PrefillScore
+from conductor.policy.events import PoolMatch
 
 __all__ = ["PrefillScores", "Prefixes", "best_holder", "holders", "score_prefill"]
 
@@ -19,7 +21,9 @@ class Prefixes:
     """What of the prompt the pool holds, in blocks; never the whole prompt, so at least one token is computed."""
 
     own: Ints  # per candidate: what its own host's pool node holds
+    own_ssd: Ints  # of that, what is on SSD only
     best: int  # what `best_pool` holds, the most of all
+    best_ssd: int  # of that, what is on SSD only
     best_pool: str  # "" when nobody holds anything
     num_sends: int  # prefixes and copies that `best_pool` sends already
 
@@ -45,13 +49,10 @@ class PrefillScores:
         return tuple(PrefillScore(*row) for row in zip(ids, *(column.tolist() for column in columns), strict=True))
 
 
-def best_holder(matches: dict[str, int], limit: int, sends: dict[str, int]) -> tuple[str, int]:
-    """(pool node, blocks): the longest match, cut to `limit` blocks; of equals the one that sends least."""
-    held = [(-min(blocks, limit), sends.get(pool, 0), pool) for pool, blocks in matches.items() if min(blocks, limit)]
-    if not held:
-        return "", 0
-    blocks, _, pool = min(held)
-    return pool, -blocks
+def best_holder(matches: Iterable[PoolMatch], sends: dict[str, int]) -> PoolMatch | None:
+    """The longest match; of equals the one with least on SSD, then the one that sends least."""
+    held = [match for match in matches if match.blocks]
+    return min(held, key=lambda m: (-m.blocks, m.ssd_blocks, sends.get(m.pool, 0), m.pool), default=None)
 
 
 def score_prefill(
@@ -69,9 +70,12 @@ def score_prefill(
     # best / own > threshold, without the division by zero
     fetches = prefixes.best > balancing_threshold * prefixes.own
     reuse = np.where(fetches, prefixes.best, prefixes.own)
-    missing_nbytes = np.where(fetches, prefixes.best - prefixes.own, 0).astype(np.float64) * block_nbytes
+    missing = np.where(fetches, prefixes.best - prefixes.own, 0)
+    on_ssd = prefixes.own_ssd + np.minimum(missing, prefixes.best_ssd)
     return PrefillScores(
-        transfers.pool_read_s(missing_nbytes, prefixes.num_sends),
+        transfers.load_s(_nbytes(prefixes.own, block_nbytes))
+        + transfers.ssd_read_s(_nbytes(on_ssd, block_nbytes))
+        + transfers.fetch_s(_nbytes(missing, block_nbytes), prefixes.num_sends),
         queue_s,
         costs.prefill_s(prompt_tokens, (reuse * block_tokens).astype(np.float64)),
         reuse,
@@ -79,9 +83,15 @@ def score_prefill(
     )
 
 
-def holders(own_pool: str, own_blocks: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
-    """Who holds [0, reuse): the node's own pool as far as it goes, then the best one."""
-    found = [Holder(own_pool, 0, own_blocks)] if own_blocks else []
+def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
+    """Who holds [0, reuse) for the candidate at `index`: its own pool as far as it goes, then the best one."""
+    own = int(prefixes.own[index])
+    found = [Holder(own_pool, 0, own, int(prefixes.own_ssd[index]))] if own else []
     if fetches:
-        found.append(Holder(prefixes.best_pool, own_blocks, prefixes.best - own_blocks))
+        missing = prefixes.best - own
+        found.append(Holder(prefixes.best_pool, own, missing, min(missing, prefixes.best_ssd)))
     return tuple(found)
+
+
+def _nbytes(blocks: Ints, block_nbytes: int) -> Floats:
+    return blocks.astype(np.float64) * block_nbytes

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from conductor.policy.config import NS, PolicyConfig
-from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan
+from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink
 from conductor.policy.events import (
     CopyFinished,
     Event,
@@ -18,6 +18,7 @@ from conductor.policy.events import (
     TransferSample,
 )
 from conductor.policy.placement import place
+from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
@@ -58,10 +59,10 @@ class Conductor:
                 if known is not None and known.incarnation == incarnation:
                     lose_node(state, known)
             case CopyFinished():
-                self._copy_finished(event)
+                self._copy_finished(now_ns, event)
             case Tick():
                 state.forget_recent(now_ns)
-                decisions = self._release_orphans(now_ns)
+                decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns)]
         self._count(event, decisions)
         return decisions
 
@@ -73,6 +74,11 @@ class Conductor:
     def suspects(self) -> frozenset[str]:
         """Joined nodes that had not reported for too long at the last event; they get no work until they do."""
         return self._state.liveness.suspects
+
+    @property
+    def replication(self) -> Replication:
+        """The account of copied prefixes. Read it only."""
+        return self._state.replication
 
     def models(self) -> list[str]:
         """Models that some joined node serves."""
@@ -119,6 +125,12 @@ class Conductor:
             "nodes": nodes,
             "requests": len(state.requests),
             "copies_under_way": len(state.copies),
+            "replication": {
+                "replicas": len(state.replication),
+                "saved_s": state.replication.saved_s,
+                "spent_s": state.replication.spent_s,
+                "used_again": state.replication.used_again,
+            },
             "counters": dict(sorted(state.counts.items())),
             "transfers": state.transfers.summary(),
             "models": {model: self._model_snapshot(model) for model in sorted(state.costs)},
@@ -146,11 +158,19 @@ class Conductor:
             return False
         return len(model.decode) > 0 or bool(model.prefill.is_aggregated.any())
 
-    def _copy_finished(self, event: CopyFinished) -> None:
+    def _copy_finished(self, now_ns: int, event: CopyFinished) -> None:
         state = self._state
-        if state.copies.end(event.target, event.match_key) and event.nbytes > 0:
+        had_blocks = state.copies.end(event.target, event.match_key)
+        if had_blocks is None or event.nbytes == 0:
+            state.replication.failed(event)
+        else:
             state.transfers.add(TransferSample(event.nbytes, event.seconds, "copy"))
+            state.replication.made(now_ns, event, had_blocks)
         state.counts["copied_bytes"] += event.nbytes
+
+    def _shrink(self, now_ns: int) -> list[Decision]:
+        cold = self._state.replication.take_cold(now_ns)
+        return [Shrink(replica.target, replica.match_key) for replica in cold]
 
     def _release_orphans(self, now_ns: int) -> list[Decision]:
         requests = self._state.requests
@@ -171,6 +191,8 @@ class Conductor:
                     count(model, f"rejected_{reason}")
                 case Copy():
                     count(model, "copies")
+                case Shrink():
+                    count(model, "shrinks")
                 case ReleaseOrphan():
                     count(model, "orphans")
         if isinstance(event, RequestArrived):

@@ -33,6 +33,9 @@ class PolicyConfig:
     model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait for a prefill turn or for decode pages
+    replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
+    replica_idle_s: float = 180.0  # a copied prefix that was not used for so long is given up again
+    hot_load: float = 0.5  # share of its holders' time that a prefix may take before it is copied ahead of need
     max_copies: int = 8  # hot-spot copies under way at once in the cluster
     max_copies_per_pool: int = 2  # of them, into one pool node
     orphan_timeout_s: float = 120.0  # a request that no worker holds and no frontend completes is forgotten
@@ -48,7 +51,7 @@ class PolicyConfig:
                 raise ConfigError(f"{each.name} is {value}: must be a finite number of at least 0")
         if self.balancing_threshold < 1:
             raise ConfigError(f"balancing_threshold is {self.balancing_threshold}: must be at least 1")
-        for name in ("max_queue_s", "orphan_timeout_s"):
+        for name in ("max_queue_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
 

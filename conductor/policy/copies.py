@@ -11,32 +11,34 @@ class Copies:
     def __init__(self, max_copies: int, max_per_pool: int) -> None:
         self._max_copies = max_copies
         self._max_per_pool = max_per_pool
-        self._sources: dict[tuple[str, int], str] = {}
+        self._under_way: dict[tuple[str, int], tuple[str, int]] = {}  # (source, blocks that the target had)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self._under_way)
 
-    def try_begin(self, source: str, target: str, match_key: int) -> bool:
+    def try_begin(self, source: str, target: str, match_key: int, had_blocks: int) -> bool:
         """Note a copy as begun; False when it runs already or would be one too many."""
-        into_target = sum(pool == target for pool, _ in self._sources)
+        into_target = sum(pool == target for pool, _ in self._under_way)
         if (
             source == target
-            or (target, match_key) in self._sources
-            or len(self._sources) >= self._max_copies
+            or (target, match_key) in self._under_way
+            or len(self._under_way) >= self._max_copies
             or into_target >= self._max_per_pool
         ):
             return False
-        self._sources[target, match_key] = source
+        self._under_way[target, match_key] = source, had_blocks
         return True
 
-    def end(self, target: str, match_key: int) -> bool:
-        """Note its end; False when it is not known (any more)."""
-        return self._sources.pop((target, match_key), None) is not None
+    def end(self, target: str, match_key: int) -> int | None:
+        """Note its end: how many of the blocks the target had before. None when it is not known (any more)."""
+        _, had_blocks = self._under_way.pop((target, match_key), ("", None))
+        return had_blocks
 
     def drop_pool(self, pool: str) -> None:
         """A pool node is lost, and with it the copies from and to it."""
-        self._sources = {key: source for key, source in self._sources.items() if pool not in (source, key[0])}
+        kept = {key: value for key, value in self._under_way.items() if pool not in (value[0], key[0])}
+        self._under_way = kept
 
     def num_sends(self) -> Counter[str]:
         """Copies that each pool node sends."""
-        return Counter(self._sources.values())
+        return Counter(source for source, _ in self._under_way.values())

@@ -17,7 +17,10 @@ Floats = NDArray[np.float64]
 _PREFILL_PRIOR = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
 _DECODE_PRIOR = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
 _TRANSFER_PRIOR = (5e-4, 1e-9)  # per batch, per byte
-_POOL_READS = ("load", "pull", "copy")  # the paths that read from a pool node
+_LOAD_PRIOR = (1e-4, 2e-10)  # likewise, within a host
+_SSD_PRIOR = (1e-3, 2e-9)
+_LEAST_FETCH = 1.25  # times a load: noise in what was measured must not move a conversation from where its KV is
+_FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
 
 
@@ -82,21 +85,38 @@ class ModelCosts:
 
 
 class TransferCosts:
-    """Cost of moving KV bytes, per path."""
+    """Cost of moving KV bytes, per path. Nothing costs nothing: 0 seconds for 0 bytes."""
 
     def __init__(self) -> None:
-        self._fits = {"pool_read": CostFit(_TRANSFER_PRIOR)}
+        self._fits = {
+            "fetch": CostFit(_TRANSFER_PRIOR),
+            "load": CostFit(_LOAD_PRIOR),
+            "ssd_read": CostFit(_SSD_PRIOR),
+        }
 
     def add(self, sample: TransferSample) -> None:
-        path = "pool_read" if sample.path in _POOL_READS else sample.path
+        path = "fetch" if sample.path in _FETCHES else sample.path
         fit = self._fits.setdefault(path, CostFit(_TRANSFER_PRIOR))
         if sample.nbytes > 0:
             fit.add((1.0, sample.nbytes), sample.seconds)
 
-    def pool_read_s(self, nbytes: Floats, num_concurrent: int) -> Floats:
-        """Seconds to read `nbytes` from a pool node that sends to `num_concurrent` others; 0 for 0 bytes."""
-        fixed, per_byte = self._fits["pool_read"].coefficients
-        return np.where(nbytes > 0, fixed + per_byte * nbytes * (1 + num_concurrent), 0.0)
+    def fetch_s(self, nbytes: Floats, num_concurrent: int) -> Floats:
+        """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
+        fixed, per_byte = self._fits["fetch"].coefficients
+        fetch_s = np.where(nbytes > 0, fixed + per_byte * nbytes * (1 + num_concurrent), 0.0)
+        return np.maximum(fetch_s, _LEAST_FETCH * self.load_s(nbytes))
+
+    def load_s(self, nbytes: Floats) -> Floats:
+        """Seconds to read `nbytes` from the memory of the host's own pool node."""
+        return self._alone_s("load", nbytes)
+
+    def ssd_read_s(self, nbytes: Floats) -> Floats:
+        """Seconds for a pool node to bring `nbytes` from SSD to memory."""
+        return self._alone_s("ssd_read", nbytes)
+
+    def _alone_s(self, path: str, nbytes: Floats) -> Floats:
+        fixed, per_byte = self._fits[path].coefficients
+        return np.where(nbytes > 0, fixed + per_byte * nbytes, 0.0)
 
     def summary(self) -> dict[str, Any]:
         """For export."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Copy", "Decision", "Holder", "Place", "PrefillScore", "Reason", "Reject", "ReleaseOrphan"]
+__all__ = ["Copy", "Decision", "Holder", "Place", "PrefillScore", "Reason", "Reject", "ReleaseOrphan", "Shrink"]
 
 Reason = Literal["ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "too_long"]
 
@@ -15,6 +15,7 @@ class Holder:
     pool: str
     first_block: int
     num_blocks: int
+    ssd_blocks: int = 0  # of them, those that are on SSD only
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,14 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Shrink:
+    """The prefix that Copy `match_key` brought to pool node `pool` is used no more: drop it there if another has it."""
+
+    pool: str
+    match_key: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseOrphan:
     """Nobody holds or completes this request: its claims were dropped."""
 
@@ -79,4 +88,4 @@ class ReleaseOrphan:
     attempt: int
 
 
-Decision = Place | Reject | Copy | ReleaseOrphan
+Decision = Place | Reject | Copy | Shrink | ReleaseOrphan

@@ -16,6 +16,7 @@ __all__ = [
     "NodeReported",
     "NodeView",
     "Phase",
+    "PoolMatch",
     "PrefillSample",
     "Progress",
     "RequestArrived",
@@ -100,7 +101,8 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One batch of bytes moved; path is "push", "pull", "load", "store" or "copy"."""
+    """One batch of bytes moved; path is "push", "pull", "load" (from the host's own pool), "fetch" (from another's),
+    "store", "copy", "ssd_read" or "ssd_write"."""
 
     nbytes: int
     seconds: float
@@ -121,11 +123,24 @@ class NodeReported:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolMatch:
+    """What one pool node holds of a prompt's leading blocks: `blocks`, of which `ssd_blocks` are on SSD only.
+
+    `replica`: the match_key of the Copy that brought a part of them here; 0 when none did.
+    """
+
+    pool: str
+    blocks: int
+    ssd_blocks: int = 0
+    replica: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request, or a further attempt of one, wants a place.
 
-    `matches`: (pool node, leading blocks of the prompt that it holds). `match_key`: short key of the longest match's
-    last block and its KV namespace, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
+    `matches`: per pool node that holds any. `match_key`: short key of the longest match's last block and its KV
+    namespace, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
     """
 
     request_id: str
@@ -134,7 +149,7 @@ class RequestArrived:
     model: str
     prompt_tokens: int
     max_new_tokens: int
-    matches: tuple[tuple[str, int], ...] = ()
+    matches: tuple[PoolMatch, ...] = ()
     match_key: int = 0
     generated: int = 0
     excluded: tuple[str, ...] = ()

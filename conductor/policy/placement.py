@@ -1,22 +1,27 @@
 """Places a request: Algorithm 1 for the prefill node, predicted TBT for the decode node, admission, hot-spot copy."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conductor.policy.admission import Verdict, judge
 from conductor.policy.algorithm1 import PrefillScores, Prefixes, best_holder, holders, score_prefill
 from conductor.policy.candidates import Places, find_places
 from conductor.policy.config import NS
+from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts
-from conductor.policy.decisions import Copy, Decision, Place, Reject
+from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.decode_choice import DecodeScores, score_decode, wait_for_room_s
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import PoolMatch, RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
 
 __all__ = ["place"]
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,10 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
-    prefixes = _prefixes(state, request, model, places.prefill)
-    scores = _score(now_ns, state, request, model, places, prefixes, costs)
+    usable = _usable(state, request, model)
+    prefixes = _prefixes(state, usable, places.prefill)
+    queue_all_s = _queue_s(now_ns, state, places, costs)
+    scores = _score(state, request, model, prefixes, queue_all_s, costs)
     chosen = int(np.argmin(scores.ttft_s))
     decode = _plan_decode(now_ns, state, request, places, costs, chosen, float(scores.ttft_s[chosen]))
     queue_s = float(scores.queue_s[chosen])
@@ -70,30 +77,59 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     if rejection is not None:
         return [rejection]
     placed = _placed(state, request, places.prefill, prefixes, scores, chosen, decode, ttft_s)
+    copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
-    return [placed, *_copy(state, request, places.prefill.pools[chosen], prefixes, bool(scores.fetches[chosen]))]
+    without = _without_replicas(state, usable)
+    if without is not None:
+        alone = _score(state, request, model, _prefixes(state, without, places.prefill), queue_all_s, costs)
+        _note_saved(now_ns, state, usable, places.prefill.pools[chosen], alone, float(scores.ttft_s[chosen]))
+    return [placed] if copy is None else [placed, copy]
 
 
-def _prefixes(state: ClusterState, request: RequestArrived, model: ModelNodes, prefill: Candidates) -> Prefixes:
+def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
+    """What pool nodes that answer hold; never the whole prompt, so that at least one token is computed."""
     limit = (request.prompt_tokens - 1) // model.block_tokens
-    usable = {p: n for p, n in request.matches if p not in request.excluded and _answers(state, p)}
-    own = np.array([min(usable.get(pool, 0), limit) for pool in prefill.pools], np.int64)
-    if not usable:
-        return Prefixes(own, 0, "", 0)
-    sends = state.num_sends(usable)
-    pool, best = best_holder(usable, limit, sends)
-    return Prefixes(own, best, pool, sends.get(pool, 0))
+    return [
+        replace(match, blocks=min(match.blocks, limit), ssd_blocks=min(match.ssd_blocks, limit))
+        for match in request.matches
+        if match.pool not in request.excluded and state.answers(match.pool)
+    ]
 
 
-def _score(
-    now_ns: int,
-    state: ClusterState,
-    request: RequestArrived,
-    model: ModelNodes,
-    places: Places,
-    prefixes: Prefixes,
-    costs: ModelCosts,
-) -> PrefillScores:
+def _prefixes(state: ClusterState, matches: Sequence[PoolMatch], prefill: Candidates) -> Prefixes:
+    by_pool = {match.pool: match for match in matches}
+    nobody = PoolMatch("", 0)
+    found = [by_pool.get(pool, nobody) for pool in prefill.pools]
+    own = np.array([match.blocks for match in found], np.int64)
+    own_ssd = np.array([match.ssd_blocks for match in found], np.int64)
+    sends = state.num_sends(by_pool)
+    best = best_holder(matches, sends) or nobody
+    return Prefixes(own, own_ssd, best.blocks, best.ssd_blocks, best.pool, sends.get(best.pool, 0))
+
+
+def _without_replicas(state: ClusterState, matches: Sequence[PoolMatch]) -> list[PoolMatch] | None:
+    """What pool nodes would hold if no Copy had been made; None where that is what they hold."""
+    replicas = {match.pool: state.replication.of(match.pool, match.replica) for match in matches if match.replica}
+    if not any(replicas.values()):
+        return None
+    return [
+        match if (replica := replicas.get(match.pool)) is None else replace(match, blocks=replica.had_blocks)
+        for match in matches
+    ]
+
+
+def _note_saved(
+    now_ns: int, state: ClusterState, matches: Sequence[PoolMatch], pool: str, alone: PrefillScores, ttft_s: float
+) -> None:
+    """The request runs beside a replica: what it would have been predicted to take without any, less what it is."""
+    key = next((match.replica for match in matches if match.pool == pool), 0)
+    replica = state.replication.of(pool, key)
+    if replica is not None:
+        state.replication.use(now_ns, replica, max(0.0, float(alone.ttft_s.min()) - ttft_s))
+
+
+def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts) -> Floats:
+    """Per candidate: seconds until its turn."""
     nodes = places.prefill
     num_slots = state.nodes.num_slots
     queue_s = state.requests.queue_ns(now_ns, num_slots)[nodes.slots] / NS
@@ -106,6 +142,17 @@ def _score(
                 nodes, int(i), state.requests, costs, now_ns=now_ns, missing_tokens=int(missing[i])
             )
             queue_s[i] = max(queue_s[i], wait_s)
+    return queue_s
+
+
+def _score(
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    prefixes: Prefixes,
+    queue_s: Floats,
+    costs: ModelCosts,
+) -> PrefillScores:
     return score_prefill(
         prefixes,
         queue_s,
@@ -158,14 +205,13 @@ def _placed(
     decode: _DecodePlan | None,
     ttft_s: float,
 ) -> Place:
-    own, fetches = int(prefixes.own[chosen]), bool(scores.fetches[chosen])
     return Place(
         request_id=request.request_id,
         attempt=request.attempt,
         prefill=nodes.ids[chosen],
         decode="" if decode is None or nodes.is_aggregated[chosen] else decode.node_id,
         reuse_blocks=int(scores.reuse_blocks[chosen]),
-        holders=holders(nodes.pools[chosen], own, prefixes, fetches),
+        holders=holders(nodes.pools[chosen], chosen, prefixes, bool(scores.fetches[chosen])),
         predicted_ttft_s=ttft_s,
         predicted_tbt_s=decode.tbt_s if decode is not None else 0.0,
         scores=scores.explain(nodes.ids) if state.config.explain else (),
@@ -203,18 +249,3 @@ def _claim(
         max_new=request.max_new_tokens,
         seen_ns=now_ns,
     )
-
-
-def _copy(
-    state: ClusterState, request: RequestArrived, own_pool: str, prefixes: Prefixes, fetches: bool
-) -> list[Decision]:
-    """Algorithm 1's last line: the chosen node's pool gets the prefix that it had to fetch."""
-    if not fetches or not _answers(state, own_pool):
-        return []
-    if not state.copies.try_begin(prefixes.best_pool, own_pool, request.match_key):
-        return []
-    return [Copy(prefixes.best_pool, own_pool, prefixes.best, request.match_key)]
-
-
-def _answers(state: ClusterState, pool: str) -> bool:
-    return state.nodes.slot(pool) != NONE and not state.nodes.is_suspect(pool)

@@ -62,6 +62,7 @@ def lose_node(state: ClusterState, node: NodeView) -> None:
             state.requests.remove(row)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
+    state.replication.drop_pool(node.node_id)
     state.forget_node(node.node_id)
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.heat import Heat
 from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
-from conductor.policy.requests import Claim, RequestTable
+from conductor.policy.replication import Replication
+from conductor.policy.requests import NONE, Claim, RequestTable
 
 __all__ = ["ClusterState", "ModelTally", "Recent"]
 
@@ -45,10 +47,14 @@ class ClusterState:
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
     started_ns: int | None = None
     copies: Copies = field(init=False)
+    heat: Heat = field(init=False)
+    replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
+        self.heat = Heat(self.config.replication_horizon_s)
+        self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
 
     def costs_of(self, model: str) -> ModelCosts:
@@ -66,6 +72,10 @@ class ClusterState:
     def tally_of(self, model: str) -> ModelTally:
         """The model's own counts."""
         return self.tallies.setdefault(model, ModelTally())
+
+    def answers(self, pool: str) -> bool:
+        """Whether the pool node has joined and is not suspect."""
+        return self.nodes.slot(pool) != NONE and not self.nodes.is_suspect(pool)
 
     def pass_time(self, now_ns: int) -> None:
         """It is `now_ns`: nodes that have been silent for too long become suspect."""

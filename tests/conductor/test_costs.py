@@ -95,10 +95,10 @@ def test_reads_from_a_pool_are_fitted_apart_from_pushes_and_share_the_senders_ba
     transfers = TransferCosts()
     for _ in range(20):
         for nbytes in (1 << 16, 1 << 20, 1 << 24):
-            transfers.add(TransferSample(nbytes, nbytes / 1e9, "load"))
+            transfers.add(TransferSample(nbytes, nbytes / 1e9, "fetch"))
             transfers.add(TransferSample(nbytes, nbytes / 1e6, "push"))
     nbytes = np.array([float(1 << 24), 0.0])
-    alone, shared = transfers.pool_read_s(nbytes, 0), transfers.pool_read_s(nbytes, 1)
+    alone, shared = transfers.fetch_s(nbytes, 0), transfers.fetch_s(nbytes, 1)
     assert alone[0] == pytest.approx((1 << 24) / 1e9, rel=0.05)
     assert shared[0] == pytest.approx(2 * alone[0], rel=0.05)
     assert alone[1] == shared[1] == 0

@@ -179,5 +179,4 @@ def test_requests_that_decode_longer_than_usual_are_expected_to_be_gone(cluster,
 def test_an_explained_decision_shows_every_candidates_terms(cluster, make):
     scores = placed(cluster(explain=True).send(make.request(matches=(("pool-1", 4),)))).scores
     assert [score.node_id for score in scores] == ["prefill-0", "prefill-1"]
-    assert scores[0].transfer_s > 0
-    assert scores[1].transfer_s == 0
+    assert scores[0].transfer_s > scores[1].transfer_s > 0

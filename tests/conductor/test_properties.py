@@ -20,6 +20,7 @@ from conductor.policy.events import (
     NodeLost,
     NodeReported,
     NodeView,
+    PoolMatch,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -67,7 +68,9 @@ arrivals = st.builds(
     st.just("m"),
     st.integers(1, 2000),
     st.integers(1, 600),
-    st.dictionaries(st.sampled_from(POOLS), st.integers(1, 125)).map(lambda found: tuple(sorted(found.items()))),
+    st.dictionaries(st.sampled_from(POOLS), st.integers(1, 125)).map(
+        lambda found: tuple(PoolMatch(pool, n, n // 3, n % 4) for pool, n in sorted(found.items()))
+    ),
     st.integers(0, 3),
     excluded=st.lists(st.sampled_from(WORKERS), max_size=1).map(tuple),
     tenant=st.just("t"),
@@ -144,7 +147,9 @@ def check_place(event, place):
         assert holder.first_block == covered
         assert holder.num_blocks > 0
         covered += holder.num_blocks
-        assert dict(event.matches)[holder.pool] >= covered
+        held = {match.pool: match for match in event.matches}[holder.pool]
+        assert held.blocks >= covered
+        assert holder.ssd_blocks <= min(held.ssd_blocks, holder.num_blocks)
     assert covered == place.reuse_blocks
     chosen = next(score for score in place.scores if score.node_id == place.prefill)
     totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.scores]
@@ -215,16 +220,17 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
 @given(
     own=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     best=st.integers(0, 100),
+    on_ssd=st.integers(0, 100),
     queues=st.lists(st.floats(0, 10), min_size=6, max_size=6),
     threshold=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
     sends=st.integers(0, 4),
 )
-def test_the_vectorised_algorithm_is_the_papers_loop(own, best, queues, threshold, sends):
+def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, threshold, sends):
     best = max([best, *own])
     prompt = 101 * BLOCK
     costs, transfers = ModelCosts(), TransferCosts()
     found = score_prefill(
-        Prefixes(np.array(own), best, "pool", sends),
+        Prefixes(np.array(own), np.minimum(own, on_ssd // 2), best, min(best, on_ssd), "pool", sends),
         np.array(queues[: len(own)]),
         prompt_tokens=prompt,
         block_tokens=BLOCK,
@@ -235,10 +241,12 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, queues, threshol
     )
     for i, prefix in enumerate(own):
         ratio = best / prefix if prefix else (float("inf") if best else 0.0)
-        reuse, transfer_s = prefix, 0.0
+        reuse, transfer_s, ssd = prefix, float(transfers.load_s(np.array(prefix * 1000.0))), min(prefix, on_ssd // 2)
         if ratio > threshold:
-            reuse = best
-            transfer_s = float(transfers.pool_read_s(np.array([(best - prefix) * 1000.0]), sends)[0])
+            reuse, missing = best, best - prefix
+            ssd += min(missing, on_ssd)
+            transfer_s += float(transfers.fetch_s(np.array([missing * 1000.0]), sends)[0])
+        transfer_s += float(transfers.ssd_read_s(np.array(ssd * 1000.0)))
         prefill_s = float(costs.prefill_s(prompt, np.array([float(reuse * BLOCK)]))[0])
         assert (found.reuse_blocks[i], found.fetches[i]) == (reuse, ratio > threshold)
         assert abs(found.ttft_s[i] - (transfer_s + queues[i] + prefill_s)) < 1e-9

@@ -143,7 +143,7 @@ def test_metrics_are_read_in_either_spelling_and_counted_from_the_first_sample()
     assert history.load_of("decode", "waiting")[1] == [4.0, 4.0, 4.0]
     assert history.roles() == ["decode", "prefill"]
     # 50, then a restarted node's 30 from 0.
-    assert history.kv_bytes_by_path == {"push": 80, "pull": 0, "load": 2, "store": 0}
+    assert history.kv_bytes_by_path == {"push": 80, "pull": 0, "load": 2, "fetch": 0, "store": 0}
     assert history.increase("digest_mismatches") == 2
 
 
@@ -156,7 +156,7 @@ def test_metrics_are_read_as_the_frontend_exports_them() -> None:
     history.add(parse_metrics(generate_latest(registry).decode(), 0.0))
     samples[0] = replace(samples[0], counters=counters)
     history.add(parse_metrics(generate_latest(registry).decode(), 1.0))
-    assert history.kv_bytes_by_path == {"push": 3_000_000_000, "pull": 0, "load": 0, "store": 7}
+    assert history.kv_bytes_by_path == {"push": 3_000_000_000, "pull": 0, "load": 0, "fetch": 0, "store": 7}
     assert history.increase("digest_mismatches") == 2
     assert history.load_of("prefill", "running")[1] == [2.0, 2.0]
 
@@ -174,7 +174,7 @@ def test_damage_found_by_pools_counts_as_that_found_by_workers() -> None:
     samples[0] = replace(samples[0], counters={"digest_mismatches": 3.0})
     history.add(parse_metrics(generate_latest(registry).decode(), 2.0))
     assert history.increase("digest_mismatches") == 5
-    assert set(history.kv_bytes_by_path) == {"push", "pull", "load", "store"}
+    assert set(history.kv_bytes_by_path) == {"push", "pull", "load", "fetch", "store"}
 
 
 def test_a_node_that_joins_later_counts_from_zero() -> None:

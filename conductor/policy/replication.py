@@ -1,0 +1,75 @@
+"""Copies of hot prefixes as an investment: what they cost, what they saved, which have gone cold. No placement here."""
+
+from dataclasses import dataclass
+
+from conductor.policy.config import NS
+from conductor.policy.events import CopyFinished
+
+__all__ = ["Replica", "Replication"]
+
+_MEMORY = 0.95
+_AT_FIRST = 0.5  # how likely a copied prefix is taken to be used again, before anything was seen
+_AT_LEAST = 0.02  # never 0: then no copy would ever be made that could show the contrary
+
+
+@dataclass(slots=True)
+class Replica:
+    """A prefix that a Copy brought to a pool node."""
+
+    source: str
+    target: str
+    match_key: int
+    had_blocks: int  # what the target held of it before
+    used_ns: int  # last, or when it came
+    num_uses: int = 0
+
+
+class Replication:
+    """Every replica that is still counted as one, and the account of all."""
+
+    def __init__(self, idle_s: float) -> None:
+        self.saved_s = 0.0  # predicted TTFT without replicas less predicted TTFT with them, over all placed requests
+        self.spent_s = 0.0  # measured seconds of copying
+        self.used_again = _AT_FIRST  # share of replicas that were used at all, as lately seen
+        self._idle_ns = round(idle_s * NS)
+        self._replicas: dict[tuple[str, int], Replica] = {}  # by (target, match_key)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def of(self, pool: str, match_key: int) -> Replica | None:
+        """The replica at `pool`, if it is one."""
+        return self._replicas.get((pool, match_key))
+
+    def made(self, now_ns: int, event: CopyFinished, had_blocks: int) -> None:
+        """A copy is done and has brought something."""
+        self.spent_s += event.seconds
+        replica = Replica(event.source, event.target, event.match_key, had_blocks, now_ns)
+        self._replicas.setdefault((event.target, event.match_key), replica)
+
+    def failed(self, event: CopyFinished) -> None:
+        """A copy brought nothing, and took its time."""
+        self.spent_s += event.seconds
+
+    def use(self, now_ns: int, replica: Replica, saved_s: float) -> None:
+        """A request was placed where the replica is, and is predicted to be so much sooner for it."""
+        replica.used_ns = now_ns
+        replica.num_uses += 1
+        self.saved_s += saved_s
+
+    def take_cold(self, now_ns: int) -> list[Replica]:
+        """Those that have not been used for long are no replicas any more; the oldest first."""
+        cold = [replica for replica in self._replicas.values() if replica.used_ns + self._idle_ns <= now_ns]
+        for replica in cold:
+            self._end(replica)
+        return cold
+
+    def drop_pool(self, pool: str) -> None:
+        """A pool node is lost, and with it the replicas there. What came from it is no second copy any more."""
+        for replica in [r for r in self._replicas.values() if pool in (r.source, r.target)]:
+            self._end(replica)
+
+    def _end(self, replica: Replica) -> None:
+        del self._replicas[replica.target, replica.match_key]
+        used = 1.0 if replica.num_uses else 0.0
+        self.used_again = max(_AT_LEAST, _MEMORY * self.used_again + (1 - _MEMORY) * used)
