@@ -12,35 +12,41 @@ __all__ = ["cache_table"]
 
 
 def cache_table(runs: Sequence[CacheRun], source: str) -> Group:
-    """A row for each policy; of several capacities the hit rates, of one all figures. The best policies are bold."""
+    """Of one capacity a row for each policy with all figures, of several a row for each. The best policies are bold."""
     capacities = list(dict.fromkeys(run.capacity for run in runs))
-    held = f"{capacities[0]:,} blocks" if len(capacities) == 1 else "so many blocks"
-    title = Text(f"{source}: hit rate of one pool of {held}", style="bold")
-    table = Table()
-    table.add_column("policy", no_wrap=True)
     best = {
         capacity: max((run.hit_rate for run in runs if run.capacity == capacity and run.policy != BELADY), default=0.0)
         for capacity in capacities
     }
-    if len(capacities) == 1:
-        for heading in ("hit rate", "1st half", "2nd half", "evictions", "time"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for run in runs:
-            halves = (f"{run.hit_rate_first_half:.4f}", f"{run.hit_rate_second_half:.4f}")
-            table.add_row(_name(run), _rate(run, best), *halves, f"{run.evictions:,}", f"{run.seconds:.1f} s")
-        return Group(title, table)
-    for capacity in capacities:
-        table.add_column(f"{capacity:,}", justify="right", no_wrap=True)
+    leaf_first = list(dict.fromkeys(run.policy for run in runs if run.leaf_first and run.policy != BELADY))
+    held = f" of {capacities[0]:,} blocks" if len(capacities) == 1 else ""
+    title = f"{source}: hit rate of one pool{held}" + (f"; leaf first: {', '.join(leaf_first)}" if leaf_first else "")
+    table = _of_one_capacity(runs, best) if len(capacities) == 1 else _of_several(runs, capacities, best)
+    return Group(Text(title, style="bold"), table)
+
+
+def _of_one_capacity(runs: Sequence[CacheRun], best: dict[int, float]) -> Table:
+    table = Table("policy")
+    for heading in ("hit rate", "1st half", "2nd half", "evictions", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        halves = (f"{run.hit_rate_first_half:.4f}", f"{run.hit_rate_second_half:.4f}")
+        table.add_row(_name(run.policy), _rate(run, best), *halves, f"{run.evictions:,}", f"{run.seconds:.1f} s")
+    return table
+
+
+def _of_several(runs: Sequence[CacheRun], capacities: Sequence[int], best: dict[int, float]) -> Table:
+    table = Table()
+    table.add_column("blocks", justify="right", no_wrap=True)
     for policy in dict.fromkeys(run.policy for run in runs):
-        of_policy = [run for run in runs if run.policy == policy]
-        table.add_row(_name(of_policy[0]), *(_rate(run, best) for run in of_policy))
-    return Group(title, table)
+        table.add_column(_name(policy), justify="right")
+    for capacity in capacities:
+        table.add_row(f"{capacity:,}", *(_rate(run, best) for run in runs if run.capacity == capacity))
+    return table
 
 
-def _name(run: CacheRun) -> str:
-    return (
-        "belady, the limit" if run.policy == BELADY else f"{run.policy}, leaf first" if run.leaf_first else run.policy
-    )
+def _name(policy: str) -> str:
+    return "belady, the limit" if policy == BELADY else policy
 
 
 def _rate(run: CacheRun, best: dict[int, float]) -> str:
