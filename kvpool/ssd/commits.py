@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,8 +64,8 @@ class Commits:
     ) -> None:
         """Begin a new journal with these blocks. Raises OSError."""
         self.lock = threading.Lock()
-        self.extents = ExtentMap(extents)
-        self.undurable = ExtentMap()  # freed; the journal still has them
+        self.extents = ExtentMap(config.nbytes, extents)
+        self.undurable = ExtentMap(config.nbytes)  # freed; the journal still has them
         self.accepts_writes = True
         self.num_compactions = 0
         self._disk, self._config, self._header, self._segments = disk, config, header, segments
@@ -120,18 +119,23 @@ class Commits:
 
     def _sync_data(self, commits: Sequence[Commit]) -> None:
         """Each segment once; blocks that touch one whose sync fails have failed."""
-        touching: defaultdict[int, list[tuple[Commit, Extent]]] = defaultdict(list)
+        size = self._segments.segment_nbytes
+        touched: set[int] = set()
         for commit in commits:
             for extent in commit.extents:
-                for index in self._segments.touched(extent.start, extent.end):
-                    touching[index].append((commit, extent))
-        for index in sorted(touching):
+                first, last = extent.start // size, (extent.end - 1) // size
+                touched.add(first)
+                if first != last:
+                    touched.update(range(first, last + 1))
+        for index in sorted(touched):
             try:
                 self._segments.sync(index)
             except OSError as error:
                 failure = io_error(f"segment {index} could not be made durable", error.errno or 0)
-                for commit, extent in touching[index]:
-                    commit.failed[extent] = failure
+                for commit in commits:
+                    for extent in commit.extents:
+                        if index in self._segments.touched(extent.start, extent.end):
+                            commit.failed[extent] = failure
 
     def _write_down(
         self, freed: Sequence[Extent], sealed: Sequence[Extent], groups: Sequence[bytes]

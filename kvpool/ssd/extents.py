@@ -1,16 +1,12 @@
 """Which extents hold what: a map by offset that knows what overlaps. No I/O, no locks."""
 
 import enum
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvpool.ssd.records import SsdEntry
+from kvpool.ssd.records import PAGE_NBYTES, SsdEntry
 
 __all__ = ["Extent", "ExtentMap", "ExtentState"]
-
-_BUCKET_NBYTES = 1 << 20
 
 
 class ExtentState(enum.Enum):
@@ -33,12 +29,11 @@ class Extent:
 
 
 class ExtentMap:
-    """Disjoint extents, in the order in which they were added. Costs do not grow with the number of extents."""
+    """Disjoint extents in a space, in the order in which they were added. A byte per page says whether it is taken."""
 
-    def __init__(self, extents: Iterable[Extent] = ()) -> None:
+    def __init__(self, space_nbytes: int, extents: Iterable[Extent] = ()) -> None:
         self._at: dict[int, Extent] = {}
-        # Per MiB of the space: the starts of the extents that touch it, sorted.
-        self._buckets: defaultdict[int, list[int]] = defaultdict(list)
+        self._taken = bytearray(space_nbytes // PAGE_NBYTES)
         self.nbytes = 0
         for extent in extents:
             self.add(extent)
@@ -52,33 +47,22 @@ class ExtentMap:
     def get(self, start: int) -> Extent | None:
         return self._at.get(start)
 
-    def overlaps(self, start: int, end: int) -> Extent | None:
-        """An extent that has a byte in `start..end`, if any has."""
-        for bucket in _buckets(start, end):
-            starts = self._buckets.get(bucket)
-            # Disjoint extents end in the order in which they start: if any reaches beyond `start`, the last one does.
-            if starts and (i := bisect_left(starts, end)) and (extent := self._at[starts[i - 1]]).end > start:
-                return extent
-        return None
+    def is_clear(self, start: int, end: int) -> bool:
+        """Whether no extent has a byte in `start..end`, which are multiples of a page in the space."""
+        return self._taken.find(1, start // PAGE_NBYTES, end // PAGE_NBYTES) < 0
 
     def add(self, extent: Extent) -> None:
-        """It must overlap none."""
+        """Where it lies must be clear."""
         self._at[extent.start] = extent
-        self.nbytes += extent.end - extent.start
-        for bucket in _buckets(extent.start, extent.end):
-            insort(self._buckets[bucket], extent.start)
+        self._mark(extent, b"\1")
 
     def remove(self, extent: Extent) -> None:
         """It must be in the map."""
         del self._at[extent.start]
-        self.nbytes -= extent.end - extent.start
-        for bucket in _buckets(extent.start, extent.end):
-            starts = self._buckets[bucket]
-            if len(starts) == 1:
-                del self._buckets[bucket]
-            else:
-                del starts[bisect_left(starts, extent.start)]
+        self._mark(extent, b"\0")
 
-
-def _buckets(start: int, end: int) -> range:
-    return range(start // _BUCKET_NBYTES, (end - 1) // _BUCKET_NBYTES + 1)
+    def _mark(self, extent: Extent, value: bytes) -> None:
+        first, nbytes = extent.start // PAGE_NBYTES, extent.end - extent.start
+        pages = nbytes // PAGE_NBYTES
+        self._taken[first : first + pages] = value * pages
+        self.nbytes += nbytes if value == b"\1" else -nbytes

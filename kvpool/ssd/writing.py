@@ -1,7 +1,7 @@
 """Writing a batch of blocks: take their extents, carry their bytes, have them sealed by the journal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.errors import SsdError, SsdRefused
 from kvpool.ssd.carrying import CHUNK_BLOCKS, Carrier
@@ -17,13 +17,17 @@ __all__ = ["Writer"]
 _Results = list[SsdError | None]
 
 
-@dataclass(eq=False, slots=True)
-class _Reserved:
-    """A block that has its place in the map, and where its bytes are."""
+@dataclass
+class _Chunk:
+    """Blocks that go to the disk together: their places in the request, their extents, where their bytes are."""
 
-    index: int
-    extent: Extent
-    memory: list[Run]
+    indices: list[int] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
+    memory: list[list[Run]] = field(default_factory=list)
+
+    def without(self, gone: set[Extent]) -> "_Chunk":
+        kept = [k for k, extent in enumerate(self.extents) if extent not in gone]
+        return _Chunk([self.indices[k] for k in kept], [self.extents[k] for k in kept], [self.memory[k] for k in kept])
 
 
 class Writer:
@@ -37,22 +41,23 @@ class Writer:
         """As `SsdStore.write`."""
         results: _Results = [None] * len(writes)
         taken: list[Extent] = []
-        flights: list[tuple[list[_Reserved], Flight]] = []
+        flights: list[tuple[_Chunk, Flight]] = []
         written: dict[Extent, int] = {}
         groups: list[bytes] = []
         try:
             try:
                 for first in range(0, len(writes), CHUNK_BLOCKS):
                     indices = range(first, min(first + CHUNK_BLOCKS, len(writes)))
-                    chunk = self._reserve(writes, indices, results, taken)
-                    if chunk := self._clear_frees(chunk, results):
-                        flights.append((chunk, self._start(chunk)))
+                    chunk = self._clear_frees(self._reserve(writes, indices, results, taken), results)
+                    if chunk.extents:
+                        offsets = [extent.start for extent in chunk.extents]
+                        flights.append((chunk, self._carrier.start(offsets, chunk.memory)))
             finally:
                 # The sources are the caller's again when this returns, so every flight is waited for.
                 for chunk, flight in flights:
                     good = self._finish(chunk, flight, results)
-                    written.update((block.extent, block.index) for block in good)
-                    groups.append(pack_blocks(block.extent for block in good))
+                    written.update(good)
+                    groups.append(pack_blocks(good))
             if written:
                 for extent, error in self._commits.commit(list(written), groups).failed.items():
                     results[written[extent]] = error
@@ -60,43 +65,36 @@ class Writer:
             self._release(taken)
         return results
 
-    def _reserve(
-        self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]
-    ) -> list[_Reserved]:
+    def _reserve(self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]) -> _Chunk:
         """Put what may be written into the map."""
-        chunk = []
-        for i in indices:
-            entry = writes[i].entry
-            runs = self._memory.runs(writes[i].sources, entry.spec, writable=False)
-            if isinstance(runs, str):
-                results[i] = SsdRefused(f"sources of the block at {entry.offset}: {runs}")
-                continue
-            nbytes = -(-sum(run[1] for run in runs) // PAGE_NBYTES) * PAGE_NBYTES
-            chunk.append(_Reserved(i, Extent(entry, entry.offset, entry.offset + nbytes), runs))
+        chunk = _Chunk()
+        space, extents = self._carrier.segments.nbytes, self._commits.extents
         with self._commits.lock:
-            kept = []
-            for block in chunk:
-                problem = self._problem(block.extent)
-                if problem is not None:
-                    results[block.index] = problem
+            for i in indices:
+                entry, sources = writes[i].entry, writes[i].sources
+                start = entry.offset
+                runs = self._memory.runs(sources, entry.spec, writable=False)
+                if isinstance(runs, str):
+                    results[i] = SsdRefused(f"sources of the block at {start}: {runs}")
                     continue
-                self._commits.extents.add(block.extent)
-                taken.append(block.extent)
-                kept.append(block)
-        return kept
+                payload = runs[0][1] if len(runs) == 1 else sum(run[1] for run in runs)
+                end = start - (-payload // PAGE_NBYTES) * PAGE_NBYTES
+                if start < 0 or start % PAGE_NBYTES or end > space:
+                    results[i] = SsdRefused(
+                        f"a block at {start}..{end}: expected a multiple of {PAGE_NBYTES} in a space of {space} bytes"
+                    )
+                elif not extents.is_clear(start, end):
+                    results[i] = SsdRefused(f"a block at {start}..{end} lies over another: free that first")
+                else:
+                    extent = Extent(entry, start, end)
+                    extents.add(extent)
+                    taken.append(extent)
+                    chunk.indices.append(i)
+                    chunk.extents.append(extent)
+                    chunk.memory.append(runs)
+        return chunk
 
-    def _problem(self, extent: Extent) -> SsdRefused | None:
-        """Why nothing may be written there; the lock is held."""
-        start, end, space = extent.start, extent.end, self._carrier.segments.nbytes
-        if start < 0 or start % PAGE_NBYTES or end > space:
-            return SsdRefused(
-                f"a block at {start}..{end}: expected a multiple of {PAGE_NBYTES} in a space of {space} bytes"
-            )
-        if (other := self._commits.extents.overlaps(start, end)) is not None:
-            return SsdRefused(f"a block at {start}..{end} lies over {other.start}..{other.end}: free that first")
-        return None
-
-    def _clear_frees(self, chunk: list[_Reserved], results: _Results) -> list[_Reserved]:
+    def _clear_frees(self, chunk: _Chunk, results: _Results) -> _Chunk:
         """The journal forgets what lay where these blocks go, before a byte of them is written."""
         if not self._over_undurable(chunk):
             return chunk
@@ -104,30 +102,29 @@ class Writer:
         if failure is None:
             return chunk
         over = self._over_undurable(chunk)
-        for block in over:
-            results[block.index] = failure
-        return [block for block in chunk if block not in over]
+        for i, extent in zip(chunk.indices, chunk.extents, strict=True):
+            if extent in over:
+                results[i] = failure
+        return chunk.without(over)
 
-    def _over_undurable(self, chunk: list[_Reserved]) -> list[_Reserved]:
+    def _over_undurable(self, chunk: _Chunk) -> set[Extent]:
         undurable = self._commits.undurable
         with self._commits.lock:
             if not len(undurable):
-                return []
-            return [block for block in chunk if undurable.overlaps(block.extent.start, block.extent.end) is not None]
+                return set()
+            return {extent for extent in chunk.extents if not undurable.is_clear(extent.start, extent.end)}
 
-    def _start(self, chunk: list[_Reserved]) -> Flight:
-        return self._carrier.start([block.extent.start for block in chunk], [block.memory for block in chunk])
-
-    def _finish(self, chunk: list[_Reserved], flight: Flight, results: _Results) -> list[_Reserved]:
-        """The blocks whose bytes are written, with their checksums."""
+    def _finish(self, chunk: _Chunk, flight: Flight, results: _Results) -> dict[Extent, int]:
+        """The extents whose bytes are written, with their checksums; and their places in the request."""
         outcome = self._carrier.finish(flight)
-        good = []
-        for block, checksum, number in zip(chunk, outcome.sums.tolist(), outcome.status.tolist(), strict=True):
-            block.extent.checksum = checksum
+        good = {}
+        sums, status = outcome.sums.tolist(), outcome.status.tolist()
+        for i, extent, checksum, number in zip(chunk.indices, chunk.extents, sums, status, strict=True):
             if number:
-                results[block.index] = io_error(f"writing the block at {block.extent.start}", number)
+                results[i] = io_error(f"writing the block at {extent.start}", number)
             else:
-                good.append(block)
+                extent.checksum = checksum
+                good[extent] = i
         return good
 
     def _release(self, taken: Sequence[Extent]) -> None:
