@@ -181,10 +181,12 @@ class PoolNode:
         lease_ns: int,
         wait_s: float = 0.0,
         tails: bool = False,
+        tail_keys: Sequence[bytes] = (),
     ) -> LeaseGrant | None:
         """As `PoolCore.pin`, once what is on SSD has come to DRAM, or `wait_s` is over; read with `read_key`."""
         if wait_s > 0 and self.ssd is not None:
-            await self.ssd.loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s)
+            loader = self.ssd.loader
+            await loader.bring(kv_namespace, chain, tails=tails, wait_s=wait_s, tail_keys=tail_keys)
         return self.core.pin(
             time.monotonic_ns(),
             kv_namespace,
@@ -193,11 +195,12 @@ class PoolNode:
             owner_incarnation=owner_incarnation,
             lease_ns=lease_ns,
             tails=tails,
+            tail_keys=tail_keys,
         )
 
-    def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+    def prefetch(self, kv_namespace: bytes, chain: Sequence[bytes], tail_keys: Sequence[bytes] = ()) -> int:
         """Begin to bring a prompt's blocks and tails from SSD to DRAM. Returns how many are on their way."""
-        return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True)
+        return 0 if self.ssd is None else self.ssd.loader.begin(kv_namespace, chain, tails=True, tail_keys=tail_keys)
 
     async def flush(self, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
         """As `PoolCore.flush`; before DRAM is emptied, what is not on SSD is written, as far as the SSD takes it."""
@@ -254,6 +257,8 @@ class PoolNode:
         if self.core.log.seq != self._told_seq:
             self._told_seq = self.core.log.seq
             self._wake()
+            if self.ssd is not None:
+                self.ssd.write_back.wake()
 
     @property
     def num_write_keys(self) -> int:

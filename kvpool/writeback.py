@@ -29,7 +29,8 @@ from kvpool.ssd_io import Written, write_blocks
 __all__ = ["WriteBack"]
 
 _BATCH_NBYTES = 8 << 20
-_LOOK_S = 0.25  # how often it is seen whether something is worth writing
+_BATCH_SHARE = 16  # a batch is at most this part of memory: what is being written cannot give way
+_LOOK_S = 0.25  # longest time until it is seen that something is worth writing
 _YIELD_S = 1.0  # longest wait of a batch for loads
 _NICENESS = 10
 
@@ -64,13 +65,22 @@ class WriteBack:
         self._counters = counters
         self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_be_nice)
         self._turn = asyncio.Lock()  # of batches: one at a time
+        self._batch_nbytes = min(_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
+        self._news = asyncio.Event()
         self.num_under_way = 0
+
+    def wake(self) -> None:
+        """Blocks have come or gone: something may be worth writing."""
+        self._news.set()
 
     async def run(self) -> None:
         """Write what is worth it, until cancelled."""
         while True:
+            self._news.clear()
             if not await self._step(everything=False):
-                await asyncio.sleep(_LOOK_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._news.wait()
 
     async def write_everything(self) -> None:
         """Write all that is sealed and not on SSD, as far as the SSD takes it."""
@@ -94,7 +104,7 @@ class WriteBack:
         async with self._turn:
             writes: list[Write] = []
             if self._health.may_write(time.monotonic()):
-                writes = self._core.writes(time.monotonic_ns(), _BATCH_NBYTES, everything=everything)
+                writes = self._core.writes(time.monotonic_ns(), self._batch_nbytes, everything=everything)
             freed = self._core.take_ssd_freed()
             self._tell()
             if freed:

@@ -109,28 +109,25 @@ def parents(chain: Any, first: int) -> Any:
     return np.concatenate([zeros, chain])[first : first + 40]
 
 
-async def test_what_is_used_again_is_written_without_being_asked_for(
+async def test_what_would_leave_memory_next_is_written_without_being_asked_for(
     start_pool, worker, chain_of, ssd_dir, until
 ) -> None:
-    """A working set larger than memory ends up on SSD: the node writes what would leave next."""
+    """A working set twice as large as memory ends up on SSD, and is all there."""
     client = worker.client((await start_pool(ssd_dir=ssd_dir, arena_bytes=64 << 10, **SSD)).target)
+    written = []
     for i in range(6):
-        await worker.put(client, chain_of(20, f"prompt {i}"))
-        wrote = await counter(client, "pool_written_blocks")
+        written.append(await worker.put(client, chain_of(20, f"prompt {i}")))
 
-        async def more(wrote: float = wrote, i: int = i) -> bool:
-            return i < 2 or await counter(client, "pool_written_blocks") > wrote
+        async def kept(expected: int = 20 * (i + 1) if i else 0) -> bool:
+            return await counter(client, "pool_written_blocks") >= expected
 
-        await until(more)
-    state = await client.state()
-    assert state["ssd_state"] == "ok"
-    found = 0
+        await until(kept)
+    assert (await client.state())["ssd_state"] == "ok"
     for i in range(6):
         lease = await client.pin(worker.ns, chain_of(20, f"prompt {i}"), lease_s=30, wait_s=60)
-        if lease is not None:
-            found += lease.ssd_blocks
-            await client.unpin(lease)
-    assert found > 20
+        assert (lease.num_blocks, lease.ssd_blocks) == (20, 20)
+        assert same(worker, lease, await worker.read(lease), written[i])
+        await client.unpin(lease)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
