@@ -21,7 +21,9 @@ class ConductorConfig:
     model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
-    max_copies: int = 8  # hot-spot copies under way at once
+    max_copies: int = 8  # hot-spot copies under way at once; 0 = none are made
+    replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
+    replica_idle_s: float = 180.0  # a copied prefix that was not used for so long is given up again
     copy_timeout_s: float = 30.0  # a copy is given up after this long
     orphan_timeout_s: float = 120.0  # a request that nobody holds or completes is forgotten
     report_timeout_s: float = 5.0  # a node that was silent for longer gets no work until it reports again; 0 = off
@@ -64,6 +66,8 @@ class ConductorConfig:
             balancing_threshold=self.balancing_threshold,
             max_queue_s=self.max_queue_s,
             max_copies=self.max_copies,
+            replication_horizon_s=self.replication_horizon_s,
+            replica_idle_s=self.replica_idle_s,
             orphan_timeout_s=self.orphan_timeout_s,
             report_timeout_s=self.report_timeout_s,
             explain=self.decision_log is not None,

@@ -30,7 +30,7 @@ async def open_store() -> AsyncIterator[Callable[..., RedisStore]]:
 
 
 @pytest.fixture
-async def admin(start_redis: Any) -> AsyncIterator[Callable[[Any], Redis]]:
+async def admin() -> AsyncIterator[Callable[[Any], Redis]]:
     opened: list[Redis] = []
 
     def connect(server: Any) -> Redis:
@@ -102,9 +102,13 @@ async def test_foreign_data_under_our_names_is_refused(start_redis, open_store, 
     server = start_redis()
     await admin(server).set(key, b"\xff\xfe")
     store = open_store(server.url())
-    with pytest.raises(SharedStoreRefused, match="holds other data"):
+
+    async def look() -> None:
         await store.claim()
         await store.snapshots()
+
+    with pytest.raises(SharedStoreRefused, match="holds other data"):
+        await look()
 
 
 async def test_a_record_that_cannot_be_read_is_refused(start_redis, open_store, admin) -> None:
