@@ -38,6 +38,9 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
             entry.name: Objectives(*entry.objectives(config.scheduling)) for entry in config.further.models
         },
         balancing_threshold=config.scheduling.balancing_threshold,
+        max_copies=config.scheduling.max_copies,
+        replication_horizon_s=config.scheduling.replication_horizon,
+        replica_idle_s=config.scheduling.replica_idle,
         max_queue_s=config.scheduling.max_queue,
         report_timeout_s=config.scheduling.report_timeout,
         decision_log=config.scheduling.decision_log,

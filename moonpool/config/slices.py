@@ -250,6 +250,16 @@ class SchedulingSettings(Slice):
         float,
         Key("Ratio of the best cached prefix to a node's own above which KV is copied to the node", low=1, high=1e6),
     ] = 1.5
+    max_copies: Annotated[
+        int, Key("Copies of hot prefixes between pool nodes under way at once; 0: none are made", low=0, high=1024)
+    ] = 8
+    replication_horizon: Annotated[
+        float,
+        Key("Seconds over which demand for a prefix is measured and what a copy saves is predicted", low=1, high=86400),
+    ] = 60.0
+    replica_idle: Annotated[
+        float, Key("Seconds without use after which a copied prefix is given up again", low=1, high=86400)
+    ] = 180.0
     max_queue: Annotated[
         float, Key("Longest predicted wait, seconds, with which a request is still admitted", low=0.1, high=86400)
     ] = 60.0

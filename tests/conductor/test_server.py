@@ -359,7 +359,7 @@ async def store(pool_target, chain, fill, namespace=NAMESPACE):
 
 
 async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_had_to_fetch_it(conductor, tmp_path):
-    _, client = await conductor()
+    _, client = await conductor(replica_idle_s=2.0, tick_s=0.1)
     async with contextlib.AsyncExitStack() as stack:
         for name in ("pool-0", "pool-1"):
             config = PoolNodeConfig(
@@ -401,6 +401,30 @@ async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_h
         assert (await client.json("State"))["counters"]["copied_bytes"] == 10 * SPEC.slot_nbytes(0)
         again = (await client.schedule("again", chain=chain.tobytes(), exclude_nodes=["prefill-0"])).placement
         assert again.holders[0].pool.node_id == "pool-1"
+
+        async def replicas():
+            names = ("pool-0", "pool-1")
+            async with contextlib.AsyncExitStack() as clients:
+                pools = [
+                    PoolClient(f"unix:{tmp_path}/{name}.sock", owner="test", owner_incarnation=1) for name in names
+                ]
+                for pool in pools:
+                    clients.push_async_callback(pool.close)
+                found = [await pool.inspect(chain[0].tobytes(), kv_namespace=NAMESPACE) for pool in pools]
+            return [[block["replicas"] for block in each] for each in found]
+
+        async def both_told():
+            return await replicas() == [[1], [1]]
+
+        async def given_up():
+            # The last copy goes last: pool-0 keeps its own, and knows that it is alone.
+            return await blocks() == [10, 0] and await replicas() == [[0], []]
+
+        await client.until(both_told)
+        await client.until(given_up)
+        state = await client.json("State")
+        assert state["counters"]["shrinks"] == 1
+        assert state["replication"]["spent_s"] > 0
     await client.until_joined("prefill-0", "prefill-1", "decode-0")
     lost = (await client.schedule("lost", chain=chain.tobytes())).placement
     assert lost.reuse_blocks == 0
