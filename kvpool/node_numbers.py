@@ -43,7 +43,7 @@ def state(node: PoolNode) -> dict[str, Any]:
                 "capacity_bytes": node.config.limits.ssd_nbytes,
             },
         },
-        "ssd_state": node.ssd.state.value if node.ssd is not None else None,
+        "ssd": None if node.ssd is None else node.ssd.told(),
         "event_seq": node.core.log.seq,
         "namespaces": namespaces,
         "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +66,17 @@ class SsdTier:
             recovered = store.recovered
             taken = core.restore(time.monotonic_ns(), [_ssd_block(entry) for entry in recovered])
             await asyncio.to_thread(store.free, core.take_ssd_freed())
+            found = store.stats().recovery
             _log.info(
-                "the SSD tier in %s has %d blocks, %d found there were not taken in; %.1f s",
+                "the SSD tier in %s has %d blocks, %d more found there were not taken in; %s; %.1f s",
                 folder,
                 taken,
                 len(recovered) - taken,
+                ", ".join(f"{name} {count}" for name, count in sorted(found.items())) or "a new journal",
                 time.perf_counter() - began,
             )
+            if found.get("lost_frames") or found.get("torn_end"):
+                _log.warning("the journal in %s was damaged: what it still says is kept, the rest was dropped", folder)
         except BaseException:
             await asyncio.to_thread(store.close)
             raise
@@ -81,6 +86,21 @@ class SsdTier:
     def state(self) -> SsdState:
         """Whether the SSD is read and written, only read, or left alone."""
         return self.health.state
+
+    def told(self) -> dict[str, Any]:
+        """What there is to know of the disk, as plain data."""
+        stats = self.store.stats()
+        return {
+            "folder": str(self._folder),
+            "state": self.state.value,
+            "direct": stats.direct,
+            "recovery": stats.recovery,
+            "journal_bytes": stats.journal_nbytes,
+            "read_p50_s": stats.reads.p50_s,
+            "read_p99_s": stats.reads.p99_s,
+            "write_p50_s": stats.writes.p50_s,
+            "write_p99_s": stats.writes.p99_s,
+        }
 
     async def close(self) -> None:
         """End loads and write-back; all that was written is found again at the next start."""

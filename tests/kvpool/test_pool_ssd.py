@@ -122,7 +122,7 @@ async def test_what_would_leave_memory_next_is_written_without_being_asked_for(
             return await counter(client, "pool_written_blocks") >= expected
 
         await until(kept)
-    assert (await client.state())["ssd_state"] == "ok"
+    assert (await client.state())["ssd"]["state"] == "ok"
     for i in range(6):
         lease = await client.pin(worker.ns, chain_of(20, f"prompt {i}"), lease_s=30, wait_s=60)
         assert (lease.num_blocks, lease.ssd_blocks) == (20, 20)

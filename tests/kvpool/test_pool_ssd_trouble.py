@@ -131,7 +131,7 @@ async def test_writes_that_fail_leave_a_node_that_serves_and_writes_again_when_t
     flushed = await client.flush(dram_only=True)
     assert (flushed.removed, flushed.kept) == (0, 6)
     state = await client.state()
-    assert state["ssd_state"] == "read_only"
+    assert state["ssd"]["state"] == "read_only"
     assert sum(n for name, n in state["counters"].items() if name in ("pool_ssd_write_errors", "pool_ssd_full_errors"))
     assert await serves(worker, client, chain_of(5, "served"))
     lease = await client.pin(worker.ns, chain_of(4), lease_s=30, wait_s=60)
@@ -141,25 +141,66 @@ async def test_writes_that_fail_leave_a_node_that_serves_and_writes_again_when_t
 
     async def writes_again() -> bool:
         await client.flush(dram_only=True)
-        return (await client.state())["ssd_state"] == "ok"
+        return (await client.state())["ssd"]["state"] == "ok"
 
     await until(writes_again, 60)
     assert (await client.validate())["ok"]
 
 
-@pytest.fixture
-def slow_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Reads of the SSD return only once the event is set: no file of a real disk can be made to answer late."""
+def gated(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[threading.Event]:
+    """Calls of the SSD store return only once the event is set: no real disk can be made to answer late."""
     gate = threading.Event()
-    read = SsdStore.read
+    call = getattr(SsdStore, name)
 
-    def read_late(self: SsdStore, reads: Any) -> Any:
+    def call_late(self: SsdStore, batch: Any) -> Any:
         gate.wait()
-        return read(self, reads)
+        return call(self, batch)
 
-    monkeypatch.setattr(SsdStore, "read", read_late)
+    monkeypatch.setattr(SsdStore, name, call_late)
     yield gate
     gate.set()
+
+
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    yield from gated(monkeypatch, "read")
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    yield from gated(monkeypatch, "write")
+
+
+async def test_a_slow_disk_delays_no_put_and_no_reader(start_pool, worker, chain_of, ssd_dir, slow_writes) -> None:
+    """Far more goes through memory than it holds, while nothing can be written: it is lost, and nobody waits."""
+    client = worker.client((await start_pool(ssd_dir=ssd_dir, arena_bytes=64 << 10, **SSD)).target)
+    for i in range(12):
+        assert await serves(worker, client, chain_of(10, f"prompt {i}"))
+    assert await counter(client, "pool_written_blocks") == 0
+    assert (await client.validate())["ok"]
+    slow_writes.set()
+    assert (await client.flush(dram_only=True)).kept == 0
+
+
+async def test_of_a_damaged_journal_what_can_be_trusted_is_kept(
+    start_pool, worker, chain_of, ssd_dir, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = await start_pool(ssd_dir=ssd_dir, **SSD)
+    client = worker.client(pool.target)
+    written = await put_on_ssd(worker, client, chain_of(10))
+    await put_on_ssd(worker, client, chain_of(10, "later"))
+    await pool.end()
+    journal = ssd_dir / "pool" / "journal"
+    flip(journal, find(journal.parent, bytes(chain_of(10, "later")[4]))[1])
+    again = await start_pool(ssd_dir=ssd_dir, **SSD)
+    client = worker.client(again.target)
+    assert "was damaged" in caplog.text
+    lease = await client.pin(worker.ns, chain_of(10), lease_s=30, wait_s=60)
+    assert lease.num_blocks == 10
+    assert all(np.array_equal(a, b) for a, b in zip(await worker.read(lease), written, strict=True))
+    await client.unpin(lease)
+    assert await client.pin(worker.ns, chain_of(10, "later"), lease_s=30, wait_s=60) is None
+    assert await serves(worker, client, chain_of(10, "later"))
 
 
 async def test_a_pin_takes_what_is_there_when_a_slow_disk_uses_up_its_time(
