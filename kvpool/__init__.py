@@ -10,6 +10,7 @@ from kvpool.address import (
     kv_namespace,
     parent_keys,
     tail_key,
+    tail_keys,
 )
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
@@ -52,4 +53,5 @@ __all__ = [
     "seal_digest",
     "serve_pool_node",
     "tail_key",
+    "tail_keys",
 ]

@@ -38,6 +38,7 @@ __all__ = [
     "kv_namespace",
     "parent_keys",
     "tail_key",
+    "tail_keys",
 ]
 
 KEY_NBYTES = 16
@@ -107,6 +108,19 @@ def tail_key(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) ->
     tail_chain_key = blake3(seed, derive_key_context=_TAIL_CONTEXT).digest(length=32)
     data = np.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("<")).tobytes()
     return blake3((parent or seed) + data, key=tail_chain_key).digest(length=KEY_NBYTES)
+
+
+def tail_keys(seed: bytes, parent: bytes | None, token_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """`tail_key` of the first 1, 2, … and all n of these tokens: uint8 [n, 16]. Raises as `chain_keys`."""
+    _check_links(seed, parent)
+    ids = _checked_ids(token_ids)
+    data = np.ascontiguousarray(ids, dtype=ids.dtype.newbyteorder("<")).tobytes()
+    hasher = blake3(parent or seed, key=blake3(seed, derive_key_context=_TAIL_CONTEXT).digest(length=32))
+    keys = bytearray()
+    for start in range(0, len(data), 4):
+        hasher.update(data[start : start + 4])
+        keys += hasher.digest(length=KEY_NBYTES)
+    return np.frombuffer(bytes(keys), np.uint8).reshape(len(ids), KEY_NBYTES)
 
 
 def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArray[np.uint8]:

@@ -121,13 +121,15 @@ class PoolClient:
         lease_s: float,
         wait_s: float = 0.0,
         tails: bool = False,
+        tail_keys: bytes = b"",
         deadline_s: float | None = None,
     ) -> Lease | None:
         """Lease the longest run of sealed blocks at the start of `chain` [n, 16]; None when its first is not there.
 
         Blocks on SSD belong to the run as far as they can be brought to DRAM within `wait_s`; nothing is waited for
-        where there are none. With `tails`, partial blocks that follow the run's last block are leased too (if the chain
-        is empty, those that begin a prompt). `deadline_s`: 3 s above `wait_s` where not given.
+        where there are none. With `tails`, partial blocks that follow the run's last block are leased too (if the run
+        is empty, those that begin a prompt): the first of `tail_keys` (16 bytes each) that is there, or else a few.
+        `deadline_s`: 3 s above `wait_s` where not given.
         """
         request = pool_pb2.PinRequest(
             kv_namespace=kv_namespace,
@@ -137,14 +139,27 @@ class PoolClient:
             lease_s=lease_s,
             wait_s=wait_s,
             tails=tails,
+            tail_keys=tail_keys,
         )
         deadline_s = wait_s + _ANSWER_S if deadline_s is None else deadline_s
         reply = await self._call("Pin", self._stub().Pin(request), deadline_s)
         return Lease.from_pin_reply(reply, chain) if reply.lease_id else None
 
-    async def prefetch(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = _ANSWER_S) -> int:
-        """Begin to bring a waiting request's blocks from SSD to DRAM, holding nothing. How many are on their way."""
-        request = pool_pb2.PrefetchRequest(kv_namespace=kv_namespace, chain=check_chain(chain).tobytes())
+    async def prefetch(
+        self,
+        kv_namespace: bytes,
+        chain: NDArray[np.uint8],
+        *,
+        tail_keys: bytes = b"",
+        deadline_s: float = _ANSWER_S,
+    ) -> int:
+        """Begin to bring a waiting request's blocks, and tails as in `pin`, from SSD to DRAM, holding nothing.
+
+        How many are on their way.
+        """
+        request = pool_pb2.PrefetchRequest(
+            kv_namespace=kv_namespace, chain=check_chain(chain).tobytes(), tail_keys=tail_keys
+        )
         reply = await self._call("Prefetch", self._stub().Prefetch(request), deadline_s)
         return reply.loading
 

@@ -55,29 +55,39 @@ class Loader:
         """Blocks that are being read or wait for it."""
         return len(self._under_way)
 
-    def begin(self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool) -> int:
+    def begin(
+        self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, tail_keys: Sequence[bytes] = ()
+    ) -> int:
         """Begin what is not under way of the leading run's blocks on SSD, and of tails after it.
 
         Returns how many of them are under way now; 0: there is nothing to wait for.
         """
         if self._health.may_read(time.monotonic()):
-            loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails)
+            loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
             self._tell()
             self._under_way.update((load.block.key, load) for load in loads)
             self._waiting.extend(loads)
             self._start_workers()
         return self._num_of(kv_namespace, chain, tails)
 
-    async def bring(self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, wait_s: float) -> None:
+    async def bring(
+        self,
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        *,
+        tails: bool,
+        wait_s: float,
+        tail_keys: Sequence[bytes] = (),
+    ) -> None:
         """As `begin`, and wait until nothing of it is under way, or for `wait_s`."""
-        if not self.begin(kv_namespace, chain, tails=tails):
+        if not self.begin(kv_namespace, chain, tails=tails, tail_keys=tail_keys):
             return
         try:
             async with asyncio.timeout(wait_s):
                 while True:
                     await self._ended.wait()
                     # What did not fit, or could not be read at the first go, may come now.
-                    if not self.begin(kv_namespace, chain, tails=tails):
+                    if not self.begin(kv_namespace, chain, tails=tails, tail_keys=tail_keys):
                         return
         except TimeoutError:
             self._counters["load_timeouts"] += 1

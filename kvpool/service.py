@@ -127,6 +127,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             lease_ns=_nanoseconds("lease_s", request.lease_s),
             wait_s=_wait_s(request.wait_s),
             tails=request.tails,
+            tail_keys=_keys(request.tail_keys),
         )
         if grant is None:
             return pool_pb2.PinReply()
@@ -145,7 +146,8 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Prefetch(self, request: pool_pb2.PrefetchRequest, context: Context[Any, Any]) -> pool_pb2.PrefetchReply:
-        loading = self._node.prefetch(_namespace(request.kv_namespace), _keys(request.chain))
+        namespace = _namespace(request.kv_namespace)
+        loading = self._node.prefetch(namespace, _keys(request.chain), _keys(request.tail_keys))
         return pool_pb2.PrefetchReply(loading=loading)
 
     @_refusing

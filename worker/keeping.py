@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool import Tail, chain_keys, tail_key
+from kvpool import Tail, chain_keys, tail_key, tail_keys
 from worker.request import Request, Sequence
 
 
@@ -51,6 +51,15 @@ class Kept:
         parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
         return keys[first:], parents, partial
+
+
+def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> bytes:
+    """Keys of all partial blocks that hold just the prompt's tokens after its first `num_blocks` blocks, the longest
+    first."""
+    start = num_blocks * block_tokens
+    rest = request.prompt[start : start + block_tokens - 1]
+    parent = request.keys[num_blocks - 1] if num_blocks else None
+    return tail_keys(request.chain_seed, parent, rest)[::-1].tobytes()
 
 
 def find_tail(request: Request, num_blocks: int, tails: Many[Tail], block_tokens: int) -> tuple[Tail, int] | None:

@@ -15,7 +15,7 @@ from kvpool import Lease, PoolClient
 from messenger import DeadlineExceeded, Messenger, MessengerError
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from worker.counters import Counters
-from worker.keeping import Kept, find_tail
+from worker.keeping import Kept, find_tail, names_of_tails
 from worker.kv_memory import KvMemory
 from worker.pinned import Pinned
 from worker.policy import Breaker
@@ -98,18 +98,25 @@ class PoolGlue:
         asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
         for target, first, end in asked:
             if first < end:
-                task = asyncio.ensure_future(self._prefetch(target, request.keys[first:end]))
+                task = asyncio.ensure_future(
+                    self._prefetch(target, request.keys[first:end], self._tail_keys(request, num_blocks))
+                )
                 self._prefetching.add(task)
                 task.add_done_callback(self._prefetching.discard)
 
-    async def _prefetch(self, target: str, keys: Sequence[bytes]) -> None:
+    async def _prefetch(self, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
         if self._may_ask(target):
             try:
-                await self.client(target).prefetch(self._namespace, key_array(keys))
+                await self.client(target).prefetch(self._namespace, key_array(keys), tail_keys=tail_keys)
                 self._note(target)
             except PoolErrors as error:
                 self._note(target, error)
                 log.info("pool at %s did not take a hint of what is needed soon: %s", target, error)
+
+    def _tail_keys(self, request: Request, num_blocks: int) -> bytes:
+        """Of partial blocks that are looked for where the conductor expects the run to end."""
+        expected = min(num_blocks, request.placement.reuse_blocks)
+        return names_of_tails(request, expected, self._memory.block_tokens)
 
     async def pin(self, request: Request, num_blocks: int) -> list[Pinned]:
         """Lease the longest leading run of the request's first `num_blocks` blocks that this host's pool and the
@@ -118,6 +125,7 @@ class PoolGlue:
         A pool that cannot be reached only shortens the run: what is missing is computed.
         """
         chain = key_array(request.keys[:num_blocks])
+        tail_keys = self._tail_keys(request, num_blocks)
         targets = [(self._own_target, 0, num_blocks)]
         targets += [
             (h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks))
@@ -130,7 +138,7 @@ class PoolGlue:
             is_own = i == 0  # asked for partial blocks even where there is no whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
                 continue
-            lease = await self._pin(target, chain[have:end], request)
+            lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
             if lease is not None:
                 pinned.append(Pinned(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
@@ -141,11 +149,11 @@ class PoolGlue:
                 pinned[-1] = replace(pinned[-1], tail=found[0], tail_tokens=found[1])
         return pinned
 
-    async def _pin(self, target: str, chain: NDArray[np.uint8], request: Request) -> Lease | None:
-        wait_s = max(0.0, min(self._wait_s, request.time_left_s))
+    async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
+        wait_s = max(0.0, min(self._wait_s, time_left_s))
         try:
             lease = await self.client(target).pin(
-                self._namespace, chain, lease_s=self._lease_s, wait_s=wait_s, tails=True
+                self._namespace, chain, lease_s=self._lease_s, wait_s=wait_s, tails=True, tail_keys=tail_keys
             )
         except PoolErrors as error:
             self._note(target, error)

@@ -53,7 +53,7 @@ class PoolLimits:
     ssd_nbytes: int = 0  # for extents; 0: no SSD tier
     ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
     write_above: float = 0.5  # share of DRAM in use above which what would leave next is written to SSD ahead of need
-    max_tails: int = 4  # partial blocks kept after one block
+    max_tails: int = 1024  # partial blocks kept after one block: as many dialogues may end after a prompt they share
     quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
 
     def __post_init__(self) -> None:
@@ -194,14 +194,16 @@ class PoolCore:
         owner_incarnation: int,
         lease_ns: int,
         tails: bool = False,
+        tail_keys: Sequence[bytes] = (),
     ) -> LeaseGrant | None:
         """Lease the longest leading run of sealed blocks in DRAM; None when there is nothing to lease.
 
-        With `tails`, also the partial blocks in DRAM whose parent is the run's last block (where the run is empty:
-        those that begin a prompt), most recently used first; then the grant may have tails and no blocks.
+        With `tails`, also partial blocks in DRAM whose parent is the run's last block (where the run is empty: those
+        that begin a prompt): the first of `tail_keys` that is there; else a few, most recently used first. The grant
+        may have tails and no blocks.
         """
         run, num_from_ssd = self._look_up(now_ns, kv_namespace, chain)
-        after = self.store.tails_after(kv_namespace, run) if tails else []
+        after = self.store.tails_after(kv_namespace, run, tail_keys) if tails else []
         after = [tail for tail in after if tail.offsets]
         if not run and not after:
             return None
@@ -234,13 +236,22 @@ class PoolCore:
                     if copy is not None:
                         copy.replicas = replicas
 
-    def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool = False) -> list[Load]:
-        """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too.
+    def load(
+        self,
+        now_ns: int,
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        *,
+        tails: bool = False,
+        tail_keys: Sequence[bytes] = (),
+    ) -> list[Load]:
+        """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too,
+        as in `pin`.
 
         Slots are taken in order, evicting others but never the run's own, as far as there are any to be had; blocks
         already under way are not named again. Every Load must be answered by `loaded`, whatever happens.
         """
-        return self.staging.load(now_ns, kv_namespace, chain, tails)
+        return self.staging.load(now_ns, kv_namespace, chain, tails, tail_keys)
 
     def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
         """A Load has ended. OK: the block is in DRAM from now on, and on SSD. IO_ERROR: it stays on SSD; after the

@@ -40,13 +40,15 @@ class Staging:
             if block.num_uses == 1 and self._has_ssd and block.ssd is None:
                 self._useful.append(block)
 
-    def load(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> list[Load]:
+    def load(
+        self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool, tail_keys: Sequence[bytes]
+    ) -> list[Load]:
         """See `PoolCore.load`."""
         store = self._store
         run = store.leading_run(kv_namespace, chain)
         wanted = [block for block in run if block.dram is None]
         if tails:
-            wanted += [tail for tail in store.tails_after(kv_namespace, run) if tail.dram is None]
+            wanted += [tail for tail in store.tails_after(kv_namespace, run, tail_keys) if tail.dram is None]
         if not wanted:
             return []
         held = [copy for block in run if (copy := block.dram) is not None]

@@ -5,6 +5,7 @@ written), or by whoever took them over with `take_out`; everything else is free.
 """
 
 import contextlib
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from kvpool.tiers import Tier
 
 __all__ = ["BlockStore"]
 
+_MAX_OFFERED = 4  # partial blocks, where it is not known which of them could be used
 _MAX_UNUSED_FAMILIES = 16  # without blocks now; what their policies have learnt is kept
 
 
@@ -138,11 +140,17 @@ class BlockStore:
         self.index.discard(before)
         return None
 
-    def tails_after(self, kv_namespace: bytes, run: Sequence[Block]) -> list[Block]:
-        """The sealed partial blocks right after the run's last block, or at the beginning; last used first."""
+    def tails_after(self, kv_namespace: bytes, run: Sequence[Block], tail_keys: Sequence[bytes] = ()) -> list[Block]:
+        """The sealed partial block right after the run's last block, or at the beginning, that is the first of these
+        keys; where none is there, the few that were used last, the last one first."""
         place = run[-1].place if run else self.index.find_place(kv_namespace + bytes(16))
-        tails = [] if place is None else [tail for tail in place.tails or () if tail.sealed]
-        return sorted(tails, key=_used_ns, reverse=True) if len(tails) > 1 else tails
+        if place is None or not place.tails:
+            return []
+        for tail_key in tail_keys:
+            named = self.find(kv_namespace, tail_key)
+            if named is not None and named.num_tokens and named.sealed and named.place.parent is place:
+                return [named]
+        return heapq.nlargest(_MAX_OFFERED, (tail for tail in place.tails if tail.sealed), key=_used_ns)
 
     def add(self, block: Block, before: Place) -> None:
         """The block can be found from now on; `before.num_following` counts it already."""

@@ -106,3 +106,19 @@ async def test_a_scored_prompt_uses_no_tail(start_pair: Start, prompt: Prompt) -
     assert scored.failures == []
     assert scored.cached_tokens == 0
     assert len(scored.messages[0].prompt_logprobs.logprobs) == 4 * 20
+
+
+async def test_any_number_of_dialogues_may_end_after_one_shared_block(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    histories = [[*prompt(10), *prompt(2, seed=i)] for i in range(9)]
+    for i, history in enumerate(histories):
+        first = await ask(pair, history, f"first {i}", max_tokens=3)
+        history += [*first.token_ids, 7]
+    for i, history in enumerate(histories):
+        submit = pair.submit(history, f"second {i}", max_tokens=2)
+        submit.placement.reuse_blocks = 1  # as the conductor knows
+        second = await pair.frontend.submit(submit)
+        await second.ended.wait()
+        assert second.failures == []
+        assert second.cached_tokens == 14
+    await pair.at_rest()

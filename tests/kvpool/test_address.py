@@ -18,6 +18,7 @@ from kvpool import (
     kv_namespace,
     parent_keys,
     tail_key,
+    tail_keys,
 )
 from kvpool.errors import AddressError
 
@@ -68,6 +69,14 @@ def test_a_tails_key_depends_on_each_of_its_tokens_what_came_before_and_the_salt
     keys.append(tail_key(chain_seed("other", "tok", 4), parent, tokens))
     assert len(set(keys)) == 7
     assert tail_key(SEED, parent, tokens.copy()) == keys[2]
+
+
+@pytest.mark.parametrize("parent", [None, bytes(range(16))])
+def test_the_keys_of_all_tails_are_those_of_each(parent: bytes | None) -> None:
+    tokens = np.arange(40, dtype=np.int32)
+    keys = [tail_key(SEED, parent, tokens[:n]) for n in range(1, 41)]
+    assert [bytes(key) for key in tail_keys(SEED, parent, tokens)] == keys
+    assert tail_keys(SEED, parent, tokens[:0]).shape == (0, 16)
 
 
 def test_a_tail_never_has_the_key_of_a_full_block_of_the_same_tokens() -> None:

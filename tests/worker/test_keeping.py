@@ -7,7 +7,7 @@ import pytest
 
 from kvpool import Tail, chain_keys, chain_seed, tail_key
 from moonpool_proto.v1.worker_pb2 import Submit
-from worker.keeping import Kept, find_tail
+from worker.keeping import Kept, find_tail, names_of_tails
 from worker.request import Request, Sequence
 
 BLOCK = 4
@@ -85,6 +85,14 @@ def test_the_last_prompt_token_is_computed_even_where_a_tail_has_it() -> None:
     assert find_tail(request_of([0, 1, 2, 3, 4, 5, 6]), 1, offered, BLOCK) == (offered[0], 2)
     offered = [tail([4], key_of([0, 1, 2, 3]))]
     assert find_tail(request_of([0, 1, 2, 3, 4]), 1, offered, BLOCK) is None
+
+
+def test_a_prompt_names_its_tails_longest_first() -> None:
+    ids = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    parent = key_of([0, 1, 2, 3])
+    names = b"".join(tail(ids[4:end], parent).key for end in (7, 6, 5))
+    assert names_of_tails(request_of(ids), 1, BLOCK) == names
+    assert names_of_tails(request_of(ids), 2, BLOCK) == tail([8], key_of(ids[:8])).key
 
 
 def test_a_tail_that_goes_beyond_the_prompt_is_not_taken() -> None:

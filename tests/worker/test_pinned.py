@@ -19,7 +19,9 @@ def pinned(first: int, num_blocks: int, *, ssd: int = 0, tail: int = 0, is_own: 
     digests = [np.arange(num_blocks * layers, dtype=np.uint64).reshape(num_blocks, layers) for layers in (3, 1)]
     chain = np.arange(16 * num_blocks, dtype=np.uint8).reshape(num_blocks, 16)
     key: Any = None
-    lease = Lease("lease", key, Endpoint("pool", 1, "host", "127.0.0.1", 1, ""), offsets, digests, chain, ssd_blocks=ssd)
+    lease = Lease(
+        "lease", key, Endpoint("pool", 1, "host", "127.0.0.1", 1, ""), offsets, digests, chain, ssd_blocks=ssd
+    )
     last = Tail(b"t" * 16, tail, np.array([90, 91]), [np.full(3, 7, np.uint64), np.full(1, 8, np.uint64)])
     client = PoolClient("unix:/nowhere", owner="me", owner_incarnation=1)
     return Pinned(first, lease, client, is_own, BLOCK, last if tail else None, tail)

@@ -290,6 +290,7 @@ class PinRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
+    TAIL_KEYS_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
     owner: _builtins.str
@@ -299,6 +300,10 @@ class PinRequest(_message.Message):
     """how long to wait for blocks that are on SSD only; 0: lease what is in DRAM"""
     tails: _builtins.bool
     """lease partial blocks that follow the run's last block, too"""
+    tail_keys: _builtins.bytes
+    """16 bytes each, best first: partial blocks that could be used after the run, if it is as long as expected. One that
+    is there is leased alone; else those that were used last are.
+    """
     def __init__(
         self,
         *,
@@ -309,10 +314,11 @@ class PinRequest(_message.Message):
         lease_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
         tails: _builtins.bool = ...,
+        tail_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "tails", b"tails", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "tail_keys", b"tail_keys", "tails", b"tails", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,17 +583,21 @@ class PrefetchRequest(_message.Message):
 
     KV_NAMESPACE_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
+    TAIL_KEYS_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
+    tail_keys: _builtins.bytes
+    """as in PinRequest"""
     def __init__(
         self,
         *,
         kv_namespace: _builtins.bytes = ...,
         chain: _builtins.bytes = ...,
+        tail_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "tail_keys", b"tail_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
