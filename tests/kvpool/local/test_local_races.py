@@ -158,10 +158,10 @@ def test_a_block_that_leaves_while_it_is_copied_is_a_miss(verify: bool) -> None:
         for _ in range(200):
             cleared.clear()
             getting = thread.submit(get)
-            while not cleared.is_set() or not landing[1 << 10]:
+            while not cleared.is_set() or not landing[:: 1 << 20].any():
                 pass
             index.apply([(False, leaving)])  # type: ignore[list-item]
-            before_its_end = not landing[-1]
+            before_its_end = not landing[:: 1 << 14].all()
             done = getting.result()
             index.apply([(True, leaving)])  # type: ignore[list-item]
             if before_its_end:
