@@ -5,6 +5,7 @@ often would keep every slab from another model for ever. So slabs are cleared wh
 that follow those; of the slabs around the next victims, those whose copies were used longest ago in the mean.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,10 +19,11 @@ _MAX_COPIES = 4096  # more are never cleared for one block
 
 @dataclass(frozen=True)
 class Clearing:
-    """Copies to be given up, in this order: none before those that follow it."""
+    """Copies to be given up, in this order: none before those that follow it; and the slabs to be made then."""
 
     copies: list[Copy]
     mean_last_use: float
+    slabs: list[tuple[int, int]]  # size of a slot, first unit
 
 
 def plan_clearing(
@@ -32,12 +34,47 @@ def plan_clearing(
     sizes: Sequence[int],
     victims: Sequence[Copy],
 ) -> Clearing | None:
-    """What must leave so that a slab of each of the sizes finds room; None when it cannot be, or should not.
+    """What must leave so that a slot of each of the sizes finds room; None when it cannot be.
 
     `holders` are copies by offset of their slots, `freed` slots that are as good as free. `victims` say where to look.
     """
+    # What is free already is taken while the rest is planned, so that it is not planned for twice.
+    free, missing = _take_free(slabs, sizes)
+    try:
+        return _plan(tier, slabs, holders, freed, missing, victims)
+    finally:
+        for offset in free:
+            slabs.free(offset)
+
+
+def _take_free(slabs: SlabAllocator, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Offsets of free slots, and the sizes of those that there are none for: one for each slab that is needed."""
+    offsets: list[int] = []
+    missing: list[int] = []
+    to_come: Counter[int] = Counter()
+    for size in sizes:
+        offset = None if to_come[size] else slabs.try_allocate(size)
+        if offset is not None:
+            offsets.append(offset)
+            continue
+        if not to_come[size]:
+            missing.append(size)
+            to_come[size] = slabs.slots_per_slab(size)
+        to_come[size] -= 1
+    return offsets, missing
+
+
+def _plan(
+    tier: int,
+    slabs: SlabAllocator,
+    holders: Mapping[int, Copy],
+    freed: Mapping[int, int],
+    sizes: Sequence[int],
+    victims: Sequence[Copy],
+) -> Clearing | None:
     chosen: dict[Copy, None] = {}
     taken: set[int] = set()  # units of the slabs to come
+    made: list[tuple[int, int]] = []
     for size in sizes:
         windows = {
             window.start: window
@@ -56,7 +93,8 @@ def plan_clearing(
         _, start, best = min(plans, key=lambda plan: plan[:2])
         chosen |= best
         taken |= set(windows[start])
-    return Clearing(list(chosen), _mean_last_use(chosen))
+        made.append((size, start))
+    return Clearing(list(chosen), _mean_last_use(chosen), made)
 
 
 def _with_followers(

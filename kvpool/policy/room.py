@@ -222,12 +222,14 @@ class TierRoom:
             if partition.sizes == own.sizes:
                 return self._evict_one(partition, reason, now_ns)
             victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
-            missing = [size for size in dict.fromkeys(own.sizes) if not self.slabs.has_room(size)] or own.sizes
-            clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, missing, victims)
+            clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims)
             if clearing is not None and clearing.copies and (same is None or clearing.mean_last_use <= same):
                 for copy in clearing.copies:
                     self.leave(copy)
                     self._give_up(copy, "slab", now_ns)
+                if self._tier == DRAM:
+                    for size, first_unit in clearing.slabs:
+                        self.slabs.open(size, first_unit)
                 return True
         return False
 

@@ -61,10 +61,14 @@ class SlabAllocator:
         """What a slot for so many bytes takes."""
         return -(-nbytes // self._alignment) * self._alignment
 
-    def has_room(self, slot_nbytes: int) -> bool:
-        """Whether `try_allocate` would give a slot."""
+    def slots_per_slab(self, slot_nbytes: int) -> int:
+        """Slots of this size in one slab."""
         size_class = self._class_of(slot_nbytes)
-        return self._partial_slab(size_class) is not None or self._free_place(size_class) is not None
+        return size_class.units_per_slab * self.unit_nbytes // size_class.slot_nbytes
+
+    def open(self, slot_nbytes: int, first_unit: int) -> None:
+        """Make a slab of this size at free units, for slots that are allocated next."""
+        self._make_slab(self._class_of(slot_nbytes), first_unit)
 
     def try_allocate(self, slot_nbytes: int) -> int | None:
         """Offset of a free slot, or None when no slab has one and no room is left for a slab."""
