@@ -4,7 +4,7 @@ Per size and depth, every round runs both in turn; ratios are medians over the r
 in the same round, with the fastest of fio's engines (chosen per case in a first round of its own):
 
 - read: `SsdStore.read`, checksum of every byte included, against fio's random reads, which check nothing.
-- write: `SsdStore.write` into space that was freed before, as when the tier is full; data, journal and frees are durable
+- write: `SsdStore.write` into space that was freed before, as when the tier is full; data, journal, frees durable
   when it returns. Against fio's random writes with an fdatasync after as many bytes (and one more I/O, without which
   fio leaves it out).
 - write_unsynced: the same bytes through the store's I/O path alone, against fio without any sync.
