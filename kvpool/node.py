@@ -21,6 +21,7 @@ from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
 from kvpool.policy import Allocation, LeaseGrant, PoolCore
 from kvpool.spec import KvSpec
+from kvpool.ssd_health import SsdState
 from kvpool.ssd_tier import SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
 
@@ -107,7 +108,12 @@ class PoolNode:
         num_tokens: Sequence[int] = (),
         compute_s: float = 0.0,
     ) -> Allocation:
-        """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`."""
+        """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`.
+
+        Blocks on an SSD that cannot be read are put anew.
+        """
+        if self.ssd is not None and self.ssd.state is SsdState.FAILED:
+            self.core.give_up_on_ssd(kv_namespace, chain)
         allocation = self.core.allocate(
             time.monotonic_ns(),
             kv_namespace,

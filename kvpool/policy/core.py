@@ -354,6 +354,16 @@ class PoolCore:
         self.counters["quarantined_blocks"] += removed
         return removed
 
+    def give_up_on_ssd(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """The SSD cannot be read: remove those of the blocks that are there alone. Returns how many."""
+        found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
+        unreadable = [block for block in found if block is not None and block.sealed and block.dram is None]
+        for block in unreadable:
+            self.store.remove(block)
+        self.store.tell()
+        self.counters["ssd_dropped_blocks"] += len(unreadable)
+        return len(unreadable)
+
     def expire(self, now_ns: int) -> list[str]:
         """End what is overdue. Returns the ids of expired puts, whose keys the caller must revoke."""
         expired = [put for put in self.puts.values() if put.expires_ns <= now_ns]

@@ -117,3 +117,16 @@ async def test_a_quota_keeps_one_model_from_the_room_of_others(start_pool, worke
     await worker.put(client, chain_of(40, "more"))
     used = (await client.state())["tiers"]["dram"]["used_bytes"]
     assert 0.4 * (64 << 10) < used <= 32 << 10
+
+
+async def test_memory_is_emptied_as_far_as_the_ssd_has_room(start_pool, worker, chain_of, ssd_dir) -> None:
+    """1 MiB on SSD holds 256 of these blocks; what came there first gives way when asked again."""
+    client = worker.client((await start_pool(ssd_dir=ssd_dir, ssd_bytes=1 << 20)).target)
+    for i in range(4):
+        await worker.put(client, chain_of(100, f"prompt {i}"))
+    flushed = await client.flush(dram_only=True, deadline_s=60)
+    assert flushed.removed >= 200
+    assert flushed.removed + flushed.kept == 400
+    assert (await client.state())["tiers"]["ssd"]["blocks"] == 256
+    again = await client.flush(dram_only=True, deadline_s=60)
+    assert (again.removed, again.kept) == (flushed.kept, 0)

@@ -118,6 +118,24 @@ async def test_a_block_that_cannot_be_read_is_given_up_and_the_others_serve(
     assert await serves(worker, client, chain_of(10, "other"))
 
 
+async def test_an_ssd_that_cannot_be_read_is_left_alone_and_its_blocks_are_put_anew(
+    pool_nodes, start_pool, worker, chain_of, ssd_dir
+) -> None:
+    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    chains = [chain_of(2, f"prompt {i}") for i in range(5)]
+    for chain in chains:
+        await put_on_ssd(worker, client, chain)
+    (segment,) = ssd_dir.rglob("segment-*")
+    os.truncate(segment, 0)
+    for chain in chains[:3]:
+        assert await client.pin(worker.ns, chain, lease_s=30, wait_s=60) is None
+    state = await client.state()
+    assert state["ssd"]["state"] == "failed"
+    assert state["counters"]["pool_ssd_read_errors"] > 0
+    assert await serves(worker, client, chains[4])
+    assert await serves(worker, client, chain_of(5, "other"))
+
+
 async def test_writes_that_fail_leave_a_node_that_serves_and_writes_again_when_they_succeed(
     start_process, tmp_path, worker, chain_of, ssd_dir, until
 ) -> None:
