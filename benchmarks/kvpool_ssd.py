@@ -14,6 +14,7 @@ temporary folder that it removes.
 """
 
 import argparse
+import gc
 import json
 import math
 import mmap
@@ -94,6 +95,9 @@ class _Case:
                 blocks = range(start, min(start + self._round_blocks, self._num_blocks))
                 self._write(store, blocks)
                 self._write_bare(bare, blocks)
+            # As every role does when it is ready.
+            gc.collect()
+            gc.freeze()
             for _ in range(rounds):
                 ours = {
                     "read": self._read(store, self._chosen()),
@@ -104,6 +108,7 @@ class _Case:
                     theirs = self._run_fio(kind, engines[kind]) if self._fio else math.nan
                     rates[kind].append((ours[kind], theirs))
         finally:
+            gc.unfreeze()
             store.close()
             bare.close()
         return {kind: _summary(rates[kind], engines.get(kind)) for kind in KINDS}
