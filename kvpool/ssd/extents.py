@@ -1,6 +1,7 @@
 """Which extents hold what: a map by offset that knows what overlaps. No I/O, no locks."""
 
 import enum
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class ExtentMap:
 
     def __init__(self, space_nbytes: int, extents: Iterable[Extent] = ()) -> None:
         self._at: dict[int, Extent] = {}
-        self._taken = bytearray(space_nbytes // PAGE_NBYTES)
+        # A mapping takes memory only for those parts of the space that are used.
+        self._taken = mmap.mmap(-1, space_nbytes // PAGE_NBYTES)
         self.nbytes = 0
         for extent in extents:
             self.add(extent)
@@ -49,7 +51,7 @@ class ExtentMap:
 
     def is_clear(self, start: int, end: int) -> bool:
         """Whether no extent has a byte in `start..end`, which are multiples of a page in the space."""
-        return self._taken.find(1, start // PAGE_NBYTES, end // PAGE_NBYTES) < 0
+        return self._taken.find(b"\1", start // PAGE_NBYTES, end // PAGE_NBYTES) < 0
 
     def add(self, extent: Extent) -> None:
         """Where it lies must be clear."""

@@ -24,8 +24,14 @@ _JOURNAL_ROOM_NBYTES = 16 << 20
 
 def check_folder(folder: Path) -> None:
     """Raises SsdFolderError when it is missing, no folder, or not on a disk."""
-    if not folder.exists():
-        raise SsdFolderError(f"the SSD folder {folder} does not exist: make it, on the disk that is to hold the tier")
+    try:
+        folder.stat()
+    except FileNotFoundError as error:
+        raise SsdFolderError(
+            f"the SSD folder {folder} does not exist: make it, on the disk that is to hold the tier"
+        ) from error
+    except OSError as error:
+        raise SsdFolderError(f"the SSD folder {folder} cannot be reached: {error.strerror}") from error
     if not folder.is_dir():
         raise SsdFolderError(f"the SSD folder {folder} is no folder: name one that the pool node may fill")
     kind = file_system(folder)
