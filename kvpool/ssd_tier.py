@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from kvpool.writeback import WriteBack
 
 __all__ = ["SsdTier"]
 
+_LAST_WRITES_S = 2.0
 _CLOSE_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -103,12 +105,18 @@ class SsdTier:
         }
 
     async def close(self) -> None:
-        """End loads and write-back; all that was written is found again at the next start."""
+        """End loads, write what is in memory alone as far as it takes 2 s, and leave the disk.
+
+        All that was written is found again at the next start.
+        """
         self._writing.cancel()
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.gather(self._writing, return_exceptions=True)
                 await self.loader.close()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_WRITES_S):
+                        await self.write_back.write_everything()
                 await self.write_back.close()
                 closed = await asyncio.to_thread(self.store.close, _CLOSE_S)
         except TimeoutError:

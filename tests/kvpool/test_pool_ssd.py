@@ -141,7 +141,8 @@ async def test_a_restarted_node_finds_its_blocks_again(
     written = await put_on_ssd(worker, client, chain_of(20))
     await until(follower.holds(worker.ns, chain_of(20), 20, ssd=20))
     await worker.put(client, chain_of(5, "in memory alone"))
-    assert await process.end(number) == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    is_killed = number == signal.SIGKILL
+    assert await process.end(number) == (-signal.SIGKILL if is_killed else 0)
     process = await start_process(listen, *args)
     await until(follower.holds(worker.ns, chain_of(20), 20, ssd=20))
     lease = await client.pin(worker.ns, chain_of(20), lease_s=30, wait_s=60)
@@ -149,6 +150,8 @@ async def test_a_restarted_node_finds_its_blocks_again(
     assert same(worker, lease, await worker.read(lease), written)
     await client.unpin(lease)
     await until(follower.holds(worker.ns, chain_of(20), 20))
+    kept = 0 if is_killed else 5
+    await until(follower.holds(worker.ns, chain_of(5, "in memory alone"), kept, ssd=kept))
     assert (await client.validate())["ok"]
     assert await process.end(signal.SIGTERM) == 0
 
