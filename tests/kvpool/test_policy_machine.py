@@ -1,20 +1,32 @@
-"""Any sequence of calls against a model: what is visible, protected, told in events, and the self-check."""
+"""Any sequence of calls against a model that has bytes: what is visible where, protected, told, and given back."""
+
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool import Directory, KvGroup, KvSpec, keys_from_bytes, keys_u64
+from kvpool import KvGroup, KvSpec
 from kvpool.errors import PutLost
-from kvpool.policy import PoolCore, PoolLimits, SlotStatus
+from kvpool.policy import Block, Load, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, Write
+from kvpool.policy.eviction import POLICIES
+from kvpool.tiers import Tier
 
-SPEC = KvSpec((KvGroup("full", 0, (0,), 1, 4, "float32"), KvGroup("window", 4, (1, 2), 1, 4, "float16")), 2)
-# Of another model: slots of another size, which take two adjoining units of the arena.
-WIDE = KvSpec((KvGroup("full", 0, (0, 1), 1, 4, "float32"),), 2)
+SPEC = KvSpec((KvGroup("full", 0, (0,), 4, 32, "float32"), KvGroup("window", 4, (1, 2), 4, 32, "float16")), 2)
+# Of another model: slots that take two adjoining units of the arena, extents that take two of the SSD.
+WIDE = KvSpec((KvGroup("full", 0, (0, 1), 4, 32, "float32"), KvGroup("window", 4, (2, 3), 4, 32, "float32")), 2)
 SPECS = {b"a" * 16: SPEC, b"b" * 16: SPEC, b"c" * 16: WIDE}
 NAMESPACES = sorted(SPECS)
+QUOTA = {b"b" * 16: 0.5}
 DIGESTS = {ns: tuple(bytes(8 * spec.num_layers(g)) for g in range(spec.num_groups)) for ns, spec in SPECS.items()}
 OPERATION_NS = 20
+ROOT = bytes(16)
+
+Address = tuple[bytes, bytes]  # namespace, chain key
+
+
+def key(node: int) -> bytes:
+    return node.to_bytes(16, "little")
 
 
 def path(leaf: int) -> list[bytes]:
@@ -23,193 +35,419 @@ def path(leaf: int) -> list[bytes]:
     while leaf:
         nodes.append(leaf)
         leaf //= 2
-    return [node.to_bytes(16, "little") for node in reversed(nodes)]
+    return [key(node) for node in reversed(nodes)]
+
+
+def address(block: Block) -> Address:
+    return block.kv_namespace, block.chain_key
 
 
 class PoolMachine(RuleBasedStateMachine):
-    leaves = st.integers(1, 31)
+    leaves = st.integers(1, 11)
     namespaces = st.sampled_from(NAMESPACES)
-    spans = st.integers(0, 30)
+    spans = st.integers(0, 15)
     picks = st.integers(0, 5)
+    owners = st.sampled_from(["v", "w"])
 
-    @initialize(room=st.integers(2, 9))
-    def start(self, room: int) -> None:
+    @initialize(
+        room=st.integers(2, 12),
+        ssd_room=st.sampled_from([0, 3, 6, 12]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        write_above=st.sampled_from([0.0, 0.5]),
+    )
+    def start(self, room: int, ssd_room: int, policy: str, write_above: float) -> None:
         self.now = 0
-        self.core = PoolCore(PoolLimits(room * 128, 64, OPERATION_NS, 1000), incarnation=1)
-        self.directory = Directory()
-        for message in self.core.store.snapshot():
-            self.directory.apply("p", message)
-        self.seq = 0
-        self.visible: dict[tuple[bytes, bytes], bytes] = {}  # address -> parent
-        self.puts: dict[str, tuple[int, list[tuple[bytes, bytes, bytes]]]] = {}
-        self.leases: dict[str, tuple[int, set[tuple[bytes, bytes]], set[int]]] = {}
+        self.limits = PoolLimits(
+            room * SPEC.block_nbytes,
+            2048,
+            OPERATION_NS,
+            1000,
+            policy=policy,
+            ssd_nbytes=ssd_room * 4096,
+            ssd_slab_nbytes=4096,
+            write_above=write_above,
+            max_tails=2,
+            quotas=QUOTA,
+        )
+        self.parents: dict[Address, bytes] = {}
+        self.extents: dict[int, SsdBlock | None] = {}  # not yet told to be given up; None: nothing durable there
+        self.boot([])
+
+    def boot(self, entries: list[SsdBlock]) -> None:
+        self.core = PoolCore(self.limits, incarnation=1)
+        self.dram: dict[int, object] = {}  # what was written last to the slot that begins there
+        self.puts: dict[str, tuple[int, str, list[tuple[Address, tuple[int, ...]]]]] = {}
+        self.leases: dict[str, tuple[int, str, dict[int, Address]]] = {}
         self.unrevoked: dict[str, set[int]] = {}  # ended put -> slots that its writer may still write
+        self.loads: list[Load] = []
+        self.writes: list[Write] = []
+        self.told: dict[Address, Tier] = {}
+        self.told_dram: set[Address] = set()
+        self.seq = 0
+        self.totals: dict[str, int] = {}
+        self.before: dict[Address, tuple[bool, bool]] = {}
+        self.is_broken = False  # the last call may have removed blocks that others follow
+        assert self.core.take_dram_changes() == []
+        assert self.core.restore(self.now, entries) == len(entries)
 
     def protected(self) -> set[int]:
+        """Slots that somebody may read or write."""
         slots: set[int] = set()
         for until, _, offsets in self.leases.values():
-            slots |= offsets if self.now < until + OPERATION_NS else set()
+            slots |= offsets.keys() if self.now < until + OPERATION_NS else set()
         for offsets in self.unrevoked.values():
             slots |= offsets
+        for _, _, blocks in self.puts.values():
+            slots |= {offset for _, offsets in blocks for offset in offsets}
+        for move in [*self.loads, *self.writes]:
+            slots |= set(move.offsets)
         return slots
 
-    @rule(ns=namespaces, leaf=leaves, ttl=spans)
-    def allocate(self, ns: bytes, leaf: int, ttl: int) -> None:
-        chain = path(leaf)
-        parents = [bytes(16), *chain[:-1]]
-        leased = {address for until, addresses, _ in self.leases.values() if self.now < until for address in addresses}
-        protected = self.protected()
-        got = self.core.allocate(self.now, ns, SPECS[ns], chain, parents, owner="w", owner_incarnation=1, ttl_ns=ttl)
-        remaining = {(b.kv_namespace, b.chain_key) for b in self.core.store.index if b.sealed}
-        evicted = self.visible.keys() - remaining
-        assert remaining <= self.visible.keys()
-        assert not evicted & leased
-        assert not any(
-            (ns_, parent) in evicted for (ns_, key), parent in self.visible.items() if (ns_, key) in remaining
+    def seen(self) -> dict[Address, tuple[bool, bool]]:
+        """Where readers find each sealed block: in DRAM, on SSD."""
+        index = self.core.store.index
+        return {address(b): (bool(b.offsets), b.ssd_offset is not None) for b in index if b.sealed}
+
+    @rule(ns=namespaces, leaf=leaves, ttl=spans, owner=owners, tail=st.integers(0, 4))
+    def allocate(self, ns: bytes, leaf: int, ttl: int, owner: str, tail: int) -> None:
+        chain = path(leaf) + ([key(1000 + 8 * leaf + tail)] if tail else [])
+        parents = [ROOT, *chain[:-1]]
+        num_tokens = [0] * (len(chain) - 1) + [1] if tail else []
+        protected, before = self.protected(), self.seen()
+        got = self.core.allocate(
+            self.now,
+            ns,
+            SPECS[ns],
+            chain,
+            parents,
+            owner=owner,
+            owner_incarnation=1,
+            ttl_ns=ttl,
+            num_tokens=num_tokens,
+            compute_s=leaf,
         )
-        for address in evicted:
-            del self.visible[address]
         new = [i for i, status in enumerate(got.status) if status is SlotStatus.NEW]
         assert [b.chain_key for b in got.new_blocks] == [chain[i] for i in new]
-        assert not protected & {offset for b in got.new_blocks for offset in b.offsets}
-        assert all((ns, chain[i]) not in self.visible for i in new)
-        assert all(got.status[i] is SlotStatus.EXISTS for i, key in enumerate(chain) if (ns, key) in self.visible)
+        offsets = {offset for block in got.new_blocks for offset in block.offsets}
+        assert not protected & offsets
+        statuses = list(got.status)
+        if SlotStatus.NO_SPACE in statuses:
+            assert SlotStatus.NEW not in statuses[statuses.index(SlotStatus.NO_SPACE) :]
+        if not tail:
+            assert new or self.seen() == before, "something was evicted for nothing"
+        assert all(got.status[i] is SlotStatus.EXISTS for i, k in enumerate(chain) if (ns, k) in before and not tail)
         if got.put_id:
-            self.puts[got.put_id] = (self.now + ttl, [(ns, chain[i], parents[i]) for i in new])
+            self.dram |= dict.fromkeys(offsets, got.put_id)
+            self.parents |= {(ns, chain[i]): parents[i] for i in new}
+            blocks = [((ns, chain[i]), block.offsets) for i, block in zip(new, got.new_blocks, strict=True)]
+            self.puts[got.put_id] = (self.now + ttl, owner, blocks)
 
-    @rule(ns=namespaces, leaf=leaves)
-    def store(self, ns: bytes, leaf: int) -> None:
+    @rule(ns=namespaces, leaf=leaves, tail=st.sampled_from([0, 0, 1, 2, 3]))
+    def store(self, ns: bytes, leaf: int, tail: int) -> None:
         before = set(self.puts)
-        self.allocate(ns, leaf, ttl=1)
+        self.allocate(ns, leaf, ttl=1, owner="w", tail=tail)
         for put_id in self.puts.keys() - before:
             self.seal(sorted(self.puts).index(put_id), kept=-1)
+            self.core.fence_revoked(put_id)
+            del self.unrevoked[put_id]
 
     @rule(pick=picks, kept=st.integers(0, 2**6 - 1))
     def seal(self, pick: int, kept: int) -> None:
         if not self.puts:
             return
         put_id = sorted(self.puts)[pick % len(self.puts)]
-        until, blocks = self.puts.pop(put_id)
+        until, _, blocks = self.puts[put_id]
         keep = [bool(kept >> i & 1) for i in range(len(blocks))]
-        offsets = self.offsets_of(put_id)
+        digests = [DIGESTS[ns] for (ns, _), _ in blocks]
         if until <= self.now:
-            self.puts[put_id] = (until, blocks)
             try:
-                self.core.seal(self.now, put_id, [DIGESTS[ns] for ns, _, _ in blocks], keep)
+                self.core.seal(self.now, put_id, digests, keep)
             except PutLost:
                 return
             raise AssertionError("an expired put was sealed")
-        assert self.core.seal(self.now, put_id, [DIGESTS[ns] for ns, _, _ in blocks], keep) == sum(keep)
-        for (ns, key, parent), keep_block in zip(blocks, keep, strict=True):
+        assert all(self.dram[offset] == put_id for _, offsets in blocks for offset in offsets)
+        assert self.core.seal(self.now, put_id, digests, keep) == sum(keep)
+        del self.puts[put_id]
+        for (where, offsets), keep_block in zip(blocks, keep, strict=True):
             if keep_block:
-                self.visible[ns, key] = parent
-        dropped = {o for slots, keep_block in zip(offsets, keep, strict=True) if not keep_block for o in slots}
-        self.unrevoked[put_id] = dropped
+                self.dram |= dict.fromkeys(offsets, where)
+        self.unrevoked[put_id] = {o for (_, offsets), k in zip(blocks, keep, strict=True) if not k for o in offsets}
+        self.is_broken = not all(keep)
 
-    @rule(pick=picks)
+    @rule(what=st.integers(0, 9), ns=namespaces, leaf=leaves, pick=picks, span=spans)
+    def something_rarer(self, what: int, ns: bytes, leaf: int, pick: int, span: int) -> None:
+        rarer = (
+            lambda: self.abort(pick),
+            lambda: self.revoke(pick),
+            lambda: self.owner_is_lost("vw"[pick % 2]),
+            lambda: self.use(ns, leaf),
+            lambda: self.hint(ns, leaf, pick),
+            lambda: self.renew(pick, span),
+            lambda: self.evict(ns, leaf),
+            lambda: self.quarantine(ns, leaf),
+            lambda: self.flush([None, *NAMESPACES][pick % 4], dram_only=bool(span % 2)),
+            self.restart,
+        )
+        rarer[what]()
+
     def abort(self, pick: int) -> None:
         if not self.puts:
             return
         put_id = sorted(self.puts)[pick % len(self.puts)]
-        offsets = self.offsets_of(put_id)
-        del self.puts[put_id]
         assert self.core.abort(put_id)
-        self.unrevoked[put_id] = {o for slots in offsets for o in slots}
+        self.end_put(put_id)
 
-    @rule(pick=picks)
+    def end_put(self, put_id: str) -> None:
+        _, _, blocks = self.puts.pop(put_id)
+        self.unrevoked[put_id] = {offset for _, offsets in blocks for offset in offsets}
+
     def revoke(self, pick: int) -> None:
-        if not self.unrevoked:
-            return
-        put_id = sorted(self.unrevoked)[pick % len(self.unrevoked)]
-        self.core.fence_revoked(put_id)
-        del self.unrevoked[put_id]
+        if self.unrevoked:
+            put_id = sorted(self.unrevoked)[pick % len(self.unrevoked)]
+            self.core.fence_revoked(put_id)
+            del self.unrevoked[put_id]
 
     @rule(step=st.integers(0, 15))
     def time_passes(self, step: int) -> None:
         self.now += step
-        due = {put_id for put_id, (until, _) in self.puts.items() if until <= self.now}
-        offsets = {put_id: {o for slots in self.offsets_of(put_id) for o in slots} for put_id in due}
+        due = {put_id for put_id, (until, _, _) in self.puts.items() if until <= self.now}
         assert set(self.core.expire(self.now)) == due
         for put_id in due:
-            del self.puts[put_id]
-            self.unrevoked[put_id] = offsets[put_id]
+            self.end_put(put_id)
         self.leases = {i: lease for i, lease in self.leases.items() if self.now < lease[0] + OPERATION_NS}
 
-    @rule(ns=namespaces, leaf=leaves, lease=spans)
-    def pin(self, ns: bytes, leaf: int, lease: int) -> None:
-        chain = path(leaf)
-        depth = next((i for i, key in enumerate(chain) if (ns, key) not in self.visible), len(chain))
-        got = self.core.pin(self.now, ns, chain, owner="w", owner_incarnation=1, lease_ns=lease)
+    def owner_is_lost(self, owner: str) -> None:
+        mine = {put_id for put_id, put in self.puts.items() if put[1] == owner}
+        assert set(self.core.forget_owner(owner, 1)) == mine
+        for put_id in mine:
+            self.end_put(put_id)
+        self.leases = {i: lease for i, lease in self.leases.items() if lease[1] != owner}
+
+    @rule(ns=namespaces, leaf=leaves, lease=spans, owner=owners, tails=st.booleans())
+    def pin(self, ns: bytes, leaf: int, lease: int, owner: str, tails: bool) -> None:
+        chain, seen = path(leaf), self.seen()
+        depth = next((i for i, k in enumerate(chain) if not seen.get((ns, k), (False,))[0]), len(chain))
+        got = self.core.pin(self.now, ns, chain, owner=owner, owner_incarnation=1, lease_ns=lease, tails=tails)
         assert [b.chain_key for b in got.blocks] == chain[:depth] if got else depth == 0
         if got:
-            slots = {offset for b in got.blocks for offset in b.offsets}
-            self.leases[got.lease_id] = (self.now + lease, {(ns, key) for key in chain[:depth]}, slots)
+            after = chain[depth - 1] if depth else ROOT
+            there = {k for (n, k), where in seen.items() if n == ns and where[0] and self.parents[n, k] == after}
+            wanted = {k for k in there if int.from_bytes(k, "little") >= 1000} if tails else set()
+            assert {tail.chain_key for tail in got.tails} == wanted
+            blocks = {o: address(b) for b in (*got.blocks, *got.tails) for o in b.offsets}
+            assert {o: self.dram[o] for o in blocks} == blocks, "a leased slot holds another block"
+            self.leases[got.lease_id] = (self.now + lease, owner, blocks)
 
-    @rule(pick=picks, lease=spans)
+    def use(self, ns: bytes, leaf: int) -> None:
+        self.core.use(self.now, ns, path(leaf))
+
+    def hint(self, ns: bytes, leaf: int, replicas: int) -> None:
+        self.core.hint(self.now, ns, path(leaf), [replicas] * len(path(leaf)))
+
     def renew(self, pick: int, lease: int) -> None:
-        if not self.leases:
-            return
-        lease_id = sorted(self.leases)[pick % len(self.leases)]
-        until, addresses, slots = self.leases[lease_id]
-        alive = self.core.renew(self.now, lease_id, lease)
-        assert alive == (self.now < until)
-        if alive:
-            self.leases[lease_id] = (self.now + lease, addresses, slots)
+        if self.leases:
+            lease_id = sorted(self.leases)[pick % len(self.leases)]
+            until, owner, slots = self.leases[lease_id]
+            alive = self.core.renew(self.now, lease_id, lease)
+            assert alive == (self.now < until)
+            if alive:
+                self.leases[lease_id] = (self.now + lease, owner, slots)
 
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:
-        if not self.leases:
-            return
-        lease_id = sorted(self.leases)[pick % len(self.leases)]
-        del self.leases[lease_id]
-        assert self.core.unpin(lease_id)
+        if self.leases:
+            lease_id = sorted(self.leases)[pick % len(self.leases)]
+            _, _, slots = self.leases.pop(lease_id)
+            assert {offset: self.dram[offset] for offset in slots} == slots, "a leased slot was given to another"
+            assert self.core.unpin(lease_id)
+
+    def evict(self, ns: bytes, leaf: int) -> None:
+        before = self.seen()
+        assert self.core.evict(ns, path(leaf)) == len(before) - len(self.seen())
+
+    def quarantine(self, ns: bytes, node: int) -> None:
+        there = (ns, key(node)) in self.seen()
+        assert self.core.quarantine(ns, [key(node)]) == there
+        assert (ns, key(node)) not in self.seen()
+        self.is_broken = True
+
+    def flush(self, ns: bytes | None, dram_only: bool) -> None:
+        def asked() -> list[Address]:
+            return [a for a, where in self.seen().items() if ns in (None, a[0]) and (where[0] or not dram_only)]
+
+        before = asked()
+        removed, kept = self.core.flush(self.now, ns, dram_only=dram_only)
+        assert removed == len(before) - len(asked())
+        assert kept >= len(asked())
+
+    @rule(ns=namespaces, leaf=leaves, tails=st.booleans())
+    def load(self, ns: bytes, leaf: int, tails: bool) -> None:
+        chain, before, protected = path(leaf), self.seen(), self.protected()
+        run = next((i for i, k in enumerate(chain) if (ns, k) not in before), len(chain))
+        loads = self.core.load(self.now, ns, chain, tails=tails)
+        after = self.seen()
+        assert all(after[ns, k] == before[ns, k] for k in chain[:run]), "a load took from its own run"
+        assert all(before[address(each.block)] == (False, True) for each in loads)
+        for each in loads:
+            assert not protected & set(each.offsets)
+            entry = self.extents[each.ssd_offset]
+            assert entry is not None
+            assert (entry.kv_namespace, entry.chain_key) == address(each.block)
+            self.dram |= dict.fromkeys(each.offsets, each)
+        self.loads += loads
+        under_way = sum(address(each.block) in [(ns, k) for k in chain[:run]] for each in self.loads)
+        assert self.core.num_loading(ns, chain[:run]) <= under_way
+
+    @rule(pick=picks, outcome=st.sampled_from([LoadOutcome.OK, *LoadOutcome]))
+    def loaded(self, pick: int, outcome: LoadOutcome) -> None:
+        if self.loads:
+            load = self.loads.pop(pick % len(self.loads))
+            entry = self.extents[load.ssd_offset]
+            assert entry is not None, "an extent was given to another while it was read"
+            assert (entry.kv_namespace, entry.chain_key) == address(load.block)
+            assert all(self.dram[offset] is load for offset in load.offsets)
+            self.dram |= dict.fromkeys(load.offsets, address(load.block))
+            removed = load.block.removed
+            self.core.loaded(self.now, load, outcome)
+            assert removed or load.block.offsets == (load.offsets if outcome is LoadOutcome.OK else ())
+            self.is_broken = outcome is not LoadOutcome.OK
 
     @rule(ns=namespaces, leaf=leaves)
-    def evict(self, ns: bytes, leaf: int) -> None:
-        before = len(self.visible)
-        self.core.evict(ns, path(leaf))
-        remaining = {(b.kv_namespace, b.chain_key) for b in self.core.store.index if b.sealed}
-        self.visible = {address: parent for address, parent in self.visible.items() if address in remaining}
-        assert before - len(self.visible) <= len(path(leaf))
+    def bring(self, ns: bytes, leaf: int) -> None:
+        """To have more in DRAM that came from SSD."""
+        before = len(self.loads)
+        self.load(ns, leaf, tails=True)
+        while len(self.loads) > before:
+            self.loaded(before, LoadOutcome.OK)
 
-    @rule(ns=namespaces, node=leaves)
-    def quarantine(self, ns: bytes, node: int) -> None:
-        key = node.to_bytes(16, "little")
-        assert self.core.quarantine(ns, [key]) == ((ns, key) in self.visible)
-        self.visible.pop((ns, key), None)
+    @rule(everything=st.booleans(), and_flush=st.booleans())
+    def write_back(self, everything: bool, and_flush: bool) -> None:
+        """To have more on SSD, and more only there."""
+        self.freed_is_taken()
+        before = len(self.writes)
+        self.begin_writes(8, everything)
+        while len(self.writes) > before:
+            self.written(before, ok=True)
+        if and_flush:
+            self.flush(None, dram_only=True)
 
-    def offsets_of(self, put_id: str) -> list[tuple[int, ...]]:
-        return [block.offsets for block in self.core.puts[put_id].blocks]
+    @rule(max_blocks=st.integers(0, 4), everything=st.booleans())
+    def begin_writes(self, max_blocks: int, everything: bool) -> None:
+        before = self.seen()
+        writes = self.core.writes(self.now, max_blocks * 4096, everything=everything)
+        assert {a: where[0] for a, where in before.items() if where[0]}.keys() <= self.seen().keys()
+        for write in writes:
+            where = address(write.block)
+            assert before[where] == (True, False)
+            assert all(self.dram[offset] == where for offset in write.offsets)
+            span = range(write.ssd_offset, write.ssd_offset + -(-write.block.spec.block_nbytes // 4096) * 4096, 4096)
+            assert not any(page in self.extents for page in span), "an extent was given again before that was told"
+            self.extents[write.ssd_offset] = None
+            parent = write.block.place.parent
+            assert parent is not None
+            assert everything or parent.is_root or (parent.block is not None and parent.block.ssd is not None)
+        self.writes += writes
+
+    @rule(pick=picks, ok=st.booleans())
+    def written(self, pick: int, ok: bool) -> None:
+        if self.writes:
+            write = self.writes.pop(pick % len(self.writes))
+            ns, chain_key = where = address(write.block)
+            assert all(self.dram[offset] == where for offset in write.offsets), "a slot changed while it was written"
+            if ok:
+                parent, tokens = self.parents[where], write.block.num_tokens
+                self.extents[write.ssd_offset] = SsdBlock(
+                    write.ssd_offset, ns, chain_key, parent, SPECS[ns], DIGESTS[ns], tokens
+                )
+            removed = write.block.removed
+            self.core.written(self.now, write, ok)
+            assert removed or write.block.ssd_offset == (write.ssd_offset if ok else None)
+
+    @rule()
+    def freed_is_taken(self) -> None:
+        for offset in self.core.take_ssd_freed():
+            del self.extents[offset]
+
+    def restart(self) -> None:
+        """What is durable and was not told to be given up comes back, all of it."""
+        entries = [entry for entry in self.extents.values() if entry is not None]
+        twice = {(e.kv_namespace, e.chain_key): e for e in entries}
+        entries = list(twice.values())
+        self.extents = {entry.offset: entry for entry in entries}
+        self.boot(entries)
+        assert self.seen() == {(e.kv_namespace, e.chain_key): (False, True) for e in entries}
 
     @invariant()
     def nothing_is_wrong(self) -> None:
         if not hasattr(self, "core"):
             return
         assert self.core.validate() == []
-        assert {(b.kv_namespace, b.chain_key) for b in self.core.store.index if b.sealed} == self.visible.keys()
+        assert self.core.leases.keys() == self.leases.keys()
+        assert {o for offsets in self.core.fenced.values() for o in offsets} == set().union(*self.unrevoked.values())
+        assert set(self.core.staging.loads) == set(self.loads)
+        assert set(self.core.staging.writes) == set(self.writes)
 
     @invariant()
-    def what_others_may_touch_is_kept(self) -> None:
+    def no_chain_breaks(self) -> None:
+        """What others follow leaves a tier after them, and the node, unless it was damaged."""
         if not hasattr(self, "core"):
             return
-        assert self.core.leases.keys() == self.leases.keys()
-        fenced = {offset for offsets in self.core.fenced.values() for offset in offsets}
-        assert fenced == {offset for offsets in self.unrevoked.values() for offset in offsets}
+        before, after = self.before, self.seen()
+        for where in before.keys() & after.keys():
+            parent = where[0], self.parents[where]
+            if parent in before and not self.is_broken:
+                assert parent in after
+                for tier in (0, 1):
+                    if before[where][tier] and after[where][tier] and before[parent][tier]:
+                        assert after[parent][tier]
+        self.before, self.is_broken = after, False
 
     @invariant()
     def events_tell_what_is_visible(self) -> None:
         if not hasattr(self, "core"):
             return
         for message in self.core.log.after(1, self.seq) or []:
-            assert self.directory.apply("p", message)
+            self.replay(message)
             self.seq = message.seq
-        assert self.directory.num_blocks("p") == len(self.visible)
+        full = {a: where for a, where in self.seen().items() if int.from_bytes(a[1], "little") < 1000}
+        assert self.told == {a: Tier.DRAM if where[0] else Tier.SSD for a, where in full.items()}
+        snapshot: dict[Address, Tier] = {}
+        for message in self.core.store.snapshot():
+            snapshot |= {(run.kv_namespace, k): run.tier for run in message.stored for k in split(run.chain)}
+        assert snapshot == self.told
+        for is_added, block in self.core.take_dram_changes():
+            (self.told_dram.add if is_added else self.told_dram.remove)(address(block))
+        assert self.told_dram == {a for a, where in self.seen().items() if where[0]}
+
+    def replay(self, message: Any) -> None:
+        for run in message.removed:
+            for k in split(run.chain):
+                del self.told[run.kv_namespace, k]
+        for run in message.stored:
+            self.told |= {(run.kv_namespace, k): run.tier for k in split(run.chain)}
+
+    @invariant()
+    def totals_only_rise(self) -> None:
+        if hasattr(self, "core"):
+            totals = self.core.totals()
+            assert all(totals[name] >= count for name, count in self.totals.items())
+            self.totals = totals
+
+    @invariant()
+    def quotas_are_kept(self) -> None:
+        if hasattr(self, "core"):
+            for ns, share in QUOTA.items():
+                mine = [b for b in self.core.store.index if b.kv_namespace == ns and b.dram is not None]
+                assert len(mine) * SPEC.block_nbytes <= share * self.limits.arena_nbytes
 
     def teardown(self) -> None:
-        """At rest nothing is held: every slot belongs to a visible block."""
+        """At rest nothing is held; and when all is flushed, nothing is left."""
         if not hasattr(self, "core"):
             return
-        assert all(self.directory.match(ns, keys_u64(keys_from_bytes(key))) for ns, key in self.visible)
+        for load in self.loads:
+            self.core.loaded(self.now, load, LoadOutcome.IO_ERROR)
+        for write in self.writes:
+            self.core.written(self.now, write, False)
         for put_id in list(self.puts):
             self.core.abort(put_id)
             self.unrevoked[put_id] = set()
@@ -217,9 +455,19 @@ class PoolMachine(RuleBasedStateMachine):
             self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
         assert (self.core.puts, self.core.leases, self.core.fenced) == ({}, {}, {})
-        assert self.core.store.dram.slabs.num_slots_used == sum(SPECS[ns].num_groups for ns, _ in self.visible)
+        assert self.core.validate() == []
+        used = sum(SPECS[b.kv_namespace].num_groups for b in self.core.store.index if b.dram is not None)
+        assert self.core.store.dram.slabs.num_slots_used == used
+        self.core.flush(self.now, None, dram_only=False)
+        assert len(self.core.store.index) == 0
+        assert sorted(self.core.take_ssd_freed()) == sorted(self.extents)
+        assert self.core.store.dram.slabs.num_slots_used == self.core.store.ssd.slabs.num_slots_used == 0
         assert self.core.validate() == []
 
 
+def split(chain: bytes) -> list[bytes]:
+    return [chain[i : i + 16] for i in range(0, len(chain), 16)]
+
+
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
