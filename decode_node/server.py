@@ -209,7 +209,7 @@ class DecodeFace(WorkerFace):
             assert sequence.error is not None
             raise sequence.error
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
-        with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
+        with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             kept = Kept.of(sequence, node.config.block_tokens)
             node.index_blocks(reservation.slots, kept.keys)

@@ -34,7 +34,8 @@ _GRAMMAR_CODES: Final = frozenset({"bad_grammar", "grammar"})
 @dataclass(frozen=True)
 class DriverContext:
     """What all drivers of a model share. `spawn` runs a coroutine that outlives its request; `remember` is told the
-    ids and the text of each answer that ended well."""
+    ids and the text of each answer that ended well, and says how many of its ids will come back as history (0: it does
+    not know)."""
 
     config: FrontendConfig
     conductor: ConductorClient
@@ -42,7 +43,7 @@ class DriverContext:
     streams: WorkerStreams
     metrics: RequestMetrics
     spawn: Callable[[Coroutine[Any, Any, None]], None]
-    remember: Callable[[GenerationRequest, Sequence[int], str], None]
+    remember: Callable[[GenerationRequest, Sequence[int], str], int]
 
 
 class Generation:
@@ -195,10 +196,11 @@ class Generation:
             self._told.append(piece.text)
             pieces.append(piece)
             if piece.finish_reason is not None:
+                kept = self._context.remember(self.request, self.facts.token_ids, "".join(self._told))
                 # A stop string is found here, not by the worker, which goes on until told.
-                self._leave(attempt, cancel=arrived.token.finish == worker_pb2.FINISH_NONE, keep_kv=True)
+                goes_on = arrived.token.finish == worker_pb2.FINISH_NONE
+                self._leave(attempt, cancel=goes_on, keep_kv=True, kept_tokens=kept)
                 self._attempt, self._outcome, self._finish_reason = None, "finished", piece.finish_reason
-                self._context.remember(self.request, self.facts.token_ids, "".join(self._told))
                 return Step.joined(pieces)
         if setback is not None:
             self._set_back(attempt, setback)
@@ -243,11 +245,11 @@ class Generation:
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
-    def _leave(self, attempt: Attempt, *, cancel: bool, keep_kv: bool = False) -> None:
+    def _leave(self, attempt: Attempt, *, cancel: bool, keep_kv: bool = False, kept_tokens: int = 0) -> None:
         for stream in attempt.streams:
             stream.unsubscribe(self.request.request_id, attempt.number)
             if cancel:
-                stream.cancel(self.request.request_id, attempt.number, keep_kv=keep_kv)
+                stream.cancel(self.request.request_id, attempt.number, keep_kv=keep_kv, kept_tokens=kept_tokens)
 
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""

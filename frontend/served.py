@@ -44,13 +44,19 @@ class ServedModel:
         detokenizer = self.tokenizer.detokenizer(context, skip_special_tokens=request.text.skip_special_tokens)
         return Output(request, detokenizer, self.tokenizer.token_bytes)
 
-    def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> None:
-        """Take note of a whole answer, so that its ids are found again when it comes back as history."""
+    def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> int:
+        """Take note of a whole answer, so that its ids are found again when it comes back as history.
+
+        Returns how many of them will come back; 0: that is not known.
+        """
         text = text.rstrip()  # templates trim, and so do clients
-        if request.place and text:
-            detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
-            self._answers.remember(request.place, text, spelled(token_ids, text, detokenizer))
-            self.metrics.answer_memory_bytes.set(self._answers.nbytes)
+        if not request.place or not text:
+            return 0
+        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
+        answer = spelled(token_ids, text, detokenizer)
+        self._answers.remember(request.place, text, answer)
+        self.metrics.answer_memory_bytes.set(self._answers.nbytes)
+        return len(answer.token_ids)
 
     def count_session(self, change: int) -> None:
         """One HTTP request more (1) or fewer (-1) is in flight."""

@@ -63,12 +63,13 @@ class WorkerStream:
             self._has_outgoing.set()
             self.sent.clear()
 
-    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool) -> None:
+    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool, kept_tokens: int = 0) -> None:
         """Tell the worker that nobody wants more of this attempt, or of an earlier one.
 
-        With `keep_kv` what it has is a whole answer, whose KV the next turn will want.
+        With `keep_kv` what it has is a whole answer, whose KV the next turn will want: that of its first `kept_tokens`
+        tokens (0: not known).
         """
-        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt, keep_kv=keep_kv)
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt, keep_kv=keep_kv, kept_tokens=kept_tokens)
         self.send(worker_pb2.FrontendMessage(cancel=cancel))
 
     def suspect(self) -> None:

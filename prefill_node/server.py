@@ -90,7 +90,7 @@ class PrefillFace(WorkerFace):
                 await keep(node, work, sequence)
                 return
             # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
-            with node.jobs.ended_by(request, handoff.call_off):
+            with node.jobs.ended_by(request, lambda _: handoff.call_off()):
                 await both(handoff.commit(pusher, sequence), keep(node, work, sequence, goes_on=True))
             if handoff.is_called_off or handoff.num_corrupt:
                 await keep(node, work, sequence, goes_on=not handoff.is_called_off)

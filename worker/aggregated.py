@@ -36,7 +36,7 @@ class AggregatedFace(WorkerFace):
                 await load(node, work)
                 sequence = sequence_of(node, work, matcher, prefill_only=False)
                 report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
-                with node.jobs.ended_by(request, lambda: node.engine.cancel(sequence)):
+                with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
                     await node.run_in_engine(sequence)
                     await keep(node, work, sequence)
         finally:

@@ -34,7 +34,7 @@ class Jobs:
         self._on_over = on_over
         self._jobs: dict[str, tuple[Request, Job]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
-        self._endings: dict[tuple[str, int], Callable[[], None]] = {}  # by request and attempt
+        self._endings: dict[tuple[str, int], Callable[[int], None]] = {}  # by request and attempt
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -58,10 +58,11 @@ class Jobs:
         task.add_done_callback(lambda _: self._over(request, work))
         return task
 
-    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool = False) -> None:
+    def cancel(self, request_id: str, attempt: int, *, keep_kv: bool = False, kept_tokens: int = 0) -> None:
         """Cancel this attempt of a request, or an earlier one, whether it runs here or is still to come.
 
-        With `keep_kv` the attempt has come to a good end: a job inside `ended_by` is told by that.
+        With `keep_kv` the attempt has come to a good end: a job inside `ended_by` is told by that, and how many of the
+        answer's tokens are worth keeping (0: not known).
         """
         self._cancelled[request_id] = max(attempt, self._cancelled.pop(request_id, attempt))
         if len(self._cancelled) > MAX_CANCELS:
@@ -71,13 +72,14 @@ class Jobs:
             return
         end = self._endings.get((request_id, attempt)) if keep_kv and job[0].attempt == attempt else None
         if end is not None:
-            end()
+            end(kept_tokens)
         else:
             job[1].cancel()
 
     @contextlib.contextmanager
-    def ended_by(self, request: Request, end: Callable[[], None]) -> Iterator[None]:
-        """For a job that has KV to keep: a cancel that keeps it calls `end`, and the job finishes by itself."""
+    def ended_by(self, request: Request, end: Callable[[int], None]) -> Iterator[None]:
+        """For a job that has KV to keep: a cancel that keeps it calls `end(kept_tokens)`, and the job finishes by
+        itself."""
         key = request.request_id, request.attempt
         self._endings[key] = end
         try:

@@ -25,8 +25,11 @@ class Kept:
 
     @classmethod
     def of(cls, sequence: Sequence, block_tokens: int) -> Kept:
-        """All that was computed so far. A sequence's last token is never fed back, so its KV does not exist."""
+        """All that was computed so far. A sequence's last token is never fed back, so its KV does not exist; what the
+        engine went on to compute after an answer's end is not worth a place."""
         request, computed = sequence.request, sequence.num_computed
+        if sequence.kept_tokens is not None:
+            computed = min(computed, sequence.kept_tokens)
         keys = list(request.keys[: computed // block_tokens])
         rest = np.ascontiguousarray(sequence.tokens[len(keys) * block_tokens : computed])
         more = chain_keys(request.chain_seed, rest, block_tokens, parent=keys[-1] if keys else None)

@@ -235,6 +235,12 @@ class WorkerNode:
             del self._leaving[id(sequence)]
             self.timings.pop(id(sequence), None)
 
+    def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:
+        """The answer was complete before this: only its first `kept_tokens` tokens are worth keeping (0: all are)."""
+        if kept_tokens:
+            sequence.kept_tokens = sequence.prompt_len - sequence.request.generated + kept_tokens
+        self.engine.cancel(sequence)
+
     def _on_step_thread(self, result: StepResult) -> None:
         self._loop.call_soon_threadsafe(self._on_step, result)
 

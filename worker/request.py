@@ -123,6 +123,7 @@ class Sequence:
     cancelled: bool = False
     compute_s: float = 0.0  # its share of the steps that computed its prompt
     reused_tokens: int = field(init=False)  # of its prompt
+    kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0
 

@@ -91,7 +91,9 @@ class WorkerFace(WorkerServicer):
                     self._submit(message.submit)
                 elif message.HasField("cancel"):
                     cancel = message.cancel
-                    self.node.jobs.cancel(cancel.request_id, cancel.attempt, keep_kv=cancel.keep_kv)
+                    self.node.jobs.cancel(
+                        cancel.request_id, cancel.attempt, keep_kv=cancel.keep_kv, kept_tokens=cancel.kept_tokens
+                    )
         finally:
             stream.close()
 

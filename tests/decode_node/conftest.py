@@ -112,8 +112,8 @@ class Frontend:
         await self._send("prefill", FrontendMessage(submit=submit))
         return request
 
-    async def cancel(self, node_id: str, request_id: str, attempt: int, *, keep_kv: bool = False) -> None:
-        cancel = Cancel(request_id=request_id, attempt=attempt, keep_kv=keep_kv)
+    async def cancel(self, node_id: str, request_id: str, attempt: int, **options: Any) -> None:
+        cancel = Cancel(request_id=request_id, attempt=attempt, **options)
         await self._send(node_id, FrontendMessage(cancel=cancel))
 
     async def _send(self, node_id: str, message: FrontendMessage) -> None:

@@ -17,15 +17,17 @@ Prompt = Callable[..., list[int]]
 Greedy = Callable[[Model, list[int], int], list[int]]
 
 
-@pytest.mark.parametrize(("keep_kv", "cached"), [(True, 64 + 24), (False, 64)])
+@pytest.mark.parametrize(
+    ("options", "cached"), [({"keep_kv": True, "kept_tokens": 27}, 64 + 27), ({"keep_kv": True}, 64 + 24), ({}, 64)]
+)
 async def test_the_next_turn_finds_the_answer_only_if_it_was_kept(
-    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy, keep_kv: bool, cached: int
+    start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy, options: dict[str, Any], cached: int
 ) -> None:
     pair = await start_pair(pool=True)
     first = await pair.frontend.submit(pair.submit(prompt(64), "first", max_tokens=300))
     await first.reaches(30)
     for node in ("prefill", "decode"):
-        await pair.frontend.cancel(node, "first", 1, keep_kv=keep_kv)
+        await pair.frontend.cancel(node, "first", 1, **options)
     await pair.at_rest()
     assert len(first.tokens) < 300
     assert first.failures == []

@@ -137,7 +137,7 @@ async def test_an_answer_cut_by_a_stop_string_keeps_its_whole_tokens(
     text = await said(front, [user("hi")], stop="ox")
     assert text == "the cat f"
     cancel = await cluster.workers["d0"].cancels.get()
-    assert cancel.keep_kv
+    assert (cancel.keep_kv, cancel.kept_tokens) == (True, 7)
     await said(front, [user("hi"), assistant(text), user("more")], stop="ox")
     first, second = prompts.seen
     rest = ids_of(" f<|im_end|>")

@@ -81,7 +81,7 @@ async def test_only_a_cancel_that_keeps_this_attempts_kv_leaves_the_job_its_end(
     book, asked, one = Book(), asyncio.Event(), request()
 
     async def work() -> None:
-        with book.jobs.ended_by(one, asked.set):
+        with book.jobs.ended_by(one, lambda _: asked.set()):
             await asked.wait()
 
     job = book.jobs.run(one, work())
@@ -97,7 +97,7 @@ async def test_a_cancel_that_keeps_a_later_attempts_kv_does_not_end_the_earlier_
     book, asked, first, second = Book(), asyncio.Event(), Work(), Work()
 
     async def work() -> None:
-        with book.jobs.ended_by(one, asked.set):
+        with book.jobs.ended_by(one, lambda _: asked.set()):
             await first.run()
 
     one = request(0)

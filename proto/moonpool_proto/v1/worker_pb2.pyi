@@ -157,21 +157,25 @@ class Cancel(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     KEEP_KV_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """this attempt and earlier ones; a later one goes on"""
     keep_kv: _builtins.bool
     """the answer is complete (a stop string): what was computed of it is stored for the next turn"""
+    kept_tokens: _builtins.int
+    """with keep_kv: its leading tokens that the next turn will hold; 0 = not known"""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         keep_kv: _builtins.bool = ...,
+        kept_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "keep_kv", b"keep_kv", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "keep_kv", b"keep_kv", "kept_tokens", b"kept_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
