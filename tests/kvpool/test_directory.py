@@ -1,14 +1,13 @@
-"""The directory: matches against a model of plain sets, snapshots, gaps, restarts, many nodes."""
+"""The directory: matches, snapshots, gaps, restarts, sums of contents, dumps, many nodes."""
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool import BlockRun, Directory, DirectoryState, Match, PoolEvents, keys_from_bytes, keys_u64
+from kvpool.contents import contents_sum
+from kvpool.directory_table import Replicas
 from kvpool.errors import AddressError
 from kvpool.tiers import Tier
 
@@ -148,58 +147,103 @@ def test_the_wire_form_round_trips() -> None:
     assert PoolEvents.from_proto(events.to_proto()) == events
 
 
-class DirectoryMachine(RuleBasedStateMachine):
-    """The directory against sets, over nodes, namespaces and enough keys to rebuild the tables."""
+def summed(events: PoolEvents, contents: dict[tuple[bytes, int], Tier]) -> PoolEvents:
+    """The message with what these contents sum up to."""
+    total = sum(contents_sum(ns, key(block), tier) for (ns, block), tier in contents.items())
+    return replace(events, contents_sum=total % 2**64)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory = Directory()
-        self.model: dict[str, set[tuple[bytes, int]]] = {}
-        self.seq: dict[str, int] = {}
 
-    nodes = st.sampled_from(["a", "b", "c"])
-    namespaces = st.sampled_from([NS, OTHER])
-    starts = st.integers(0, 2000)
-    lengths = st.integers(1, 900)
+def test_contents_that_do_not_sum_up_are_not_exact_and_a_snapshot_mends_them() -> None:
+    directory = Directory()
+    truth = {(NS, 1): Tier.DRAM, (NS, 2): Tier.SSD}
+    whole = summed(snapshot(run(1), run(2, tier=Tier.SSD)), truth)
+    assert directory.apply("a", whole)
+    assert directory.state("a") is DirectoryState.EXACT
+    lost = summed(PoolEvents(1, 1, stored=(run(3),)), truth | {(NS, 3): Tier.DRAM, (NS, 4): Tier.DRAM})
+    assert not directory.apply("a", lost)
+    assert directory.state("a") is DirectoryState.DEGRADED
+    assert directory.position("a") == (0, 0)
+    assert (directory.mismatches["a"], directory.resyncs["mismatch"]) == (1, 1)
+    assert directory.apply("a", replace(whole, seq=1))
+    assert directory.state("a") is DirectoryState.EXACT
+    assert directory.snapshots == {"new": 1, "mismatch": 1}
 
-    @rule(node=nodes, ns=namespaces, start=starts, length=lengths)
-    def snapshot(self, node: str, ns: bytes, start: int, length: int) -> None:
-        blocks = range(start, start + length)
-        assert self.directory.apply(node, snapshot(run(*blocks, ns=ns), seq=3))
-        self.model[node], self.seq[node] = {(ns, b) for b in blocks}, 3
 
-    @rule(node=nodes, ns=namespaces, start=starts, length=lengths, stored=st.booleans())
-    def change(self, node: str, ns: bytes, start: int, length: int, stored: bool) -> None:
-        blocks = {(ns, b) for b in range(start, start + length)}
-        runs = (run(*range(start, start + length), ns=ns),)
-        seq = self.seq.get(node, 0) + 1
-        events = PoolEvents(1, seq, stored=runs) if stored else PoolEvents(1, seq, removed=runs)
-        assert self.directory.apply(node, events) == (node in self.model)
-        if node in self.model:
-            self.seq[node] = seq
-            self.model[node] = self.model[node] | blocks if stored else self.model[node] - blocks
+def test_a_wrong_tier_is_noticed_by_the_sum() -> None:
+    directory = Directory()
+    assert not directory.apply("a", summed(snapshot(run(1)), {(NS, 1): Tier.SSD}))
+    assert directory.state("a") is DirectoryState.DEGRADED
 
-    @rule(node=nodes)
-    def drop(self, node: str) -> None:
-        self.directory.drop_node(node)
-        self.model.pop(node, None)
-        self.seq.pop(node, None)
 
-    @rule(ns=namespaces, start=starts, length=st.integers(0, 40))
-    def match(self, ns: bytes, start: int, length: int) -> None:
-        chain = range(start, start + length)
-        want = {
-            node: Match(depth, 0)
-            for node, held in sorted(self.model.items())
-            if (depth := sum(1 for _ in itertools.takewhile(held.__contains__, ((ns, b) for b in chain))))
+def test_a_node_that_never_sums_up_is_used_as_degraded_and_not_asked_for_snapshots_for_ever() -> None:
+    directory, asked = Directory(), 0
+    directory.apply("a", replace(snapshot(run(1)), contents_sum=5))
+    for seq in range(1, 10_000):
+        if directory.position("a") == (0, 0):
+            asked += 1
+            directory.apply("a", replace(snapshot(run(1), seq=seq), contents_sum=5))
+        else:
+            directory.apply("a", PoolEvents(1, seq, stored=(run(2),), contents_sum=5))
+        assert directory.state("a") is DirectoryState.DEGRADED
+        assert directory.match(NS, short(1)) == {"a": Match(1, 0)}
+    assert 1 <= asked <= 4
+
+
+def test_a_malformed_message_is_followed_by_a_snapshot() -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(1)))
+    with pytest.raises(AddressError):
+        directory.apply("a", PoolEvents(1, 2, stored=(run(2), BlockRun(NS, b"x"))))
+    assert directory.state("a") is DirectoryState.DEGRADED
+    assert not directory.apply("a", PoolEvents(1, 2))
+    assert directory.apply("a", snapshot(run(1), seq=2))
+    assert directory.snapshots["malformed"] == 1
+
+
+def test_blocks_of_two_namespaces_and_equal_keys_are_kept_apart() -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(1, 2), run(1, ns=OTHER)))
+    directory.apply("a", PoolEvents(1, 1, removed=(run(1),)))
+    assert directory.match(NS, short(1)) == {}
+    assert directory.match(OTHER, short(1, 2)) == {"a": Match(1, 0)}
+
+
+def test_a_dump_taken_while_events_come_in_is_right_once_they_are_taken_in_again() -> None:
+    directory = Directory()
+    blocks = [run(*range(i, i + 500)) for i in range(0, 20_000, 500)]
+    for node in ("a", "b"):
+        directory.apply(node, snapshot(*blocks))
+    directory.apply("late", snapshot(run(1)))
+    later = [PoolEvents(1, i + 1, removed=(blocks[i],)) for i in range(20)]
+    later += [PoolEvents(1, i + 1, stored=(run(*range(i * 500, i * 500 + 300), tier=Tier.SSD),)) for i in range(20, 40)]
+    dumped, parts = directory.begin_dump(), []
+    for i, part in enumerate(directory.dump(frozenset(node.number for node in dumped), 1)):
+        parts.append(part)
+        if i < len(later):
+            directory.apply("a", later[i])
+        if i == 3:
+            directory.apply("late", snapshot(run(2), seq=1))
+    done = directory.end_dump(dumped)
+    assert [(node.node, node.position.seq, node.right_at) for node in done] == [("a", 0, len(parts)), ("b", 0, 0)]
+    copy = Directory()
+    numbers = {node.number: copy.restore_node(node) for node in reversed(done)}
+    for part in parts:
+        known = np.isin(part.codes >> 1, list(numbers))
+        moved = np.array([numbers[c >> 1] * 2 + (c & 1) for c in part.codes[known].tolist()], np.uint32)
+        copy.restore(Replicas(part.keys[known], moved))
+    assert {copy.state(node) for node in ("a", "b")} == {DirectoryState.DEGRADED}
+    for event in later:
+        exact_before = copy.state("a") is DirectoryState.EXACT
+        assert copy.apply("a", event)
+        assert exact_before == (event.seq > len(parts))
+        if event.seq > len(parts):
+            directory.apply("a", event)
+    assert copy.apply("b", PoolEvents(1, 0))
+    for node in ("a", "b"):
+        assert copy.state(node) is DirectoryState.EXACT
+        assert copy.blocks_by_tier(node) == directory.blocks_by_tier(node)
+    for block in range(0, 20_000, 37):
+        assert copy.match(NS, short(block)) == {
+            node: match for node, match in directory.match(NS, short(block)).items() if node != "late"
         }
-        assert self.directory.match(ns, short(*chain)) == want
-
-    @invariant()
-    def consistent(self) -> None:
-        assert self.directory.validate() == []
-        assert {n: self.directory.num_blocks(n) for n in self.model} == {n: len(h) for n, h in self.model.items()}
-
-
-TestDirectoryMachine = DirectoryMachine.TestCase
-TestDirectoryMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True)
+    assert copy.validate() == []
