@@ -65,6 +65,10 @@ class KvMemory:
         """Byte offsets of whole slots in the region."""
         return self._base[group] + np.asarray(slots, dtype=np.int64) * self._slot_nbytes[group]
 
+    def all_offsets(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """Byte offsets of whole slots in the region, [groups, n]."""
+        return np.stack([self.offsets(g, slots) for g in range(self.num_groups)])
+
     def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Messenger slices [groups * n, 3] pairing whole slots with remote offsets (one array [n] per group)."""
         parts = [

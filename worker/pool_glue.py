@@ -15,6 +15,7 @@ from kvpool import Lease, PoolClient
 from messenger import DeadlineExceeded, Messenger, MessengerError
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from worker.counters import Counters
+from worker.host_door import HostDoor
 from worker.keeping import Kept, find_tail, names_of_tails
 from worker.kv_memory import KvMemory
 from worker.pinned import Pinned
@@ -60,6 +61,7 @@ class PoolGlue:
         self._breaker = Breaker(_HOLD_OFF_S, _LONGEST_HOLD_OFF_S)
         self._now_s = time.monotonic
         self._prefetching: set[asyncio.Task[None]] = set()
+        self._door = HostDoor(memory, messenger, kv_namespace, owner=owner, incarnation=incarnation)
         self.puts = PoolPuts(memory, messenger, kv_namespace, ttl_s=put_ttl_s, counters=counters)
         self.own_node_id = ""
         self.num_pinned = 0
@@ -85,6 +87,7 @@ class PoolGlue:
         for task in self._prefetching:
             task.cancel()
         await asyncio.gather(*self._prefetching, return_exceptions=True)
+        await self._door.close()
         for client in self._clients.values():
             await client.close()
 
@@ -191,25 +194,15 @@ class PoolGlue:
                 continue
             rows = slice(skip, skip + count)
             part = slots[good : good + count]
-            remote = list(pin.offsets[:, rows])
             began = time.perf_counter()
-            peer = self._messenger.connect(pin.lease.endpoint)
             try:
-                done = await settled(
-                    peer.read(
-                        pin.lease.key,
-                        self._memory.region,
-                        self._memory.slot_slices(part, remote),
-                        deadline_s=self._lease_s,
-                    )
-                )
+                right = await self._read(pin, rows, part)
             except MessengerError as error:
                 self._note(pin.client.target, error)
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
-            self._counters.add_transfer("load" if pin.is_own else "fetch", done.nbytes, time.perf_counter() - began)
-            expected = [each[rows] for each in pin.digests]
-            right = await in_thread(self._count_right, part, expected, pin.valid[rows])
+            nbytes = count * self._memory.spec.block_nbytes
+            self._counters.add_transfer("load" if pin.is_own else "fetch", nbytes, time.perf_counter() - began)
             pin.right = range(skip, skip + right)
             good += right
             if right < count:
@@ -221,6 +214,17 @@ class PoolGlue:
         if good:
             await in_thread(self._memory.to_device, slots[:good])
         return good
+
+    async def _read(self, pin: Pinned, rows: slice, slots: Sequence[int]) -> int:
+        """Read leased blocks into slots: how many leading ones are right. Raises MessengerError."""
+        right = await self._door.load(pin, rows, slots) if pin.is_own else None
+        if right is not None:
+            return right
+        slices = self._memory.slot_slices(slots, list(pin.offsets[:, rows]))
+        peer = self._messenger.connect(pin.lease.endpoint)
+        await settled(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._lease_s))
+        expected = [each[rows] for each in pin.digests]
+        return await in_thread(self._count_right, slots, expected, pin.valid[rows])
 
     async def quarantine(self, pinned: Sequence[Pinned], blocks: Sequence[int]) -> None:
         """Have leased blocks, by their places in the prompt, taken out of their pools: they are not what they should
@@ -246,7 +250,7 @@ class PoolGlue:
         if first >= kept.num_blocks or not target or not self._may_ask(target):
             return
         try:
-            await self.puts.put(self.client(target), kept, slots, first, token_s=token_s)
+            await self._put(target, kept, slots, first, token_s)
             self._note(target)
         except PoolErrors as error:
             self._note(target, error)
@@ -255,6 +259,16 @@ class PoolGlue:
         except Exception:
             self._counters.add("store_failures", 1)
             log.exception("blocks were not stored in the pool")
+
+    async def _put(self, target: str, kept: Kept, slots: Sequence[int], first: int, token_s: float) -> None:
+        client, began = self.client(target), time.perf_counter()
+        if target == self._own_target:
+            stored = await self._door.put(client, kept, slots, first, token_s)
+            if stored is not None:
+                nbytes = stored * self._memory.spec.block_nbytes
+                self._counters.add_transfer("store", nbytes, time.perf_counter() - began)
+                return
+        await self.puts.put(client, kept, slots, first, token_s=token_s)
 
     def _may_ask(self, target: str) -> bool:
         """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""

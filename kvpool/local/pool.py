@@ -135,7 +135,7 @@ class LocalPool:
             raise SpecError(f"a slot lies outside of the {len(memory)} bytes of memory to get blocks into")
         if why == layout.CORRUPT:
             self.report_corrupt(kv_namespace, chain[done : done + 1])
-        self._touch(kv_namespace, chain[:done])
+        self.touch(kv_namespace, chain[:done])
         return int(done)
 
     def read_leased(
@@ -227,7 +227,8 @@ class LocalPool:
         for kv_namespace, keys in touched.items():
             self._caller.tell_if_free(Touch(kv_namespace, b"".join(keys)))
 
-    def _touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
+    def touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
+        """Blocks [n, 16] are used, though not read here: the pool node is told with the next touches."""
         if not len(chain):
             return
         self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
