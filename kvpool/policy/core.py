@@ -117,7 +117,7 @@ class PoolCore:
         put_id = self._next_id("put")
         use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents))
         cost_s = compute_s / len(chain) if chain else 0.0
-        found = [store.find(kv_namespace, chain_key) for chain_key in chain]
+        found = store.index.find(kv_namespace, chain)
         status: list[SlotStatus] = []
         new_blocks: list[Block] = []
         full = False

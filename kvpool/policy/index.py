@@ -44,6 +44,12 @@ class BlockIndex:
         place = self._places.get(key)
         return None if place is None else place.block
 
+    def find(self, kv_namespace: bytes, chain: Sequence[bytes]) -> list[Block | None]:
+        """The blocks of these addresses, sealed or not."""
+        places = self._places
+        found = [places.get(kv_namespace + chain_key) for chain_key in chain]
+        return [None if place is None else place.block for place in found]
+
     def find_place(self, key: BlockKey) -> Place | None:
         """The place of this address, if there is something at it or follows it."""
         return self._places.get(key)

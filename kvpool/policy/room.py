@@ -47,6 +47,8 @@ class TierRoom:
         self.holders: dict[int, Copy] = {}  # by offset
         self.freed: dict[int, int] = {}  # slots kept apart: offset -> bytes
         self.freed_nbytes = 0
+        self.num_copies = 0  # complete ones
+        self._heir: Copy | None = None  # gets its slots straight from one like it that leaves
         self._refused: list[int] = []
         self._tier = tier
         self._policy = policy
@@ -57,11 +59,6 @@ class TierRoom:
         # SSD only: what is in DRAM too, and was used there no later than this, stays.
         self.spare_until = math.inf
         self._may_take = _may_take_from_ssd(self) if tier == SSD else _may_take
-
-    @property
-    def num_copies(self) -> int:
-        """Complete copies in the tier."""
-        return sum(partition.num_copies for partition in self._partitions.values())
 
     def partition(self, owner: bytes, sizes: tuple[int, ...]) -> Partition:
         """The one of these slots, for a family more; made if there is none."""
@@ -104,13 +101,13 @@ class TierRoom:
             if copy.nbytes > quota_nbytes or (choosy and not policy.admits(copy, use)):
                 return False
             choosy = False
-            if not self._evict_one(family.partitions[self._tier], "quota", use.now_ns):
+            if not self._evict_one(family.partitions[self._tier], "quota", use.now_ns, copy):
                 return False
-        while not self.try_take(copy):
+        while not copy.offsets and not self.try_take(copy):
             if choosy and not policy.admits(copy, use):
                 return False
             choosy = False
-            if not self.evict_for(family, reason, use.now_ns):
+            if not self.evict_for(family, reason, use.now_ns, copy):
                 return False
         return True
 
@@ -130,6 +127,7 @@ class TierRoom:
         copy.last_use = self._num_uses
         partition = copy.block.family.partitions[self._tier]
         partition.num_copies += 1
+        self.num_copies += 1
         partition.policy.insert(copy, use)
 
     def hit(self, copies: Sequence[Copy], use: Use) -> None:
@@ -160,12 +158,18 @@ class TierRoom:
         partition = copy.block.family.partitions[self._tier]
         partition.policy.remove(copy)
         partition.num_copies -= 1
+        self.num_copies -= 1
 
     def free(self, copy: Copy) -> None:
         """Nothing holds the copy's slots any more."""
+        self._ungive(copy)
+        heir = self._heir
+        if heir is not None and heir.block.family.sizes == copy.block.family.sizes:
+            self._give(heir, copy.offsets)
+            self._heir = None
+            return
         for offset in copy.offsets:
             del self.holders[offset]
-        self._ungive(copy)
         if self._tier != DRAM:
             self.freed |= dict.fromkeys(copy.offsets, copy.nbytes)
             self.freed_nbytes += copy.nbytes
@@ -209,18 +213,21 @@ class TierRoom:
             for victim in self._victims(partition, now_ns, count)
         ]
 
-    def evict_for(self, family: Family, reason: str, now_ns: int) -> bool:
-        """Let others leave, so that a copy of this family finds room. False: there are none; then all stay."""
+    def evict_for(self, family: Family, reason: str, now_ns: int, heir: Copy | None = None) -> bool:
+        """Let others leave, so that a copy of this family finds room. False: there are none; then all stay.
+
+        `heir`: that copy, where it may have its slots straight from a copy like it: then it has them.
+        """
         own = family.partitions[self._tier]
+        if own.num_copies == self.num_copies:
+            return self._evict_one(own, reason, now_ns, heir)
         others = [each for each in self._partitions.values() if each.num_copies]
-        if others == [own]:
-            return self._evict_one(own, reason, now_ns)
         heads = [(victims[0].last_use, each) for each in others if (victims := self._victims(each, now_ns, 1))]
         heads.sort(key=lambda head: head[0])
         same = next((last_use for last_use, each in heads if each.sizes == own.sizes), None)
         for _, partition in heads:
             if partition.sizes == own.sizes:
-                return self._evict_one(partition, reason, now_ns)
+                return self._evict_one(partition, reason, now_ns, heir)
             victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
             clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims)
             if clearing is not None and clearing.copies and (same is None or clearing.mean_last_use <= same):
@@ -250,7 +257,8 @@ class TierRoom:
         if any(offset not in copy.offsets or copy.tier != self._tier for offset, copy in self.holders.items()):
             problems.append("a slot is held by a copy that lies elsewhere")
         inserted = {id(copy): copy for copy in self.holders.values() if copy.ready and not copy.gone}.values()
-        if len(inserted) != self.num_copies:
+        counted = [partition.num_copies for partition in self._partitions.values()]
+        if not len(inserted) == self.num_copies == sum(counted):
             problems.append("the partitions' numbers of copies are not those of the copies")
         if sum(self.freed.values()) != self.freed_nbytes:
             problems.append("the freed bytes are not those of the freed slots")
@@ -272,13 +280,16 @@ class TierRoom:
         family.used_nbytes[self._tier] -= copy.nbytes
         family.num_copies -= 1
 
-    def _evict_one(self, partition: Partition, reason: str, now_ns: int) -> bool:
+    def _evict_one(self, partition: Partition, reason: str, now_ns: int, heir: Copy | None) -> bool:
         victim = partition.policy.pop(now_ns, self._may_take)
         if victim is None:
             return False
         assert isinstance(victim, Copy)
         partition.num_copies -= 1
+        self.num_copies -= 1
+        self._heir = heir
         self._give_up(victim, reason, now_ns)
+        self._heir = None
         return True
 
     def _victims(self, partition: Partition, now_ns: int, count: int) -> list[Copy]:

@@ -110,7 +110,7 @@ class BlockStore:
         block = Block(place, family, put_id, num_tokens, cost_s)
         # Before anything is evicted for it: the victim must not be the parent.
         before.num_following += 1
-        if self._make_way_for_tail(block, before):
+        if not num_tokens or self._make_way_for_tail(before):
             copy = self.new_copy(block, before, DRAM)
             if self.dram.take(copy, use, "room", choosy=True):
                 self.add(block, before)
@@ -315,10 +315,10 @@ class BlockStore:
                 blocks[block.kv_namespace, _tier(block)] += block.chain_key
         return self.log.snapshot(blocks)
 
-    def _make_way_for_tail(self, block: Block, before: Place) -> bool:
+    def _make_way_for_tail(self, before: Place) -> bool:
         """Of too many partial blocks after one block the oldest goes. False: it cannot."""
         tails = before.tails or ()
-        if not block.num_tokens or len(tails) < self._max_tails:
+        if len(tails) < self._max_tails:
             return True
         movable = [tail for tail in tails if self.may_remove(tail)]
         if not movable:
