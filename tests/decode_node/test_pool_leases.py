@@ -55,6 +55,31 @@ async def test_blocks_that_change_under_a_lease_are_computed_instead(
     await pair.at_rest()
 
 
+@pytest.mark.parametrize("reader", ["prefill", "decode"])
+async def test_a_damaged_block_is_stored_again_at_the_end_of_the_request_that_found_it(
+    reader: str, start_pair: Start, model: Model, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True)
+    first = await pair.frontend.submit(pair.submit(prompt(64), "first"))
+    await first.ended.wait()
+    await pair.at_rest()
+    faces = {"prefill": pair.prefill, "decode": pair.decode}
+    _forget_everything(faces[reader])  # the other node has the prompt's blocks in its own pages
+    slot = pair.prefill.node.memory.spec.slot_nbytes(0)
+    pair.pool.memory.array[2 * slot : 3 * slot] ^= 1
+    for name, mismatches in (("second", 1), ("third", 0)):
+        before = sum(face.node.counters.snapshot().get("digest_mismatches", 0) for face in faces.values())
+        request = await pair.frontend.submit(pair.submit(prompt(64), name))
+        await request.ended.wait()
+        assert request.token_ids == greedy(model, prompt(64), 12)
+        await pair.at_rest()
+        after = sum(face.node.counters.snapshot().get("digest_mismatches", 0) for face in faces.values())
+        assert (after - before > 0) == (mismatches > 0)
+        for face in faces.values():
+            _forget_everything(face)
+    assert request.cached_tokens == 56
+
+
 @pytest.mark.parametrize("call", ["pin", "allocate", "seal"])
 async def test_a_request_cancelled_while_the_pool_answers_leaves_nothing_there(
     call: str, start_pair: Start, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
