@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from kvpool import digest
 from kvpool.committing import CommitAhead
 from kvpool.config import PoolNodeConfig
-from kvpool.errors import PutLost
+from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
 from kvpool.policy import Allocation, LeaseGrant, PoolCore
@@ -55,12 +55,12 @@ class PoolNode:
     async def start(self) -> Endpoint:
         """Reserve the arena, listen, take in what is on SSD, begin to sweep.
 
-        Raises AddressInUse, BindFailed, SsdFolderError or OSError.
+        Raises AddressInUse, BindFailed, PoolConfigError (SsdFolderError is one) or OSError.
         """
         await asyncio.to_thread(digest.warm_up)
         endpoint = self.messenger.start()
         try:
-            self.memory = SharedMemory.create(self.config.arena_bytes, "moonpool-arena", self.config.hugepages)
+            self.memory = self._arena()
         except BaseException:
             await asyncio.to_thread(self.messenger.close)
             raise
@@ -297,6 +297,14 @@ class PoolNode:
         for put_id in self.core.forget_owner(node_id, incarnation):
             self._spawn(self._revoke(put_id))
         self.tell()
+
+    def _arena(self) -> SharedMemory:
+        try:
+            return SharedMemory.create(self.config.arena_bytes, "moonpool-arena", self.config.hugepages)
+        except OSError as error:
+            if self.config.hugepages == "on":
+                raise PoolConfigError(f"the arena cannot be made of huge pages: {error.strerror}") from error
+            raise
 
     def _commit_ahead(self, end: int) -> None:
         if self._ahead.wants(end):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvpool import PoolNodeConfig
     from messenger import MessengerConfig
     from messenger.config import TransportChoice
+    from messenger.memory import HugePages
     from worker.config import WorkerConfig
 
 
@@ -59,6 +60,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
         advertise=config.host.advertise,
         conductor_target=config.conductor.conductor,
         arena_bytes=config.pool.pool_bytes,
+        hugepages=cast("HugePages", config.pool.pool_hugepages),
         policy=config.pool.pool_policy,
         quotas=config.pool.quotas,
         ssd_dir=config.pool.pool_ssd_dir,

@@ -164,6 +164,13 @@ class PoolSettings(Slice):
             default_text="1GiB",
         ),
     ] = 1 << 30
+    pool_hugepages: Annotated[
+        str,
+        Key(
+            "Huge pages for that memory: auto as far as there are any, on nothing else, off none",
+            choices=("auto", "on", "off"),
+        ),
+    ] = "auto"
     pool_ssd_dir: Annotated[
         Path | None,
         Key("Folder on an SSD; each pool node keeps KV in a subfolder of it, named like the node, also over restarts"),

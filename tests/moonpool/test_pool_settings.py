@@ -47,6 +47,15 @@ def test_without_a_folder_there_is_no_ssd_tier(short_path: Path) -> None:
         loaded(pool_ssd_bytes="1GiB")
 
 
+def test_what_pages_the_memory_is_made_of_reaches_the_node(short_path: Path) -> None:
+    (node,) = nodes(short_path, pool_hugepages="on")
+    assert node.hugepages == "on"
+    (node,) = nodes(short_path)
+    assert node.hugepages == "auto"
+    with pytest.raises(ConfigError, match="--pool-hugepages"):
+        loaded(pool_hugepages="2MiB")
+
+
 def test_policy_and_quotas_reach_the_node(short_path: Path) -> None:
     (node,) = nodes(short_path, pool_policy="arc", pool_quota=[f"{'ab' * 16}=0.25", f"{'cd' * 16}=1"])
     assert node.limits.policy == "arc"

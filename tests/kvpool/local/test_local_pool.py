@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import KvGroup, KvSpec, PoolClient, layer_digests
-from kvpool.errors import AddressError, DoorClosed, SpecError, SpecMismatch
+from kvpool.errors import AddressError, DoorClosed, PoolConfigError, SpecError, SpecMismatch
 from kvpool.local import LocalPool, PutStatus
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
@@ -22,6 +22,11 @@ async def state_of(target: str) -> dict[str, Any]:
         return await client.state()
     finally:
         await client.close()
+
+
+def free_huge_pages() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("HugePages_Free:"))
 
 
 async def test_what_one_process_puts_another_gets(
@@ -246,3 +251,10 @@ async def test_what_cannot_be_is_refused_with_its_reason(
             host.pool.put, host.ns, host.spec, chain_of(1, "y"), np.zeros((1, 16), np.uint8), host.region, far, told
         )
     assert not pool_nodes[0].core.puts
+
+
+async def test_a_node_says_what_its_arena_is_made_of_and_refuses_huge_pages_that_are_not_there(start_pool: Any) -> None:
+    pool = await start_pool("auto", hugepages="auto")
+    assert (await state_of(pool.target))["arena_pages"] in ("huge", "transparent", "small")
+    with pytest.raises(PoolConfigError, match="not enough free ones"):
+        await start_pool("on", hugepages="on", arena_bytes=(free_huge_pages() + 1) << 22)
