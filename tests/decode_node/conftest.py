@@ -200,12 +200,13 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
 
     pools: list[PoolNode] = []
 
-    async def start_pool() -> str:
+    async def start_pool(**options: Any) -> str:
         config = PoolNodeConfig(
             node_id="pool",
             listen=f"unix:{tmp_path}/pool.sock",
             arena_bytes=64 << 20,
             messenger=MessengerConfig(run_dir=tmp_path),
+            **options,
         )
         pools.append(PoolNode(config, 1))
         await pools[-1].start()
@@ -216,8 +217,15 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         )
         return servers[-1].target
 
-    async def start(transport: str = "auto", *, pool: bool = False, parity: float = 0.0, **decode_options: Any) -> Pair:
-        pool_target = await start_pool() if pool else ""
+    async def start(
+        transport: str = "auto",
+        *,
+        pool: bool | dict[str, Any] = False,
+        parity: float = 0.0,
+        **decode_options: Any,
+    ) -> Pair:
+        """`pool`: with a pool node, perhaps of these options; `parity`: sampled on both nodes."""
+        pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
             return WorkerConfig(
