@@ -124,23 +124,24 @@ class PoolCore:
         last: Block | None = None
         with store.keeping(found):
             for i, known in enumerate(found):
-                block = known or store.find(kv_namespace, chain[i])  # a key may come twice
+                place = known.place if known is not None else store.index.place(kv_namespace + chain[i])
+                block = place.block  # not `known`: a key may come twice
                 if block is not None:
-                    if block.sealed:
+                    if not block.put_id:
                         store.hit([block], use)
                     status.append(SlotStatus.EXISTS)
-                elif not full:
-                    place = store.index.place(kv_namespace + chain[i])
+                elif full:
+                    store.index.discard(place)
+                    status.append(SlotStatus.NO_SPACE)
+                else:
                     is_next = last is not None and parents[i] == chain[i - 1]
                     before = last.place if is_next and last else store.index.place(kv_namespace + parents[i])
                     tokens = num_tokens[i] if num_tokens else 0
                     block = store.try_add(family, place, before, put_id, tokens, cost_s, use)
+                    full = block is None
+                    status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
                     if block is not None:
                         new_blocks.append(block)
-                        status.append(SlotStatus.NEW)
-                if block is None:
-                    full = True
-                    status.append(SlotStatus.NO_SPACE)
                 last = block
         store.tell()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)

@@ -31,8 +31,7 @@ _TIERS = ("dram", "ssd")
 _NAMES = (
     *("stored_blocks", "no_space_blocks", "aborted_puts", "expired_puts", "expired_leases", "quarantined_blocks"),
     *("evicted_blocks", *(f"evicted_{tier}_{reason}_blocks" for tier in _TIERS for reason in EVICTIONS)),
-    *(f"evicted_{tier}_bytes" for tier in _TIERS),
-    *("lost_blocks", *(f"lost_{reason}_blocks" for reason in LOSSES)),
+    *(f"lost_{reason}_blocks" for reason in LOSSES),
     *("lookups", "lookup_blocks", "lookup_waiting_blocks", "lookup_missed_blocks", "lookup_tails"),
     *(f"hit_{tier}_{unit}" for tier in _TIERS for unit in ("blocks", "tokens")),
     *("promoted_blocks", "promoted_unused_blocks", "load_failed_blocks", "ssd_stored_blocks", "ssd_failed_blocks"),
@@ -43,7 +42,7 @@ _NAMES = (
 _EVICTED = {
     (tier, reason): f"evicted_{name}_{reason}_blocks" for tier, name in enumerate(_TIERS) for reason in EVICTIONS
 }
-_EVICTED_BYTES = tuple(f"evicted_{name}_bytes" for name in _TIERS)
+_LOST = {reason: f"lost_{reason}_blocks" for reason in LOSSES}
 
 
 class Tally:
@@ -52,6 +51,7 @@ class Tally:
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(_NAMES, 0))
         self._saved_s = [0.0, 0.0]
+        self._evicted_nbytes = [0, 0]
         self._ages = Histogram(), Histogram()
         self._idle = Histogram(), Histogram()
         self._gaps = Histogram()
@@ -61,12 +61,11 @@ class Tally:
         counters, tier = self.counters, copy.tier
         counters["evicted_blocks"] += 1
         counters[_EVICTED[tier, reason]] += 1
-        counters[_EVICTED_BYTES[tier]] += copy.nbytes
+        self._evicted_nbytes[tier] += copy.nbytes
         if copy.promoted:
             counters["promoted_unused_blocks"] += 1
         if loss is not None:
-            counters["lost_blocks"] += 1
-            counters[f"lost_{loss}_blocks"] += 1
+            counters[_LOST[loss]] += 1
         if now_ns is not None:
             self._ages[tier].add(now_ns - copy.born_ns)
             self._idle[tier].add(now_ns - copy.used_ns)
@@ -99,7 +98,9 @@ class Tally:
     def totals(self) -> dict[str, int]:
         """All of it, histograms as cumulative buckets."""
         totals = dict(self.counters)
+        totals["lost_blocks"] = sum(totals[name] for name in _LOST.values())
         for tier, name in enumerate(_TIERS):
+            totals[f"evicted_{name}_bytes"] = self._evicted_nbytes[tier]
             totals[f"saved_{name}_compute_us"] = int(self._saved_s[tier] * 1e6)
             totals |= self._ages[tier].counters(f"evicted_{name}_age")
             totals |= self._idle[tier].counters(f"evicted_{name}_idle")

@@ -186,9 +186,9 @@ class BlockStore:
 
     def seal(self, blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]], use: Use) -> None:
         """Readers may have the blocks from now on."""
+        self.index.num_sealed += len(blocks)
         for block, block_digests in zip(blocks, digests, strict=True):
             block.put_id, block.digests = "", block_digests
-            self.index.num_sealed += 1
             self.came_to_dram(block, use)
         for block in blocks:
             if not block.place.num_following:
@@ -229,7 +229,8 @@ class BlockStore:
             if copy.holds:
                 _keep(copy)
             self._leave(copy)
-        self._vanish(block)
+        self._changed[block] = None
+        self._forget(block)
 
     def drop(self, copy: Copy, reason: str) -> None:
         """A copy that may leave leaves its tier, though its room is not needed; it is counted."""
@@ -347,13 +348,12 @@ class BlockStore:
         assert parent is not None
         self._leave(copy)
         _unlink(copy, parent)
+        self._changed[block] = None
         if other is None:
-            self._vanish(block)
+            self._forget(block)
             return
         if copy.tier == SSD:
             other.kept_below = False
-        else:
-            self._changed[block] = None
         self.offer(block)
         self.offer(parent.block)
 
@@ -364,10 +364,6 @@ class BlockStore:
         if not copy.holds:
             self.rooms[copy.tier].free(copy)
 
-    def _vanish(self, block: Block) -> None:
-        self._changed[block] = None
-        self._forget(block)
-
     def _forget(self, block: Block) -> None:
         parent = self.index.remove(block)
         block.family.num_blocks -= 1
@@ -376,9 +372,9 @@ class BlockStore:
     def offer(self, block: Block | None) -> None:
         """Something about the block's copies, or about what follows them, has changed."""
         if block is not None:
-            if block.dram is not None:
+            if block.dram is not None and not block.place.following_dram:
                 self.dram.offer(block.dram)
-            if block.ssd is not None:
+            if block.ssd is not None and not block.place.following_ssd:
                 self.ssd.offer(block.ssd)
 
 
