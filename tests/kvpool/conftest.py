@@ -1,9 +1,11 @@
 """What the pool's tests share: specs, the digest's reference in plain Python integers, chains, nodes and workers."""
 
 import asyncio
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from kvpool import (
     serve_pool_node,
 )
 from kvpool.node import PoolNode
+from kvpool.ssd.folder import IN_MEMORY, file_system
 from messenger import Messenger, MessengerConfig, SharedMemory
 
 MASK = (1 << 64) - 1
@@ -143,11 +146,15 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
 
 
 @pytest.fixture
-def ssd_dir(tmp_path: Path) -> Path:
-    """A folder for SSD tiers; tests need one that is not in memory."""
-    folder = tmp_path / "ssd"
-    folder.mkdir()
-    return folder
+def ssd_dir(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is not in memory, wherever pytest's own folders are."""
+    for parent in (tmp_path, Path("/var/tmp"), Path.cwd()):
+        if file_system(parent) not in IN_MEMORY:
+            path = Path(tempfile.mkdtemp(prefix="ssd-", dir=parent))
+            yield path
+            shutil.rmtree(path)
+            return
+    pytest.skip("every folder here is in memory")
 
 
 @pytest.fixture

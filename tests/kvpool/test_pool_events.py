@@ -1,6 +1,7 @@
 """Event streams from real pool nodes into a directory: snapshot, deltas, gaps, restarts; and joining a conductor."""
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -77,12 +78,15 @@ async def test_a_node_that_hangs_costs_a_call_three_seconds_beside_its_wait(
     process = await start_process(listen)
     await client.describe()
     process.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(ControlDeadlineExceeded, match="no answer within 3 s"):
-        await client.pin(worker.ns, chain_of(1), lease_s=30)
-    with pytest.raises(ControlDeadlineExceeded, match=r"no answer within 3\.01 s"):
-        await client.pin(worker.ns, chain_of(1), lease_s=30, wait_s=0.01)
-    with pytest.raises(ControlDeadlineExceeded, match="no answer within 3 s"):
-        await worker.allocate(client, chain_of(1))
+    calls = [
+        client.pin(worker.ns, chain_of(1), lease_s=30),
+        client.pin(worker.ns, chain_of(1), lease_s=30, wait_s=0.01),
+        worker.allocate(client, chain_of(1)),
+    ]
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(error) for error in errors} == {ControlDeadlineExceeded}
+    said = [re.search("no answer within (.*) s", str(error)) for error in errors]
+    assert [found and found[1] for found in said] == ["3", "3.01", "3"]
 
 
 class ScriptedPool(pool_pb2_grpc.PoolServicer):

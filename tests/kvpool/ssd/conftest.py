@@ -1,7 +1,5 @@
 """What the SSD store's tests share: blocks whose bytes follow from their number, a folder on a disk."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from kvpool import KvGroup, KvSpec
 from kvpool.errors import SsdError
 from kvpool.ssd import SsdConfig, SsdEntry, SsdRead, SsdStore, SsdWrite
 from kvpool.ssd.disk import Disk
-from kvpool.ssd.folder import IN_MEMORY, file_system
 
 PAGE = 4096
 NAMESPACE = b"namespace".ljust(16, b"\0")
@@ -94,15 +91,9 @@ def blocks_of() -> Callable[..., Blocks]:
 
 
 @pytest.fixture
-def ssd_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder that is not in memory, wherever pytest's own folders are."""
-    for parent in (tmp_path, Path("/var/tmp"), Path.cwd()):
-        if file_system(parent) not in IN_MEMORY:
-            path = Path(tempfile.mkdtemp(prefix="ssd-", dir=parent))
-            yield path
-            shutil.rmtree(path)
-            return
-    pytest.skip("every folder here is in memory")
+def ssd_path(ssd_dir: Path) -> Path:
+    """A folder for one store."""
+    return ssd_dir
 
 
 @pytest.fixture
