@@ -89,13 +89,15 @@ class HostDoor:
         tokens = int(np.where(lengths, lengths, self._memory.block_tokens).sum())
         part = slots[first + known : first + len(keys)]
         self._memory.to_host(part)
+        offsets = self._memory.all_offsets(part)
         status = pool.put(
             self._namespace,
             self._memory.spec,
             chain[known:],
             np.frombuffer(b"".join(parents[known:]), np.uint8).reshape(-1, 16),
             self._region_id,
-            self._memory.all_offsets(part),
+            offsets,
+            pool.digests(self._memory.spec, self._region_id, offsets, lengths),
             num_tokens=lengths,
             compute_s=token_s * tokens,
         )

@@ -95,7 +95,8 @@ class Put(NamedTuple):
     """Store those of the blocks that are not here; the pool node copies them out of the caller's memory.
 
     chain and parents 16 bytes per block; offsets int64 [groups, n] in the caller's memory; digests uint64 [n, layers of
-    all groups]; num_tokens uint32 [n], 0 for a full block; `spec` is a serialised moonpool.v1.KvSpec.
+    all groups], empty: those of the bytes as they are copied; num_tokens uint32 [n], 0 for a full block; `spec` is a
+    serialised moonpool.v1.KvSpec.
     """
 
     kv_namespace: bytes

@@ -49,7 +49,7 @@ class _Request:
     chain: list[bytes]
     parents: list[bytes]
     offsets: NDArray[np.int64]  # [groups, n]
-    digests: NDArray[np.uint64]  # [n, layers of all groups]
+    digests: NDArray[np.uint64] | None  # [n, layers of all groups]; None: those of the bytes as they are copied
     num_tokens: NDArray[np.uint32]  # [n], 0 for a full block
 
 
@@ -93,11 +93,11 @@ class Intake:
         if len(new) * request.plan.spec.block_nbytes > _QUICK_NBYTES:
             return self._put_later(request, copy, source, status)
         try:
-            right = self._copy(request, copy, source)
+            right, digests = self._copy(request, copy, source)
         except BaseException:
             self._node.drop_now(copy.put_id)
             raise
-        self._node.seal_now(copy.put_id, _by_group(request, new), right)
+        self._node.seal_now(copy.put_id, digests, right)
         return self._told(status, new, right)
 
     async def _put_later(self, request: _Request, copy: _Copy, source: Mapped, status: bytearray) -> bytes:
@@ -105,20 +105,21 @@ class Intake:
         copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
         try:
             await asyncio.wait([copying])
-            right = copying.result()
-            await self._node.seal(copy.put_id, _by_group(request, copy.new), right)
+            right, digests = copying.result()
+            await self._node.seal(copy.put_id, digests, right)
         except BaseException:
             await self._node.abort(copy.put_id)
             raise
         return self._told(status, copy.new, right)
 
-    def _copy(self, request: _Request, copy: _Copy, source: Mapped) -> list[bool]:
-        starts, digests, num_tokens = request.offsets, request.digests, request.num_tokens
+    def _copy(self, request: _Request, copy: _Copy, source: Mapped) -> tuple[list[bool], list[tuple[bytes, ...]]]:
+        """(whether each NEW block is right, their digests as a seal wants them)."""
+        starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
         if len(copy.new) < len(request.chain):
-            starts, digests = np.ascontiguousarray(starts[:, copy.new]), digests[copy.new]
-            num_tokens = num_tokens[copy.new]
-        right = copy_blocks(source, starts, self._arena, copy.targets, request.plan, num_tokens, digests)
-        return list(right.tolist())
+            starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
+            expected = None if expected is None else expected[copy.new]
+        right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.plan, num_tokens, expected)
+        return right.tolist(), _by_group(request.plan, digests)
 
     def _told(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
         for i, good in zip(new, right, strict=True):
@@ -135,22 +136,22 @@ def _checked(message: Put) -> _Request:
         raise AddressError(f"a namespace of {len(message.kv_namespace)} bytes, keys of {len(message.chain)}")
     n, groups = len(message.chain) // KEY_NBYTES, plan.spec.num_groups
     told = [len(message.parents), len(message.offsets), len(message.digests), len(message.num_tokens)]
-    want = [KEY_NBYTES * n, 8 * groups * n, 8 * plan.num_layers * n, 4 * n]
+    digests_nbytes = 8 * plan.num_layers * n if message.digests else 0
+    want = [KEY_NBYTES * n, 8 * groups * n, digests_nbytes, 4 * n]
     if told != want:
         raise SpecError(f"a put of {n} blocks has parents, offsets, digests, lengths of {told} bytes: expected {want}")
     if not 0 <= message.compute_s < math.inf:
         raise PoolRefused(f"compute_s must be a number of seconds, not {message.compute_s!r}")
     offsets = np.frombuffer(message.offsets, np.int64).reshape(groups, n)
-    digests = np.frombuffer(message.digests, np.uint64).reshape(n, plan.num_layers)
+    digests = np.frombuffer(message.digests, np.uint64).reshape(n, plan.num_layers) if message.digests else None
     num_tokens = np.frombuffer(message.num_tokens, np.uint32)
     return _Request(plan, _keys(message.chain), _keys(message.parents), offsets, digests, num_tokens)
 
 
-def _by_group(request: _Request, new: list[int]) -> list[tuple[bytes, ...]]:
-    """The digests of the NEW blocks as a seal wants them."""
-    rows = [request.digests[i].tobytes() for i in new]
-    starts = (0, *request.plan.ends)
-    return [tuple(row[start:end] for start, end in itertools.pairwise(starts)) for row in rows]
+def _by_group(plan: SpecPlan, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
+    """Per block, the digests of each group."""
+    data, nbytes, spans = digests.tobytes(), 8 * plan.num_layers, list(itertools.pairwise((0, *plan.ends)))
+    return [tuple(data[at + a : at + b] for a, b in spans) for at in range(0, len(data), nbytes)]
 
 
 @functools.lru_cache(maxsize=64)

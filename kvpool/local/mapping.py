@@ -37,33 +37,31 @@ def copy_blocks(
     targets: NDArray[np.int64],
     plan: SpecPlan,
     num_tokens: NDArray[np.uint32],
-    digests: NDArray[np.uint64],
-) -> NDArray[np.bool_]:
+    expected: NDArray[np.uint64] | None,
+) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
     """Copy slots from `starts` to `targets`, both [groups, n], its first `num_tokens` [n] tokens each (0: all).
 
-    Returns whether what was written of each block has its `digests` [n, layers of all groups]. Runs without the GIL.
-    Raises SpecError, before anything is copied, when a slot lies outside or the arrays do not fit.
+    Returns whether each block has the `expected` digests [n, layers of all groups] (None: any will do), and the digests
+    of what was written. Runs without the GIL. Raises SpecError, before anything is copied, when a slot lies outside or
+    the arrays do not fit.
     """
     # Numba takes half a second to import: only who copies waits for it.
     from kvpool.local.copy_kernels import DONE, OUT_OF_BOUNDS, copy_kernel
 
-    n = len(num_tokens)
-    if (
-        starts.shape != (plan.spec.num_groups, n)
-        or targets.shape != starts.shape
-        or digests.shape != (n, plan.num_layers)
-    ):
-        raise SpecError(
-            f"slots {starts.shape} to copy from and {targets.shape} to copy to, digests {digests.shape} of {n} blocks: "
-            f"expected [{plan.spec.num_groups}, n] twice, and [n, {plan.num_layers}]"
-        )
-    right = np.empty(n, np.uint8)
+    n, shape = len(num_tokens), (len(num_tokens), plan.num_layers)
+    told = np.empty((0, 0), np.uint64) if expected is None else expected
+    if starts.shape != (plan.spec.num_groups, n) or targets.shape != starts.shape:
+        raise SpecError(f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{plan.spec.num_groups}, n]")
+    if expected is not None and expected.shape != shape:
+        raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {plan.num_layers}]")
+    right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
     done = copy_kernel()(
-        source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, digests, right
-    )
+        source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, told, digests,
+        right,
+    )  # fmt: skip
     room = f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to"
     _check_done(done == DONE, done == OUT_OF_BOUNDS, room, plan)
-    return right.view(np.bool_)
+    return right.view(np.bool_), digests
 
 
 def digest_blocks(

@@ -155,7 +155,8 @@ class LocalPool:
         self._check_alive()
         lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
         starts, targets = np.ascontiguousarray(leased), np.ascontiguousarray(offsets)
-        return copy_blocks(self._arena, starts, self._mapped(memory), targets, self._plan(spec), lengths, digests)
+        right, _ = copy_blocks(self._arena, starts, self._mapped(memory), targets, self._plan(spec), lengths, digests)
+        return right
 
     def offer(self, memory: SharedMemory) -> int:
         """Let the pool node copy out of `memory`. Returns the number under which puts name it."""
@@ -170,6 +171,13 @@ class LocalPool:
         del self._offered[region_id]
         self._caller.tell(Withdraw(region_id))
 
+    def digests(
+        self, spec: KvSpec, region_id: int, offsets: NDArray[np.int64], num_tokens: NDArray[np.uint32] | None = None
+    ) -> NDArray[np.uint64]:
+        """Digests [n, layers of all groups] of blocks at `offsets` [groups, n] of offered memory, for `put`."""
+        lengths = np.zeros(offsets.shape[1], np.uint32) if num_tokens is None else num_tokens
+        return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._plan(spec), lengths)
+
     def put(
         self,
         kv_namespace: bytes,
@@ -178,25 +186,21 @@ class LocalPool:
         parents: NDArray[np.uint8],
         region_id: int,
         offsets: NDArray[np.int64],
-        digests: list[NDArray[np.uint64]] | None = None,
+        digests: NDArray[np.uint64] | None = None,
         *,
         num_tokens: NDArray[np.uint32] | None = None,
         compute_s: float = 0.0,
     ) -> NDArray[np.uint8]:
         """Store blocks `chain` [n, 16] that lie at `offsets` [groups, n] of offered memory, in one round trip.
 
-        `parents` [n, 16] are the keys of the blocks before, `digests` per group [n, layers] (None: computed here);
-        `num_tokens` [n] where some are partial (0: full); `compute_s`: what computing them all took, 0 = not known. The
-        memory may be used again when this returns. Returns a PutStatus per block. Raises SpecMismatch, SpecError,
-        PoolRefused, PutLost or DoorClosed.
+        `parents` [n, 16] are the keys of the blocks before, `digests` [n, layers of all groups] are verified as the
+        pool node copies (None: they are made as it copies); `num_tokens` [n] where some are partial (0: full);
+        `compute_s`: what computing them all took, 0 = not known. The memory may be used again when this returns.
+        Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or DoorClosed.
         """
         n, plan = len(check_chain(chain)), self._plan(spec)
         lengths = np.zeros(n, np.uint32) if num_tokens is None else num_tokens.astype(np.uint32, copy=False)
-        if digests is None:
-            rows = digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), plan, lengths)
-        else:
-            rows = digests[0] if len(digests) == 1 else np.concatenate(digests, axis=1)
-        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + rows.shape[1]) + 4
+        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + plan.num_layers) + 4
         most = max(1, (MAX_BODY_NBYTES - len(plan.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
         answers = []
         for at in range(0, n, most):
@@ -208,7 +212,7 @@ class LocalPool:
                 chain[part].tobytes(),
                 check_chain(parents)[part].tobytes(),
                 offsets[:, part].tobytes(),
-                rows[part].tobytes(),
+                b"" if digests is None else digests[part].tobytes(),
                 lengths[part].tobytes(),
                 compute_s * (part.stop - at) / n,
             )

@@ -122,11 +122,26 @@ async def test_a_block_is_stored_once(start_pool: Any, enter: Any, chain_of: Any
     assert await asyncio.to_thread(host.get, chain) == 3
 
 
+async def test_what_has_the_digests_that_were_told_is_stored_with_them(
+    start_pool: Any, enter: Any, chain_of: Any, pool_nodes: list[PoolNode]
+) -> None:
+    host = await enter((await start_pool()).target)
+    chain = chain_of(3)
+    lengths = np.array([0, 0, 2], np.uint32)
+    await asyncio.to_thread(host.put, chain_of(3, "other"), 7, num_tokens=lengths)
+    told = host.pool.digests(host.spec, host.region, host.offsets(3), lengths)
+    assert await asyncio.to_thread(host.put, chain, 7, num_tokens=lengths, digests=told) == [PutStatus.STORED] * 3
+    for key, row in zip(chain, told, strict=True):
+        block = pool_nodes[0].core.store.find(host.ns, key.tobytes())
+        assert block is not None
+        assert b"".join(block.digests) == row.tobytes()
+
+
 async def test_what_has_another_digest_than_told_is_not_stored(start_pool: Any, enter: Any, chain_of: Any) -> None:
     pool = await start_pool()
     host = await enter(pool.target)
     chain = chain_of(3)
-    told = [np.zeros((3, host.spec.num_layers(g)), np.uint64) for g in range(2)]
+    told = np.zeros((3, sum(host.spec.num_layers(g) for g in range(2))), np.uint64)
     assert await asyncio.to_thread(host.put, chain, digests=told) == [PutStatus.WRONG] * 3
     assert await asyncio.to_thread(host.pool.match, host.ns, chain) == 0
     assert (await state_of(pool.target))["counters"]["pool_digest_mismatches"] == 3
@@ -245,10 +260,9 @@ async def test_what_cannot_be_is_refused_with_its_reason(
             host.offsets(1)[:1],
         )
     far = host.offsets(1) + (1 << 20)
-    told = [np.zeros((1, host.spec.num_layers(g)), np.uint64) for g in range(2)]
     with pytest.raises(SpecError, match="a slot lies beyond memory"):
         await asyncio.to_thread(
-            host.pool.put, host.ns, host.spec, chain_of(1, "y"), np.zeros((1, 16), np.uint8), host.region, far, told
+            host.pool.put, host.ns, host.spec, chain_of(1, "y"), np.zeros((1, 16), np.uint8), host.region, far
         )
     assert not pool_nodes[0].core.puts
 
