@@ -9,6 +9,7 @@ A node has a number in the table. A snapshot is taken in under a new number, and
 piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
 """
 
+import functools
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,9 @@ class Match(NamedTuple):
 
     blocks: int  # the leading run
     ssd_blocks: int  # of these, how many are on SSD only
+
+
+_AS_MATCH = functools.partial(tuple.__new__, Match)
 
 
 class DumpedNode(NamedTuple):
@@ -100,9 +104,13 @@ class Directory:
         """
         if not len(keys):
             return {}
-        name = self._numbers.name
-        rows = self._table.match(np.ascontiguousarray(keys, np.uint64), fold_of(kv_namespace))
-        held = sorted([(node, Match(n, ssd)) for number, n, ssd in rows if (node := name(number)) is not None])
+        found = self._table.match(np.ascontiguousarray(keys, np.uint64), fold_of(kv_namespace))
+        numbers, name = found.T[0].tolist(), self._numbers.name
+        # Hot prefixes have a thousand holders: what is done for each is worth some care.
+        matches = map(_AS_MATCH, found[:, 1:].tolist())
+        held = [(node, match) for node, match in zip(map(name, numbers), matches, strict=True) if node is not None]
+        if len(held) > 1:
+            held.sort()
         return dict(held)
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:

@@ -103,11 +103,13 @@ class DirectoryTable:
         while (done := self._run.remove(self._t, keys, number, fold, self._seed, done)) < len(keys):
             self._make_room()
 
-    def match(self, keys: NDArray[np.uint64], fold: int) -> list[list[int]]:
-        """Per node that has the first: [number, how many leading `keys` it holds, of these on SSD only]."""
+    def match(self, keys: NDArray[np.uint64], fold: int) -> NDArray[np.int64]:
+        """A row per node that has the first: number, how many leading `keys` it holds, of these on SSD only.
+
+        Good until the next match.
+        """
         found = self._run.match(self._t, keys, fold, self._seed, self._alive, self._state, self._found)
-        rows: list[list[int]] = self._found[:found].tolist()
-        return rows
+        return self._found[:found]
 
     def purge(self, numbers: Set[int], begin: int, count: int) -> int:
         """Nodes `numbers` hold nothing in segments [begin, begin + count). Returns the first one not done."""
