@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import math
-import mmap
 import shutil
 import statistics
 import subprocess
@@ -79,7 +78,10 @@ class _Case:
         self._round_blocks = ROUND_NBYTES[size] // size
         self._num_blocks = FILE_NBYTES // size
         self._rng = np.random.default_rng(0)
-        self._memory = np.frombuffer(mmap.mmap(-1, ROUND_NBYTES[size]), np.uint8)
+        # Private memory, as fio's is: the system may make it of huge pages.
+        memory = np.empty(ROUND_NBYTES[size] + 2 * MIB, np.uint8)
+        start = -memory.ctypes.data % (2 * MIB)
+        self._memory = memory[start : start + ROUND_NBYTES[size]]
         self._memory[:] = np.resize(self._rng.integers(0, 256, MIB, dtype=np.uint8), len(self._memory))
         self._spec = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=size // 32, dtype="uint8"),), 16)
         assert self._spec.block_nbytes == size
