@@ -9,7 +9,6 @@ A node has a number in the table. A snapshot is taken in under a new number, and
 piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
 """
 
-import functools
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,14 +27,15 @@ from kvpool.events import BlockRun, PoolEvents
 __all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Position"]
 
 
+_FEW = 8  # nodes
+_HALF = 32  # bits of a pair
+
+
 class Match(NamedTuple):
     """What one node holds of a chain."""
 
     blocks: int  # the leading run
     ssd_blocks: int  # of these, how many are on SSD only
-
-
-_AS_MATCH = functools.partial(tuple.__new__, Match)
 
 
 class DumpedNode(NamedTuple):
@@ -105,13 +105,8 @@ class Directory:
         if not len(keys):
             return {}
         found = self._table.match(np.ascontiguousarray(keys, np.uint64), fold_of(kv_namespace))
-        numbers, name = found.T[0].tolist(), self._numbers.name
-        # Hot prefixes have a thousand holders: what is done for each is worth some care.
-        matches = map(_AS_MATCH, found[:, 1:].tolist())
-        held = [(node, match) for node, match in zip(map(name, numbers), matches, strict=True) if node is not None]
-        if len(held) > 1:
-            held.sort()
-        return dict(held)
+        held = self._by_name(found) if len(found) <= _FEW else self._many_by_name(found)
+        return _in_order(held)
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
         """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
@@ -215,6 +210,17 @@ class Directory:
                 problems.append(f"node {name!r} has number {known.number}, which is another's")
         return problems
 
+    def _by_name(self, found: NDArray[np.int64]) -> dict[str | None, Match]:
+        """Under None what is not to be seen."""
+        return {self._numbers.name(number): Match(blocks, on_ssd) for number, blocks, on_ssd in found.tolist()}
+
+    def _many_by_name(self, found: NDArray[np.int64]) -> dict[str | None, Match]:
+        """The same for a hot prefix: a thousand nodes hold it, and most hold the same of it."""
+        pairs = (found[:, 1] << _HALF | found[:, 2]).tolist()
+        matches = {pair: Match(pair >> _HALF, pair & (1 << _HALF) - 1) for pair in set(pairs)}
+        names = map(self._numbers.name, found.T[0].tolist())
+        return dict(zip(names, map(matches.__getitem__, pairs), strict=True))
+
     def _add(self, node: str) -> FollowedNode:
         self._nodes[node] = known = FollowedNode(self._number_for(node))
         return known
@@ -264,3 +270,8 @@ class Directory:
         known.refuse(why)
         self.resyncs[why] += 1
         return False
+
+
+def _in_order(held: dict[str | None, Match]) -> dict[str, Match]:
+    nodes = sorted(node for node in held if node is not None)
+    return {node: held[node] for node in nodes}
