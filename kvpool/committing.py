@@ -20,14 +20,16 @@ class CommitAhead:
         self._committed_nbytes = 0
         self._running = False
 
-    def wants(self, end: int) -> bool:
-        """Whether, now that bytes up to `end` are about to be used, `run` should be called."""
+    def begins(self, end: int) -> bool:
+        """Whether, now that bytes up to `end` are about to be used, `run` must be called, once."""
         near = min(end + _STEP_NBYTES // 2, self._memory.nbytes)
-        return near > self._committed_nbytes and not self._running
+        if self._running or near <= self._committed_nbytes:
+            return False
+        self._running = True
+        return True
 
     def run(self, end: int) -> None:
         """Commit a step beyond `end`. Blocking: for a thread. Where the kernel cannot, use commits memory."""
-        self._running = True
         try:
             until = min(end + _STEP_NBYTES, self._memory.nbytes)
             while self._committed_nbytes < until:

@@ -307,7 +307,7 @@ class PoolNode:
             raise
 
     def _commit_ahead(self, end: int) -> None:
-        if self._ahead.wants(end):
+        if self._ahead.begins(end):
             self._spawn(asyncio.to_thread(self._ahead.run, end))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -1,0 +1,332 @@
+"""The host's pool beside memcpy and Mooncake Store: gets into the caller's buffer, and puts, block by block.
+
+Blocks of 4 KiB to 16 MiB. A get finds the block in the pool node's shared index and copies it out of the mapped arena,
+with its digests verified or not; a put is over when the pool node has copied the block, made its digests on the way
+and sealed it (put_verified: the caller makes the digests, too, and the pool node compares). memcpy is numpy's copy of
+as many bytes between two buffers of the same sizes. Mooncake Store (get_into, put_from, batch_put_from, registered
+buffers, its segment on this host, no checksum) runs in a Python of its own, with its master, where --mooncake-python
+names one that has it. All take turns in every round over the same number of blocks; a round's time is its median
+operation, ratios are medians over rounds. The arena is full before, so puts take others' place; Mooncake Store's blocks
+are removed after each round. The SSD tier is measured by kvpool_ssd.py where --ssd-dir is given.
+
+Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER]; the last line is JSON. Each of its ratios
+is the least over the sizes (`..._vs_memcpy`: from 1 MiB up); all stands under `by_size`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A script's own folder comes first on the path, where this file would hide the package that it measures.
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)
+
+from kvpool import (  # noqa: E402
+    KvGroup,
+    KvSpec,
+    PoolNodeConfig,
+    chain_keys,
+    chain_seed,
+    kv_namespace,
+    serve_pool_node,
+)
+from kvpool.local import LocalPool, PutStatus  # noqa: E402
+from messenger import MessengerConfig, SharedMemory  # noqa: E402
+from messenger.control import run  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
+ARENA_NBYTES = 512 * MIB
+BUFFER_NBYTES = 64 * MIB
+LAYER_NBYTES = 64 * KIB  # as in a block of a model's KV: larger blocks have more layers
+BATCH = 16
+READY = "READY"
+
+
+class Ours:
+    """The pool node in a process of its own, and this process going in through its door."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moonpool-bench-")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "node", self._folder.name], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        while READY not in self._process.stdout.readline():
+            if self._process.poll() is not None:
+                raise SystemExit("the pool node did not start")
+        door = next(Path(self._folder.name).glob("d-*.sock"))
+        self.pool = LocalPool(str(door), owner="benchmark", owner_incarnation=1, deadline_s=60)
+        self.memory = SharedMemory.create(BUFFER_NBYTES, "benchmark")
+        self.memory.array[:] = np.random.default_rng(0).integers(0, 256, BUFFER_NBYTES, np.uint8)
+        self._region = self.pool.offer(self.memory)
+        self.landing = np.zeros(BUFFER_NBYTES, np.uint8)
+        self._serial = 0
+
+    def size(self, nbytes: int) -> None:
+        """Blocks of so many bytes from now on."""
+        layers = max(1, nbytes // LAYER_NBYTES)
+        tokens = nbytes // layers // (2 * 128)
+        group = KvGroup("full", 0, tuple(range(layers)), kv_heads=1, head_dim=64, dtype="float16")
+        self._spec = KvSpec((group,), tokens)
+        assert self._spec.block_nbytes == nbytes
+        self._ns = kv_namespace("benchmark", self._spec)
+        self._places = BUFFER_NBYTES // nbytes
+
+    def fill(self) -> None:
+        """Use all of the arena once: what is measured then is puts that take others' place."""
+        self.size(MIB)
+        for _ in range(0, ARENA_NBYTES, BUFFER_NBYTES):
+            self.put(self.keys(BUFFER_NBYTES // MIB), BATCH)
+
+    def keys(self, count: int) -> NDArray[np.uint8]:
+        """Chain keys [count, 16] never given before."""
+        self._serial += 1
+        ids = np.zeros(count, np.int32)
+        return chain_keys(chain_seed(str(self._serial), "benchmark", 1), ids, 1)
+
+    def offsets(self, start: int, count: int) -> NDArray[np.int64]:
+        return ((start + np.arange(count)) % self._places * self._spec.block_nbytes).reshape(1, -1)
+
+    def put(self, keys: NDArray[np.uint8], batch: int = 1, verified: bool = False) -> list[float]:
+        parents = np.zeros((batch, 16), np.uint8)
+        seconds = []
+        for i in range(0, len(keys), batch):
+            part, offsets = keys[i : i + batch], self.offsets(i, batch)
+            began = time.perf_counter()
+            digests = self.pool.digests(self._spec, self._region, offsets) if verified else None
+            status = self.pool.put(self._ns, self._spec, part, parents, self._region, offsets, digests)
+            seconds.append(time.perf_counter() - began)
+            if (status != PutStatus.STORED).any():
+                raise SystemExit(f"a put was answered {status}")
+        return seconds
+
+    def get(self, keys: NDArray[np.uint8], verify: bool) -> list[float]:
+        seconds = []
+        for i in range(len(keys)):
+            part, offsets = keys[i : i + 1], self.offsets(i, 1)
+            began = time.perf_counter()
+            done = self.pool.get(self._ns, self._spec, part, self.landing, offsets, verify=verify)
+            seconds.append(time.perf_counter() - began)
+            if done != 1:
+                raise SystemExit("a block was not found")
+        return seconds
+
+    def memcpy(self, count: int) -> list[float]:
+        nbytes, seconds = self._spec.block_nbytes, []
+        for i in range(count):
+            # Of other memory than a get has just touched.
+            start = (i + count) % self._places * nbytes
+            source, target = self.memory.array[start : start + nbytes], self.landing[start : start + nbytes]
+            began = time.perf_counter()
+            np.copyto(target, source)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def check(self, count: int) -> None:
+        end = min(count, self._places) * self._spec.block_nbytes
+        if not np.array_equal(self.landing[:end], self.memory.array[:end]):
+            raise SystemExit("other bytes came back than were put")
+
+    def close(self) -> None:
+        self.pool.close()
+        self._process.terminate()
+        self._process.wait(20)
+        self._folder.cleanup()
+
+
+class Mooncake:
+    """Mooncake Store's master, and its client in a Python that has it (mooncake_store_peer.py)."""
+
+    def __init__(self, python: str) -> None:
+        ports = [str(port) for port in free_ports(4)]
+        master = [
+            str(Path(python).parent / "mooncake_master"),
+            f"--rpc_port={ports[0]}",
+            "--enable_http_metadata_server=true",
+            f"--http_metadata_server_port={ports[1]}",
+            f"--metrics_port={ports[3]}",
+            "--default_kv_lease_ttl=500",
+        ]
+        self._master = subprocess.Popen(master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_port(int(ports[0]))
+        wait_for_port(int(ports[1]))
+        args = [python, str(HERE / "mooncake_store_peer.py"), *ports[:3], str(ARENA_NBYTES)]
+        self._client = subprocess.Popen(
+            args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer(lambda line: line.startswith(READY))
+
+    def ask(self, operation: str, nbytes: int, count: int, first: int) -> list[float]:
+        assert self._client.stdin is not None
+        self._client.stdin.write(f"{operation} {nbytes} {count} {first}\n")
+        self._client.stdin.flush()
+        return list(json.loads(self._answer(lambda line: line.startswith("["))))
+
+    def _answer(self, expected: Callable[[str], bool]) -> str:
+        assert self._client.stdout is not None
+        for line in self._client.stdout:
+            if expected(line):
+                return line
+        raise SystemExit("Mooncake Store's client ended; run mooncake_store_peer.py by hand to see why")
+
+    def close(self) -> None:
+        assert self._client.stdin is not None
+        self._client.stdin.close()
+        self._client.wait(30)
+        self._master.terminate()
+        self._master.wait(30)
+
+
+def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> dict[str, Any]:
+    """Everything under `by_size`, and the least of each ratio."""
+    ours = Ours()
+    peer = Mooncake(mooncake_python) if mooncake_python else None
+    try:
+        ours.fill()
+        by_size = {name_of(nbytes): one_size(ours, peer, nbytes, rounds) for nbytes in sizes}
+    finally:
+        ours.close()
+        if peer is not None:
+            peer.close()
+    large = [name_of(nbytes) for nbytes in sizes if nbytes >= MIB]
+    result: dict[str, Any] = {"mooncake_store": peer is not None, "rounds": rounds, "by_size": by_size}
+    for key, names in (
+        ("get_vs_memcpy", large),
+        ("get_unverified_vs_memcpy", large),
+        ("get_vs_mooncake_store", list(by_size)),
+        ("put_vs_mooncake_store", list(by_size)),
+    ):
+        values = [by_size[name][key] for name in names if key in by_size[name]]
+        if values:
+            result[key] = min(values)
+    return result
+
+
+def one_size(ours: Ours, peer: Mooncake | None, nbytes: int, rounds: int) -> dict[str, Any]:
+    """Rounds of all, in turn; the first is not counted: it touches memory for the first time."""
+    ours.size(nbytes)
+    count = min(256, max(4, BUFFER_NBYTES // nbytes))
+    kept = ours.keys(count)
+    ours.put(kept)
+    if peer is not None:
+        peer.ask("put", nbytes, count, 0)
+    rows: list[dict[str, float]] = []
+    for number in range(rounds + 1):
+        row = {
+            "memcpy": statistics.median(ours.memcpy(count)),
+            "get": statistics.median(ours.get(kept, verify=True)),
+            "get_unverified": statistics.median(ours.get(kept, verify=False)),
+            "put": statistics.median(ours.put(ours.keys(count))),
+            "put_verified": statistics.median(ours.put(ours.keys(count), verified=True)),
+        }
+        ours.check(count)
+        if count >= BATCH:
+            row["put_batch"] = statistics.median(ours.put(ours.keys(count), BATCH)) / BATCH
+        if peer is not None:
+            first = (2 * number + 1) * count
+            row["mooncake_get"] = statistics.median(peer.ask("get", nbytes, count, 0))
+            row["mooncake_put"] = statistics.median(peer.ask("put", nbytes, count, first))
+            peer.ask("remove", nbytes, count, first)
+            if count >= BATCH:
+                row["mooncake_put_batch"] = statistics.median(peer.ask("put16", nbytes, count, first + count)) / BATCH
+                peer.ask("remove", nbytes, count, first + count)
+        rows.append(row)
+    rows = rows[1:]
+    if peer is not None:
+        time.sleep(1)  # what was got stays leased for half a second
+        peer.ask("remove", nbytes, count, 0)
+
+    def ratio(theirs: str, mine: str) -> float:
+        return round(statistics.median(row[theirs] / row[mine] for row in rows), 3)
+
+    result: dict[str, Any] = {
+        "blocks": count,
+        **{f"{name}_us": round(statistics.median(row[name] for row in rows) * 1e6, 2) for name in rows[0]},
+        "get_vs_memcpy": ratio("memcpy", "get"),
+        "get_unverified_vs_memcpy": ratio("memcpy", "get_unverified"),
+    }
+    if peer is not None:
+        result["get_vs_mooncake_store"] = ratio("mooncake_get", "get")
+        result["put_vs_mooncake_store"] = ratio("mooncake_put", "put")
+        if "put_batch" in rows[0]:
+            result["put_batch_vs_mooncake_store"] = ratio("mooncake_put_batch", "put_batch")
+    print(name_of(nbytes), result, flush=True)
+    return result
+
+
+def serve(folder: str) -> None:
+    """The pool node's process."""
+    config = PoolNodeConfig(
+        node_id="benchmark",
+        listen=f"unix:{folder}/pool.sock",
+        arena_bytes=ARENA_NBYTES,
+        messenger=MessengerConfig(run_dir=Path(folder)),
+    )
+    stop = asyncio.Event()
+    run(serve_pool_node(config, stop, lambda _target: print(READY, flush=True)), stop=stop)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def wait_for_port(port: int, deadline_s: float = 30) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"Mooncake Store's master does not listen at port {port}")
+
+
+def name_of(nbytes: int) -> str:
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--mooncake-python", help="a Python that has mooncake-transfer-engine; without it, no such peer"
+    )
+    parser.add_argument("--ssd-dir", type=Path, help="a folder on a disk: measure the SSD tier there, too")
+    args = parser.parse_args()
+    result = measure(args.sizes, args.rounds, args.mooncake_python)
+    if args.mooncake_python is None:
+        print("Mooncake Store is left out: name a Python that has it with --mooncake-python")
+    if args.ssd_dir is not None:
+        sys.path.insert(1, str(HERE))
+        import kvpool_ssd
+
+        ssd = kvpool_ssd.measure(args.ssd_dir)
+        result |= {key: value for key, value in ssd.items() if key.startswith("ssd_")} | {"ssd": ssd}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["node"]:
+        serve(sys.argv[2])
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        main()
