@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
 from kvpool.policy import Load, LoadOutcome, PoolCore
-from kvpool.policy.records import BlockKey, block_key
+from kvpool.policy.records import block_key
 from kvpool.ssd import SsdStore, extent_nbytes
 from kvpool.ssd_health import SsdHealth
 from kvpool.ssd_io import Read, read_blocks
@@ -45,8 +45,9 @@ class Loader:
         self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
         self._counters = counters
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
-        self._waiting: deque[Load] = deque()
-        self._under_way: dict[BlockKey, Load] = {}  # waiting ones included
+        self._waited_for: deque[Load] = deque()  # by pins: these go first
+        self._ahead: deque[Load] = deque()  # by prefetches
+        self._under_way: dict[Load, None] = {}  # all that have not ended
         self._workers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()  # replaced whenever a batch ends
 
@@ -60,15 +61,10 @@ class Loader:
     ) -> int:
         """Begin what is not under way of the leading run's blocks on SSD, and of tails after it.
 
-        Returns how many of them are under way now; 0: there is nothing to wait for.
+        Returns how many of them are under way now.
         """
-        if self._health.may_read(time.monotonic()):
-            loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
-            self._tell()
-            self._under_way.update((load.block.key, load) for load in loads)
-            self._waiting.extend(loads)
-            self._start_workers()
-        return self._num_of(kv_namespace, chain, tails)
+        self._begin(self._ahead, kv_namespace, chain, tails, tail_keys)
+        return len(self._of(kv_namespace, chain, tails))
 
     async def bring(
         self,
@@ -79,16 +75,17 @@ class Loader:
         wait_s: float,
         tail_keys: Sequence[bytes] = (),
     ) -> None:
-        """As `begin`, and wait until nothing of it is under way, or for `wait_s`."""
-        if not self.begin(kv_namespace, chain, tails=tails, tail_keys=tail_keys):
-            return
+        """As `begin`, before what nobody waits for; and wait until nothing of it is under way, or for `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while True:
-                    await self._ended.wait()
-                    # What did not fit, or could not be read at the first go, may come now.
-                    if not self.begin(kv_namespace, chain, tails=tails, tail_keys=tail_keys):
+                    # Again after each batch: what did not fit, or could not be read at the first go, may come now.
+                    self._begin(self._waited_for, kv_namespace, chain, tails, tail_keys)
+                    mine = self._of(kv_namespace, chain, tails)
+                    if not mine:
                         return
+                    self._put_first(mine)
+                    await self._ended.wait()
         except TimeoutError:
             self._counters["load_timeouts"] += 1
 
@@ -99,21 +96,40 @@ class Loader:
 
     async def close(self) -> None:
         """Give up what waits; wait for what is being read, which cannot be stopped."""
-        given_up = list(self._waiting)
-        self._waiting.clear()
+        given_up = [*self._waited_for, *self._ahead]
+        self._waited_for.clear()
+        self._ahead.clear()
         self._end(given_up, [LoadOutcome.IO_ERROR] * len(given_up))
         await asyncio.gather(*self._workers, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    def _start_workers(self) -> None:
-        while len(self._workers) < min(_NUM_THREADS, len(self._waiting)):
+    def _begin(
+        self,
+        queue: deque[Load],
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        tails: bool,
+        tail_keys: Sequence[bytes],
+    ) -> None:
+        if not self._health.may_read(time.monotonic()):
+            return
+        loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
+        self._tell()
+        self._under_way |= dict.fromkeys(loads)
+        queue.extend(loads)
+        while (self._waited_for or self._ahead) and len(self._workers) < _NUM_THREADS:
             task = asyncio.get_running_loop().create_task(self._work())
             self._workers.add(task)
             task.add_done_callback(self._workers.discard)
 
+    def _put_first(self, loads: set[Load]) -> None:
+        """Somebody waits for these now, which a prefetch began."""
+        if any(load in loads for load in self._ahead):
+            self._waited_for += [load for load in self._ahead if load in loads]
+            self._ahead = deque(load for load in self._ahead if load not in loads)
+
     async def _work(self) -> None:
-        while self._waiting:
-            batch = self._next_batch()
+        while batch := self._next_batch():
             outcomes = [LoadOutcome.IO_ERROR] * len(batch)
             try:
                 loop = asyncio.get_running_loop()
@@ -126,17 +142,18 @@ class Loader:
     def _next_batch(self) -> list[Load]:
         batch: list[Load] = []
         nbytes = 0
-        while self._waiting:
-            nbytes += extent_nbytes(self._waiting[0].block.spec)
-            if batch and nbytes > _BATCH_NBYTES:
-                break
-            batch.append(self._waiting.popleft())
+        for queue in (self._waited_for, self._ahead):
+            while queue:
+                nbytes += extent_nbytes(queue[0].block.spec)
+                if batch and nbytes > _BATCH_NBYTES:
+                    return batch
+                batch.append(queue.popleft())
         return batch
 
     def _end(self, loads: Sequence[Load], outcomes: Sequence[LoadOutcome]) -> None:
         now_ns = time.monotonic_ns()
         for load, outcome in zip(loads, outcomes, strict=True):
-            del self._under_way[load.block.key]
+            del self._under_way[load]
             self._core.loaded(now_ns, load, outcome)
         self._tell()
         ended, self._ended = self._ended, asyncio.Event()
@@ -160,14 +177,13 @@ class Loader:
         else:
             self._health.was_read()
 
-    def _num_of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> int:
+    def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[Load]:
         """Of these blocks under way; with `tails`, also of partial blocks after any of them."""
         if not self._under_way:
-            return 0
+            return set()
         keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
-        number = sum(key in self._under_way for key in keys)
+        mine = {load for load in self._under_way if load.block.key in keys}
         if tails:
             parents = keys | {block_key(kv_namespace, bytes(KEY_NBYTES))}
-            partial = (load.block for load in self._under_way.values() if load.block.num_tokens)
-            number += sum(block.parent in parents for block in partial)
-        return number
+            mine |= {load for load in self._under_way if load.block.num_tokens and load.block.parent in parents}
+        return mine

@@ -244,6 +244,42 @@ async def test_a_pin_takes_what_is_there_when_a_slow_disk_uses_up_its_time(
     assert (await client.validate())["ok"]
 
 
+async def test_what_somebody_waits_for_goes_before_what_is_prefetched(
+    pool_nodes, start_pool, worker, chain_of, ssd_dir, slow_reads, until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.loading._BATCH_NBYTES", 2 * 4096)
+    order: list[bytes] = []
+    read = SsdStore.read
+
+    def noted(self: SsdStore, reads: Any) -> Any:
+        order.extend(each.chain_key for each in reads)
+        return read(self, reads)
+
+    monkeypatch.setattr(SsdStore, "read", noted)
+    client = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target)
+    ahead, waited = [chain_of(20, name) for name in ("prefetched", "prefetched first")], chain_of(4, "pinned")
+    for chain in (*ahead, waited):
+        await put_on_ssd(worker, client, chain)
+    for chain in ahead:
+        assert await client.prefetch(worker.ns, chain) == 20
+    pins = [asyncio.create_task(client.pin(worker.ns, chain, lease_s=30, wait_s=60)) for chain in (waited, ahead[1])]
+
+    async def both_wait() -> bool:
+        return len(pool_nodes[0].ssd.loader._waited_for) == 24
+
+    await until(both_wait)
+    slow_reads.set()
+    for lease in await asyncio.gather(*pins):
+        await client.unpin(lease)
+    keys = {bytes(key) for chain in (waited, ahead[1]) for key in chain}
+    assert set(order[4:28]) == keys
+
+    async def at_rest() -> bool:
+        return not (await client.state())["counts"]["loads"]
+
+    await until(at_rest)
+
+
 async def test_a_node_with_a_slow_disk_can_be_stopped(start_pool, worker, chain_of, ssd_dir, slow_reads) -> None:
     pool = await start_pool(ssd_dir=ssd_dir, **SSD)
     client = worker.client(pool.target)
