@@ -141,6 +141,7 @@ class DecodeFace(WorkerFace):
             first = await self._receive(reservation, reserve)
             if first is not None:
                 await self._decode(reservation, *first, cut)
+                await node.pool.drop(reserve.superseded, request.placement.pool)
         finally:
             if reservation is None:
                 node.give_slots(slots)

@@ -45,6 +45,7 @@ class Handoff:
         request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
+        reserve.superseded = self._work.grown_tail
         for pin in self._work.pinned:
             if pin.first < min(pin.end, shared):
                 reserve.pulls.append(pin.lease.head(shared - pin.first).to_pull_range(pin.first))

@@ -245,8 +245,7 @@ class PoolGlue:
 
         A failure is logged and counted: the pool only loses a chance of reuse.
         """
-        elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
-        target = pool.target if pool is not None and elsewhere else self._own_target
+        target = self._target_of(pool)
         if first >= kept.num_blocks or not target or not self._may_ask(target):
             return
         try:
@@ -269,6 +268,23 @@ class PoolGlue:
                 self._counters.add_transfer("store", nbytes, time.perf_counter() - began)
                 return
         await self.puts.put(client, kept, slots, first, token_s=token_s)
+
+    async def drop(self, superseded: bytes, pool: NodeRef) -> None:
+        """Remove a partial block (its key, or nothing) that one stored since contains, unless somebody reads it."""
+        target = self._target_of(pool)
+        if not superseded or not target or not self._may_ask(target):
+            return
+        try:
+            await self.client(target).evict(self._namespace, key_array([superseded]))
+            self._note(target)
+        except PoolErrors as error:
+            self._note(target, error)
+            log.info("a partial block that is of no use any more stays at %s: %s", target, error)
+
+    def _target_of(self, pool: NodeRef | None) -> str:
+        """Where to call a pool node; this host's own by its own address, and where none is named."""
+        elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
+        return pool.target if pool is not None and elsewhere else self._own_target
 
     def _may_ask(self, target: str) -> bool:
         """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""

@@ -36,12 +36,18 @@ class Prepared:
     store_from: int = 0  # blocks before it are in the pool
     aside: Aside | None = None
     load_s: float = 0.0
-    is_kept: bool = False  # what was computed is stored, or will be by the node that goes on
+    is_superseding: bool = False  # a block is stored that contains the partial one that was reused
 
     @property
     def pooled_blocks(self) -> int:
         """Leading whole blocks that are leased at pool nodes."""
         return sum(p.lease.num_blocks for p in self.pinned)
+
+    @property
+    def grown_tail(self) -> bytes:
+        """Key of the partial block that was reused, where the prompt does not make it whole; else empty."""
+        tail = self.pinned[-1].tail if self.pinned else None
+        return tail.key if tail is not None and len(self.request.keys) == self.pooled_blocks else b""
 
     @property
     def shared_blocks(self) -> int:
@@ -67,7 +73,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         yield work
     finally:
         node.give_slots(slots)
-        await settled(asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_kept)))
+        await settled(asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding)))
 
 
 def reusable_blocks(request: Request, block_tokens: int) -> int:
@@ -151,7 +157,7 @@ async def keep(node: WorkerNode, work: Prepared, sequence: Sequence, *, goes_on:
     node.index_blocks(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.pool.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
-    work.is_kept = True
+    work.is_superseding = not (goes_on and work.grown_tail)
 
 
 async def _compare(node: WorkerNode, work: Prepared, aside: Aside) -> None:

@@ -232,13 +232,12 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 node_id=name,
                 listen=f"unix:{tmp_path}/{name}.sock",
                 conductor_target=f"unix:{tmp_path}/nobody.sock",
-                pool_target=pool_target,
                 model_path=model_path,
                 served_model_name="m",
                 block_tokens=BLOCK,
                 messenger=MessengerConfig(transport=transport, run_dir=tmp_path),  # type: ignore[arg-type]
                 kv_parity_sample=parity,
-                **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, **options},
+                **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, "pool_target": pool_target, **options},
             )
 
         prefill, decode = PrefillFace(config("prefill")), DecodeFace(config("decode", **decode_options))

@@ -122,3 +122,41 @@ async def test_any_number_of_dialogues_may_end_after_one_shared_block(start_pair
         assert second.failures == []
         assert second.cached_tokens == 14
     await pair.at_rest()
+
+
+async def test_a_turn_that_is_given_up_leaves_the_tail_it_went_on_from(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    first = await ask(pair, prompt(17), "first", max_tokens=3)
+    history = [*prompt(17), *first.token_ids]
+    for name in ("given up", "again"):
+        request = await pair.frontend.submit(pair.submit([*history, 7], name, max_tokens=200))
+        await request.reaches(5)
+        assert request.cached_tokens == 19
+        for node in ("prefill", "decode"):
+            await pair.frontend.cancel(node, name, 1)
+        await pair.at_rest()
+
+
+async def test_an_answer_is_stored_where_its_prompt_is(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True, pool_target="")  # the decode node's host has no pool node at all
+    history = prompt(17)
+    computed = 0
+    for turn in range(3):
+        submit = pair.submit(history, f"turn {turn}", max_tokens=12)
+        submit.placement.pool.node_id = "pool"
+        submit.placement.pool.target = pair.prefill.node.config.pool_target
+        answer = await pair.frontend.submit(submit)
+        await answer.ended.wait()
+        await pair.at_rest()
+        assert answer.failures == []
+        assert answer.cached_tokens == computed
+        computed = len(history) + 11
+        history = [*history, *answer.token_ids, 3]
+
+
+async def test_the_pool_is_told_what_its_blocks_cost(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    await ask(pair, prompt(17), "first", max_tokens=12)
+    costs = [block.dram.cost_s for block in pair.pool.core.store.index]
+    assert len(costs) == 4  # two whole ones of the prompt, a third with the answer's begin, and its end
+    assert all(0 < cost < 60 for cost in costs)

@@ -520,6 +520,9 @@ class ReserveRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
+    superseded: _builtins.bytes
+    """key of a partial block that the answer's end is a longer version of; empty: none"""
     @_builtins.property
     def request(self) -> Global___Submit: ...
     @_builtins.property
@@ -534,10 +537,11 @@ class ReserveRequest(_message.Message):
         request: Global___Submit | None = ...,
         writer: _common_pb2.Endpoint | None = ...,
         pulls: _abc.Iterable[Global___PullRange] | None = ...,
+        superseded: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulls", b"pulls", "request", b"request", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulls", b"pulls", "request", b"request", "superseded", b"superseded", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
