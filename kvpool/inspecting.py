@@ -20,11 +20,9 @@ async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> lis
 
     Their bytes are read; what is corrupt is taken out, and said. Raises PoolRefused when more than 64 blocks are meant.
     """
-    found = [
-        block
-        for block in node.core.store.index
-        if block.chain_key.startswith(key_prefix) and (not kv_namespace or block.kv_namespace == kv_namespace)
-    ]
+    index = node.core.store.index
+    keys = [key for key in index.addresses() if key.startswith(key_prefix, 16) and key.startswith(kv_namespace)]
+    found = [block for key in keys if (block := index.get(key)) is not None]
     if len(found) > _MAX_BLOCKS:
         raise PoolRefused(f"{len(found)} blocks begin with {key_prefix.hex() or 'any key'}: give more of the key")
     copies = [(block, copy) for block in found for copy in block.copies if copy is not None and copy.ready]

@@ -18,19 +18,14 @@ from kvpool.ssd_io import read_elsewhere
 __all__ = ["take_out_corrupt", "verify"]
 
 _BATCH_NBYTES = 4 << 20
+_NUM_AT_ONCE = 4096  # blocks, that the event loop is not held up
 
 _log = logging.getLogger(__name__)
 
 
 async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]:
     """Check what is sealed now, of one namespace or of all (empty); a block that is corrupt anywhere is quarantined."""
-    copies = [
-        copy
-        for block in node.core.store.index
-        if not kv_namespace or block.kv_namespace == kv_namespace
-        for copy in block.copies
-        if copy is not None and copy.ready
-    ]
+    copies = await _copies(node, kv_namespace)
     checked = corrupt = 0
     yield Verified(0, len(copies), 0)
     for batch in _batches(copies):
@@ -54,6 +49,18 @@ async def take_out_corrupt(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]
         node.core.quarantine(copy.block.kv_namespace, [copy.block.chain_key])
     node.tell()
     return wrong
+
+
+async def _copies(node: PoolNode, kv_namespace: bytes) -> list[Copy]:
+    """All complete ones, of one namespace or of all, collected a few at a time."""
+    index = node.core.store.index
+    keys = [key for key in index.addresses() if key.startswith(kv_namespace)]
+    copies: list[Copy] = []
+    for start in range(0, len(keys), _NUM_AT_ONCE):
+        blocks = [block for key in keys[start : start + _NUM_AT_ONCE] if (block := index.get(key)) is not None]
+        copies += [copy for block in blocks for copy in block.copies if copy is not None and copy.ready]
+        await asyncio.sleep(0)
+    return copies
 
 
 async def _wrong_in_dram(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]:

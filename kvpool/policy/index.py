@@ -39,6 +39,10 @@ class BlockIndex:
     def __iter__(self) -> Iterator[Block]:
         return (place.block for place in self._places.values() if place.block is not None)
 
+    def addresses(self) -> list[BlockKey]:
+        """All that are known, quickly also if they are many; at some of them there is no block."""
+        return list(self._places)
+
     def get(self, key: BlockKey) -> Block | None:
         """The block of this address, sealed or not."""
         place = self._places.get(key)
