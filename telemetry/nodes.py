@@ -3,19 +3,19 @@
 The numbers are the nodes' own; nothing is accumulated here, so a node that restarts shows as a counter reset.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from telemetry.histograms import DurationHistogram, histogram_names, histogram_of, is_part
+from telemetry.series import Series, series_of
+
 _LABELS: Final = ("node", "role", "model_name")
-_MOVED_BYTES: Final = re.compile(r"kv_([a-z]+)_bytes")
-GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable")
-_NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]")
+_PREFIX: Final = "moonpool:"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class NodeSample:
 class NodesCollector(Collector):
     """Turns `samples()`, called at each scrape, into metric families.
 
-    Counters named kv_PATH_bytes become moonpool:kv_bytes_moved_total{path=PATH}. A NAME that ends in one of
-    GAUGE_SUFFIXES, which tells what there is now, becomes the gauge moonpool:NAME; any other, moonpool:NAME_total.
+    A NAME that ends in one of GAUGE_SUFFIXES, which tells what there is now, becomes the gauge moonpool:NAME; durations
+    counted as NAME_le_10ms and so on the histogram moonpool:NAME_seconds; any other, moonpool:NAME_total. Names that
+    hold a label lose it: kv_PATH_bytes is moonpool:kv_bytes_moved_total{path=PATH} (`telemetry.series` knows which).
     """
 
     def __init__(self, samples: Callable[[], Sequence[NodeSample]]) -> None:
@@ -77,18 +78,38 @@ class NodesCollector(Collector):
         yield from (running, waiting, usage, draining, up)
 
     def _counters(self, samples: Sequence[NodeSample]) -> Iterator[Metric]:
-        moved = CounterMetricFamily("moonpool:kv_bytes_moved", "Bytes of KV moved, by path.", labels=(*_LABELS, "path"))
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        histograms: dict[str, HistogramMetricFamily] = {}
         for sample in samples:
+            names = histogram_names(sample.counters)
             for name, value in sorted(sample.counters.items()):
-                if path := _MOVED_BYTES.fullmatch(name):
-                    moved.add_metric((*sample.labels, path[1]), value)
-                    continue
-                clean = "moonpool:" + _NOT_IN_NAMES.sub("_", name).removesuffix("_total")
-                family = families.get(clean)
-                if family is None:
-                    kind = GaugeMetricFamily if name.endswith(GAUGE_SUFFIXES) else CounterMetricFamily
-                    family = families[clean] = kind(clean, f"Reported by nodes as {name}.", labels=_LABELS)
-                family.add_metric(sample.labels, value)
-        yield moved
+                series = None if is_part(name, names) else series_of(name)
+                if series is not None:
+                    family = families.get(series.family) or families.setdefault(series.family, _family(series, name))
+                    family.add_metric((*sample.labels, *series.label_values), value * series.scale)
+            for name in names:
+                series = series_of(name)
+                assert series is not None  # no histogram is told otherwise
+                found = histograms.get(series.family) or histograms.setdefault(series.family, _histogram(series, name))
+                _add(found, (*sample.labels, *series.label_values), histogram_of(sample.counters, name))
         yield from families.values()
+        yield from histograms.values()
+
+
+def _family(series: Series, name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    text = f"Reported by nodes as {name}." if not series.labels else "Reported by nodes, by label."
+    kind = GaugeMetricFamily if series.is_gauge else CounterMetricFamily
+    return kind(_PREFIX + series.family, text, labels=(*_LABELS, *series.label_names))
+
+
+def _histogram(series: Series, name: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(
+        f"{_PREFIX}{series.family}_seconds",
+        f"Reported by nodes as {name}.",
+        labels=(*_LABELS, *series.label_names),
+    )
+
+
+def _add(family: HistogramMetricFamily, labels: tuple[str, ...], found: DurationHistogram) -> None:
+    buckets = [(str(bound), count) for bound, count in zip(found.bounds_s, found.at_most, strict=True)]
+    family.add_metric(labels, [*buckets, ("+Inf", found.count)], found.sum_s)

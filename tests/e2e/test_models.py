@@ -19,7 +19,7 @@ from engine import load_model
 from engine.random_model import write_random_model
 
 ASK: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
-EVICTED = re.compile(r"^moonpool:pool_evicted_blocks_total.* ([0-9.]+)$", re.MULTILINE)
+EVICTED = re.compile(r'^moonpool:pool_evicted_blocks_total{.*reason="room".*tier="dram".* ([0-9.]+)$', re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

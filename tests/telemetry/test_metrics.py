@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry import NodeSample, NodesCollector, RequestFamilies, RequestMetrics, exposition, new_registry
+from telemetry.histograms import histogram_of
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -117,6 +118,61 @@ def test_counters_of_one_name_from_several_nodes_form_one_family() -> None:
     text, _ = exposition(registry, "text/plain")
     assert text.count(b"# TYPE moonpool:generation_tokens_total counter") == 1
     assert scrape(registry)[key("moonpool:generation_tokens_total", node="d2", role="decode", model_name="tiny")] == 2
+
+
+def test_a_tier_and_a_reason_are_labels() -> None:
+    registry = new_registry()
+    values = {
+        "pool_evicted_blocks": 7.0,  # the sum of those below
+        "pool_evicted_dram_room_blocks": 4.0,
+        "pool_evicted_ssd_room_blocks": 3.0,
+        "pool_hit_ssd_tokens": 5.0,
+        "pool_lost_no_ssd_blocks": 1.0,
+        "pool_saved_dram_compute_us": 2_500_000.0,
+    }
+    registry.register(NodesCollector(lambda: [NodeSample("pool0", "pool", counters=values)]))
+    node = {"node": "pool0", "role": "pool", "model_name": ""}
+    assert {key: value for key, value in scrape(registry).items() if "pool_" in key[0]} == {
+        key("moonpool:pool_evicted_blocks_total", **node, tier="dram", reason="room"): 4,
+        key("moonpool:pool_evicted_blocks_total", **node, tier="ssd", reason="room"): 3,
+        key("moonpool:pool_hit_tokens_total", **node, tier="ssd"): 5,
+        key("moonpool:pool_lost_blocks_total", **node, reason="no_ssd"): 1,
+        key("moonpool:pool_saved_seconds_total", **node, tier="dram"): 2.5,
+    }
+
+
+def test_durations_that_nodes_count_in_buckets_are_a_histogram() -> None:
+    def counted(name: str, *, up_to_a_second: float, all: float) -> dict[str, float]:
+        buckets = {f"{name}_le_10ms": 0.0, f"{name}_le_1s": up_to_a_second, f"{name}_le_5m": all - 1}
+        return buckets | {f"{name}_count": all, f"{name}_sum_ms": 12_500.0}
+
+    values = counted("pool_evicted_dram_age", up_to_a_second=2.0, all=4.0) | counted(
+        "pool_evicted_ssd_age", up_to_a_second=0.0, all=3.0
+    )
+    registry = new_registry()
+    registry.register(NodesCollector(lambda: [NodeSample("pool0", "pool", counters=values)]))
+    text, _ = exposition(registry, "text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(text.decode())}
+    family = families["moonpool:pool_evicted_age_seconds"]
+    assert family.type == "histogram"
+    dram = {(s.name.rpartition("_")[2], s.labels.get("le")): s.value for s in family.samples if "dram" in str(s.labels)}
+    assert dram == {
+        ("bucket", "0.01"): 0,
+        ("bucket", "1.0"): 2,
+        ("bucket", "300.0"): 3,
+        ("bucket", "+Inf"): 4,
+        ("count", None): 4,
+        ("sum", None): 12.5,
+    }
+    assert [name for name in families if ":pool_" in name] == ["moonpool:pool_evicted_age_seconds"]
+
+
+@pytest.mark.parametrize(("quantile", "expected"), [(0.25, 0.505), (0.5, 1.0), (0.625, 150.5), (1.0, 300.0)])
+def test_a_quantile_of_counted_durations_is_interpolated(quantile: float, expected: float) -> None:
+    counters = {"x_le_10ms": 0.0, "x_le_1s": 4.0, "x_le_5m": 6.0, "x_count": 8.0, "x_sum_ms": 1.0}
+    found = histogram_of(counters, "x")
+    assert found.quantile_s(quantile) == pytest.approx(expected)
+    assert histogram_of({}, "x").quantile_s(0.5) is None
 
 
 def test_two_models_of_one_front_door_have_series_of_their_own() -> None:

@@ -1,0 +1,59 @@
+"""Histograms of durations as nodes report them among their counters: NAME_le_10ms, …, NAME_count, NAME_sum_ms. Pure."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["DurationHistogram", "histogram_names", "histogram_of", "is_part"]
+
+_SUM: Final = "_sum_ms"
+_BOUND: Final = re.compile(r"([0-9]+)(ms|s|m|h|d)")
+_UNITS_S: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class DurationHistogram:
+    """How many durations were at most `bounds_s[i]`: `at_most[i]`, of `count` in all, which took `sum_s` together."""
+
+    bounds_s: tuple[float, ...]  # ascending
+    at_most: tuple[float, ...]
+    count: float
+    sum_s: float
+
+    def quantile_s(self, quantile: float) -> float | None:
+        """Interpolated within its bucket, as Prometheus does; the last bound for what lies above it; None of none."""
+        if not self.count or not self.bounds_s:
+            return None
+        wanted = quantile * self.count
+        i = bisect_left(self.at_most, wanted)
+        if i == len(self.bounds_s):
+            return self.bounds_s[-1]
+        start_s, before = (self.bounds_s[i - 1], self.at_most[i - 1]) if i else (0.0, 0.0)
+        inside = self.at_most[i] - before
+        return start_s + (self.bounds_s[i] - start_s) * ((wanted - before) / inside if inside else 1.0)
+
+
+def histogram_names(counters: Mapping[str, float]) -> list[str]:
+    """Of the histograms that are among the counters."""
+    return [name.removesuffix(_SUM) for name in counters if name.endswith(_SUM)]
+
+
+def histogram_of(counters: Mapping[str, float], name: str) -> DurationHistogram:
+    """The histogram of that name; empty where the counters have none."""
+    start = f"{name}_le_"
+    buckets = sorted(
+        (int(found[1]) * _UNITS_S[found[2]], count)
+        for key, count in counters.items()
+        if key.startswith(start) and (found := _BOUND.fullmatch(key, len(start)))
+    )
+    bounds, at_most = zip(*buckets, strict=True) if buckets else ((), ())
+    return DurationHistogram(
+        bounds, at_most, counters.get(f"{name}_count", 0.0), counters.get(f"{name}{_SUM}", 0.0) / 1e3
+    )
+
+
+def is_part(key: str, names: list[str]) -> bool:
+    """Whether a counter is part of one of these histograms."""
+    return any(key.startswith((f"{name}_le_", f"{name}_count", f"{name}{_SUM}")) for name in names)
