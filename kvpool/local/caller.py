@@ -30,6 +30,8 @@ from messenger.memory import PeerMemory
 
 __all__ = ["DoorCaller"]
 
+_READ_NBYTES = 1 << 16
+_WITH_DESCRIPTORS = (Welcome, Index)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 Answer = TypeVar("Answer", bound=Message)
@@ -75,7 +77,7 @@ class DoorCaller:
         """The answer; raises the KvPoolError that came instead."""
         with self._lock:
             self._send(request, fd)
-            answer = self._receive()
+            answer = self._receive(answer_type in _WITH_DESCRIPTORS)
         if isinstance(answer, Refused):
             raise _refusal(answer)
         if not isinstance(answer, answer_type):
@@ -132,20 +134,23 @@ class DoorCaller:
         except OSError as error:
             self._lost(error)
 
-    def _receive(self) -> Message:
+    def _receive(self, with_descriptors: bool) -> Message:
         """The one answer that is under way; nothing comes that was not asked for."""
         try:
-            data = self._at_least(PREFIX.size, b"")
+            data = self._at_least(PREFIX.size, b"", with_descriptors)
             kind, nbytes = decode_prefix(data[: PREFIX.size])
-            data = self._at_least(PREFIX.size + nbytes, data)
+            data = self._at_least(PREFIX.size + nbytes, data, with_descriptors)
             return decode_body(kind, data[PREFIX.size :])
         except (OSError, ProtocolError) as error:
             self._lost(error)
 
-    def _at_least(self, nbytes: int, data: bytes) -> bytes:
+    def _at_least(self, nbytes: int, data: bytes, with_descriptors: bool) -> bytes:
         while len(data) < nbytes:
-            part, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 4)
-            self._fds += fds
+            if with_descriptors:
+                part, fds, _, _ = socket.recv_fds(self._sock, _READ_NBYTES, 4)
+                self._fds += fds
+            else:
+                part = self._sock.recv(_READ_NBYTES)
             if not part:
                 raise ConnectionResetError("it hung up")
             data += part
