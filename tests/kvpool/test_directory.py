@@ -247,3 +247,33 @@ def test_a_dump_taken_while_events_come_in_is_right_once_they_are_taken_in_again
             node: match for node, match in directory.match(NS, short(block)).items() if node != "late"
         }
     assert copy.validate() == []
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 1), (0, 1, 0), (1,), (0, 2)], ids=["twice", "an old one again", "too early", "one lost"]
+)
+def test_messages_repeated_lost_or_out_of_order_are_refused_and_nothing_is_exact(order: tuple[int, ...]) -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(1)))
+    messages = [PoolEvents(1, 1, removed=(run(1),)), PoolEvents(1, 2, stored=(run(1),)), PoolEvents(1, 3)]
+    taken = [directory.apply("a", messages[i]) for i in order]
+    assert taken == [True] * (len(order) - 1) + [False]
+    assert directory.state("a") is DirectoryState.DEGRADED
+    assert directory.position("a") == (0, 0)
+
+
+def test_what_a_node_held_that_was_lost_while_another_was_cleared_up_is_nobody_elses() -> None:
+    directory = Directory()
+    held = {node: run(*range(i * 20_000, (i + 1) * 20_000)) for i, node in enumerate("abc")}
+    for node, blocks in held.items():
+        directory.apply(node, snapshot(blocks))
+    for node in held:
+        directory.drop_node(node)
+        assert directory.purge(3)
+    while directory.purge(5):
+        directory.apply(f"later-{len(directory.nodes)}", snapshot(run(99_999)))
+        blocks = short(*range(0, 60_000, 41))
+        assert [directory.match(NS, blocks[i : i + 1]) for i in range(len(blocks))] == [{}] * len(blocks)
+    for node in directory.nodes:
+        assert directory.num_blocks(node) == 1
+    assert directory.validate() == []
