@@ -40,7 +40,9 @@ class SsdHealth:
         return self.state is SsdState.OK or now_s >= self._again_s
 
     def wrote(self) -> None:
-        """A batch was written."""
+        """A batch was written. After failed reads this is a hope: the next failed read makes the pause longer still."""
+        if self.state is SsdState.READ_ONLY:
+            self._pause_s = _FIRST_PAUSE_S
         self._become(SsdState.OK, "writes succeed again")
 
     def write_failed(self, now_s: float, reason: str) -> None:
@@ -53,6 +55,7 @@ class SsdHealth:
         """Something of a batch could be read."""
         self._failed_reads = 0
         if self.state is SsdState.FAILED:
+            self._pause_s = _FIRST_PAUSE_S
             self._become(SsdState.OK, "reads succeed again")
 
     def read_failed(self, now_s: float, reason: str) -> None:
@@ -67,8 +70,6 @@ class SsdHealth:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _become(self, state: SsdState, reason: str) -> None:
-        if state is SsdState.OK:
-            self._pause_s = _FIRST_PAUSE_S
         if state is not self.state:
             level = logging.INFO if state is SsdState.OK else logging.ERROR
             _log.log(level, "the SSD tier in %s is %s now: %s", self._what, state.value, reason)

@@ -48,7 +48,6 @@ class SsdTier:
         self.loader = Loader(core, store, arena, self.health, tell, counters)
         self.write_back = WriteBack(core, store, arena, self.health, self.loader, tell, counters)
         self._writing = asyncio.get_running_loop().create_task(self.write_back.run())
-        self._writing.add_done_callback(_log_failure)
 
     @classmethod
     async def open(
@@ -158,8 +157,3 @@ def _ssd_block(entry: SsdEntry) -> SsdBlock:
         num_tokens=entry.num_tokens,
         compute_s=entry.compute_s,
     )
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("write-back to the SSD has ended; the pool node goes on without", exc_info=error)

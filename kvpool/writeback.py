@@ -77,7 +77,13 @@ class WriteBack:
         """Write what is worth it, until cancelled."""
         while True:
             self._news.clear()
-            if not await self._step(everything=False):
+            try:
+                is_busy = await self._step(everything=False)
+            except Exception as error:
+                _log.exception("a batch could not be written to the SSD")
+                self._health.write_failed(time.monotonic(), repr(error))
+                is_busy = False
+            if not is_busy:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_S):
                         await self._news.wait()
@@ -107,18 +113,18 @@ class WriteBack:
                 writes = self._core.writes(time.monotonic_ns(), self._batch_nbytes, everything=everything)
             freed = self._core.take_ssd_freed()
             self._tell()
-            if freed:
-                await self._in_thread(self._store.free, freed)
-            if writes:
-                await self._write(writes)
+            await self._carry_out(freed, writes)
             return bool(writes or freed)
 
-    async def _write(self, writes: Sequence[Write]) -> None:
+    async def _carry_out(self, freed: list[int], writes: Sequence[Write]) -> None:
         fates = [_Fate.SSD_FAILED] * len(writes)
         self.num_under_way = len(writes)
         try:
-            written = await self._in_thread(write_blocks, self._store, self._arena, writes)
-            fates = self._judge(writes, written)
+            if freed:
+                await self._in_thread(self._store.free, freed)
+            if writes:
+                written = await self._in_thread(write_blocks, self._store, self._arena, writes)
+                fates = self._judge(writes, written)
         finally:
             self.num_under_way = 0
             now_ns = time.monotonic_ns()
