@@ -6,8 +6,8 @@ and sealed it (put_verified: the caller makes the digests, too, and the pool nod
 as many bytes between two buffers of the same sizes. Mooncake Store (get_into, put_from, batch_put_from, registered
 buffers, its segment on this host, no checksum) runs in a Python of its own, with its master, where --mooncake-python
 names one that has it. All take turns in every round over the same number of blocks; a round's time is its median
-operation, ratios are medians over rounds. The arena is full before, so puts take others' place; Mooncake Store's blocks
-are removed after each round. The SSD tier is measured by kvpool_ssd.py where --ssd-dir is given.
+operation, ratios are medians over rounds. All memory was used before; Mooncake Store's blocks are removed after each
+round, the pool's are evicted when it is full. The SSD tier is measured by kvpool_ssd.py where --ssd-dir is given.
 
 Run: python benchmarks/kvpool.py [--mooncake-python PATH] [--ssd-dir FOLDER]; the last line is JSON. Each of its ratios
 is the least over the sizes (`..._vs_memcpy`: from 1 MiB up); all stands under `by_size`.
@@ -37,6 +37,7 @@ sys.path[0] = str(HERE.parent)
 from kvpool import (  # noqa: E402
     KvGroup,
     KvSpec,
+    PoolClient,
     PoolNodeConfig,
     chain_keys,
     chain_seed,
@@ -87,10 +88,22 @@ class Ours:
         self._places = BUFFER_NBYTES // nbytes
 
     def fill(self) -> None:
-        """Use all of the arena once: what is measured then is puts that take others' place."""
+        """Use all of the arena once, so that nobody waits for the kernel to find pages later."""
         self.size(MIB)
         for _ in range(0, ARENA_NBYTES, BUFFER_NBYTES):
             self.put(self.keys(BUFFER_NBYTES // MIB), BATCH)
+
+    def flush(self) -> None:
+        """Empty the pool, so that one size's blocks need not make room for another's."""
+
+        async def ask() -> None:
+            client = PoolClient(f"unix:{self._folder.name}/pool.sock", owner="benchmark", owner_incarnation=1)
+            try:
+                await client.flush(deadline_s=60)
+            finally:
+                await client.close()
+
+        asyncio.run(ask())
 
     def keys(self, count: int) -> NDArray[np.uint8]:
         """Chain keys [count, 16] never given before."""
@@ -219,6 +232,7 @@ def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> d
 
 def one_size(ours: Ours, peer: Mooncake | None, nbytes: int, rounds: int) -> dict[str, Any]:
     """Rounds of all, in turn; the first is not counted: it touches memory for the first time."""
+    ours.flush()
     ours.size(nbytes)
     count = min(256, max(4, BUFFER_NBYTES // nbytes))
     kept = ours.keys(count)
