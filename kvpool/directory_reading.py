@@ -10,6 +10,7 @@ from kvpool.directory_layout import SEGMENT, SHIFT
 __all__ = ["SEVERAL", "extract", "find", "hash_of", "key_at", "match", "shape"]
 
 SEVERAL = np.uint32(1 << 31)
+_AHEAD = 32  # keys read ahead at most
 _LAST = np.uint64(SEGMENT - 1)
 _U1, _U32 = np.uint64(1), np.uint64(32)
 _M1, _M2, _S31 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(31)
@@ -25,6 +26,14 @@ def hash_of(key: Any, seed: Any) -> Any:
 @numba.njit(inline="always")
 def key_at(places: Any, at: Any) -> Any:
     return np.uint64(places[at]) | np.uint64(places[at + 1]) << _U32
+
+
+@numba.njit(inline="always")
+def _home(t: Any, key: Any, seed: Any) -> Any:
+    """The word of the place where a search for `key` begins."""
+    h = hash_of(key, seed)
+    segment = np.int64(t.top[np.int64(h >> np.uint64(t.meta[SHIFT]))])
+    return (segment * SEGMENT + np.int64(h & _LAST)) * 3
 
 
 @numba.njit(inline="always")
@@ -90,8 +99,14 @@ def match(t: Any, keys: Any, fold: Any, seed: Any, alive: Any, state: Any, out: 
         for b in range(32 if alive[w] else 0):
             if alive[w] >> np.uint32(b) & np.uint32(1):
                 state[w * 32 + b, 0] = depth
-    going = True
+    going, touched, ahead, sink = True, depth, 2, np.uint32(0)
     while going and depth < n:  # the rest: a node goes on if it came this far
+        if depth == touched:
+            # Places lie all over memory: waiting for several at a time is as quick as for one.
+            touched = min(n, depth + ahead)
+            ahead = min(2 * ahead, _AHEAD)
+            for i in range(depth, touched):
+                sink ^= t.places[_home(t, keys[i] ^ fold, seed)]
         _, at = find(t, keys[depth] ^ fold, seed)
         held = t.places[at + 2]
         going = False
@@ -123,6 +138,7 @@ def match(t: Any, keys: Any, fold: Any, seed: Any, alive: Any, state: Any, out: 
                 state[number, 1] += np.int64(code & np.uint32(1))
                 going = True
         depth += 1
+    alive[len(alive) - 1] = sink  # so that reading ahead is not taken for useless
     for j in range(found):
         number = out[j, 0]
         out[j, 1], out[j, 2] = state[number, 0], state[number, 1]
