@@ -59,6 +59,8 @@ class Request:
                 f"{len(submit.chain)} bytes of chain keys for {len(prompt)} tokens in blocks of {block_tokens}: "
                 "frontend and worker disagree about block_tokens",
             )
+        if len(submit.chain_seed) != KEY_NBYTES:
+            raise RequestRefused("bad_chain", f"chain_seed has {len(submit.chain_seed)} bytes, not {KEY_NBYTES}")
         if submit.generated >= len(prompt):
             raise RequestRefused(
                 "bad_prompt",

@@ -17,7 +17,8 @@ BLOCK = 8
 
 @pytest.fixture
 async def reservation() -> Reservation:
-    submit = Submit(request_id="r", prompt_ids=np.zeros(20, dtype="<i4").tobytes(), chain=bytes(32))
+    prompt = np.zeros(20, dtype="<i4").tobytes()
+    submit = Submit(request_id="r", prompt_ids=prompt, chain=bytes(32), chain_seed=bytes(16))
     submit.sampling.max_tokens = 4
     submit.sampling.top_p = 1.0
     return Reservation(

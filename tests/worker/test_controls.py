@@ -72,7 +72,7 @@ class Worker:
     def sequence(self, ids: NDArray[np.int32], generated: int = 0, **sampling: Any) -> Sequence:
         """A request whose last `generated` ids are an earlier attempt's."""
         submit = Submit(request_id="r", prompt_ids=ids.astype("<i4").tobytes(), generated=generated)
-        submit.chain = bytes(16 * (len(ids) // BLOCK))
+        submit.chain, submit.chain_seed = bytes(16 * (len(ids) // BLOCK)), bytes(16)
         submit.sampling.MergeFrom(type(submit.sampling)(**({"top_p": 1.0, "max_tokens": 24} | sampling)))
         request = Request.from_proto(submit, vocab_size=VOCAB, max_model_len=512, block_tokens=BLOCK)
         matcher = asyncio.run(self.matchers.matcher(request.sampling.grammar, request.generated_ids))

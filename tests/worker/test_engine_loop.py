@@ -31,7 +31,7 @@ class Harness:
 
     def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
         submit = Submit(request_id=str(prompt[:3]), prompt_ids=np.array(prompt, dtype="<i4").tobytes())
-        submit.chain = bytes(16 * (len(prompt) // BLOCK))
+        submit.chain, submit.chain_seed = bytes(16 * (len(prompt) // BLOCK)), bytes(16)
         submit.sampling.max_tokens = max_tokens
         submit.sampling.top_p = 1.0
         submit.sampling.stop_token_ids.extend(options.get("stop", ()))  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
 def submit(number: int) -> FrontendMessage:
     prompt = np.arange(number, number + 5, dtype="<i4")
     message = Submit(request_id=f"r{number}", attempt=0, frontend_id="f", model="m", prompt_ids=prompt.tobytes())
-    message.timeout_s = 60
+    message.chain_seed, message.timeout_s = bytes(16), 60
     message.sampling.max_tokens, message.sampling.top_p = 2, 1.0
     return FrontendMessage(submit=message)
 

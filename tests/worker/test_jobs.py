@@ -25,7 +25,7 @@ class Book:
 
 def request(attempt: int = 0, timeout_s: float = 60) -> Request:
     submit = Submit(request_id="r", attempt=attempt, frontend_id="front", timeout_s=timeout_s)
-    submit.prompt_ids = np.zeros(3, dtype="<i4").tobytes()
+    submit.prompt_ids, submit.chain_seed = np.zeros(3, dtype="<i4").tobytes(), bytes(16)
     submit.sampling.max_tokens = 4
     submit.sampling.top_p = 1.0
     return Request.from_proto(submit, vocab_size=8, max_model_len=64, block_tokens=8)

@@ -7,6 +7,7 @@ import pytest
 
 from kvpool import Tail, chain_keys, chain_seed, tail_key
 from moonpool_proto.v1.worker_pb2 import Submit
+from worker.errors import RequestRefused
 from worker.keeping import Kept, find_tail, names_of_tails
 from worker.request import Request, Sequence
 
@@ -102,3 +103,9 @@ def test_a_tail_that_goes_beyond_the_prompt_is_not_taken() -> None:
 def test_a_prompt_shorter_than_a_block_finds_its_tail() -> None:
     offered = [tail([0, 1])]
     assert find_tail(request_of([0, 1, 2]), 0, offered, BLOCK) == (offered[0], 2)
+
+
+def test_a_request_without_the_seed_of_its_chain_is_refused() -> None:
+    submit = Submit(request_id="r", prompt_ids=np.zeros(3, np.int32).tobytes(), chain_seed=b"short")
+    with pytest.raises(RequestRefused, match="chain_seed has 5 bytes, not 16"):
+        Request.from_proto(submit, vocab_size=100, max_model_len=100, block_tokens=BLOCK)
