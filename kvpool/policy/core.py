@@ -115,7 +115,8 @@ class PoolCore:
         store = self.store
         family = store.family(kv_namespace, spec)
         put_id = self._next_id("put")
-        use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents))
+        after = kv_namespace + parents[0] if parents else None
+        use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
         cost_s = compute_s / len(chain) if chain else 0.0
         found = store.index.find(kv_namespace, chain)
         status: list[SlotStatus] = []
@@ -167,7 +168,7 @@ class PoolCore:
         keep = [True] * len(put.blocks) if keep is None else keep
         kept = [i for i, keep_block in enumerate(keep) if keep_block]
         del self.puts[put_id]
-        use = Use(now_ns, put.request_blocks)
+        use = Use(now_ns, put.request_blocks, stores=True)
         self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept], use)
         self._fence(put_id, [block for block in put.blocks if not block.sealed])
         self.counters["stored_blocks"] += len(kept)

@@ -9,6 +9,7 @@ from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 from kvpool.policy.eviction.length_aware import LengthAware
 from kvpool.policy.eviction.lfu import Lfu
 from kvpool.policy.eviction.lru import Lru
+from kvpool.policy.eviction.moonpool import Moonpool
 
 __all__ = ["POLICIES", "EvictionPolicy", "Resident", "Use", "make_policy"]
 
@@ -18,6 +19,7 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "lfu": lambda capacity_nbytes: Lfu(),
         "length-aware": lambda capacity_nbytes: LengthAware(),
         "arc": Arc,
+        "moonpool": Moonpool,
     }
 )
 """What `make_policy` makes: from the tier's capacity in bytes, by name."""

@@ -19,6 +19,8 @@ class Use:
 
     now_ns: int
     request_blocks: int = 0  # blocks of the whole prompt (and answer) that the request is about; 0 = not known
+    stores: bool = False  # the put of what a request computed: the blocks that it finds were looked up before
+    after: object = None  # of such a put: the key of the block that its first one comes after, if it is not the first
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,292 @@
+"""Moonpool's own policy: the block leaves whose place gives the fewest uses per second, by what is saved with each use.
+
+What a KV cache knows: blocks come along prompts, so a request is a visit (`reuse.Visit`) that tells of all its blocks
+how far the prompt was known, which turn of a conversation it is and how long the pause was. `ReuseModel` makes of it a
+class of reuse rate; the blocks of one class and one value queue by the time of their last use. The index of a class
+rises with age, then falls (people pause before they answer), so the worst of a queue is its oldest or its newest: a
+`pop` compares the two ends of some dozens of queues, once per instant, and takes from the worst until another is worse.
+
+Value per byte: seconds of computing, as far as known, shared among the copies on other nodes; a fraction where a slower
+tier has the block too. Facts may change while a block is queued: it is put right when it comes to an end of its queue,
+or when it is offered again. Blocks that left are remembered for a while (two capacities), so a conversation that comes
+back too late is still known for what it is. A block that is worth less than all that could leave is not admitted.
+
+A `Use` that stores what a request computed goes on with that request's visit: what it finds is not used again.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
+from kvpool.policy.eviction.reuse import ReuseModel, Visit
+
+__all__ = ["Moonpool"]
+
+_LOADING_SHARE = 0.25  # what loading from a slower tier takes of what computing takes
+_MAX_VALUE_STEPS = 8  # half octaves above and below the mean
+_GHOST_CAPACITIES = 2
+
+_QueueKey = tuple[int, int]  # class of reuse rate, half octaves of value
+
+
+class _Place:
+    """What is known of a block that is here. `serial`: of its last use; `ticket`: of its queueing, 0 = not queued."""
+
+    __slots__ = ("block", "key", "serial", "ticket", "visit")
+
+    def __init__(self, block: Resident, visit: Visit, serial: int) -> None:
+        self.block = block
+        self.visit = visit
+        self.serial = serial
+        self.ticket = 0
+        self.key: _QueueKey = (0, 0)
+
+
+_Ranked = tuple[float, int, int, int, _Place]  # index, serial, whether it is the newest end, ticket
+_Entry = tuple[int, int, _Place]  # serial (of the newest end's heap: negative), ticket
+
+
+class _Queue:
+    """Places of one class by the time of their last use; both ends can be had. Entries of other tickets are dead."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[list[_Entry], list[_Entry]] = ([], [])
+
+    def add(self, place: _Place) -> None:
+        heapq.heappush(self._ends[0], (place.serial, place.ticket, place))
+        heapq.heappush(self._ends[1], (-place.serial, place.ticket, place))
+
+    def end(self, newest: int) -> _Place | None:
+        heap = self._ends[newest]
+        while heap:
+            _, ticket, place = heap[0]
+            if place.ticket == ticket:
+                return place
+            heapq.heappop(heap)
+        return None
+
+    def __len__(self) -> int:
+        return max(map(len, self._ends))
+
+    def sweep(self) -> None:
+        for heap in self._ends:
+            heap[:] = [entry for entry in heap if entry[2].ticket == entry[1]]
+            heapq.heapify(heap)
+
+
+class Moonpool(EvictionPolicy):
+    """See the module. O(log n) an operation, and now and then some milliseconds to learn."""
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        self._model = ReuseModel()
+        self._places: dict[object, _Place] = {}  # of the blocks that are here
+        self._ghosts: OrderedDict[object, tuple[int, Visit, int]] = OrderedDict()  # hits, last visit, bytes
+        self._ghost_nbytes = 0
+        self._max_ghost_nbytes = _GHOST_CAPACITIES * capacity_nbytes
+        self._use: Use | None = None
+        self._visit = Visit(0, 0)
+        self._queues: dict[_QueueKey, _Queue] = {}
+        # Ends of queues by their index at `_ranked_ns`, the worst first; those that are no end any more are skipped.
+        self._worst: list[_Ranked] = []
+        self._ranked_ns = -1
+        self._num_uses = self._num_tickets = self._num_queued = self._num_entries = 0
+        self._cost_s = self._cost_nbytes = 0.0
+
+    def admits(self, block: Resident, use: Use) -> bool:
+        """Whether the block is worth at least as much as the one that would leave for it."""
+        visit = self._visit_of(block, use)
+        ghost = self._ghosts.get(block.key)
+        hits = ghost[0] + 1 if ghost else 0
+        key = self._queue_key(block, visit, hits)
+        worst = self._find_worst(use.now_ns)
+        if worst is None or self._index(key, 0) >= worst[0]:
+            return True
+        self._model.used(block.key, visit, hits, block.depth, block.num_tokens > 0, len(self._places))
+        self._remember(block, hits, visit)
+        return False
+
+    def insert(self, block: Resident, use: Use) -> None:
+        visit = self._visit_of(block, use)
+        visit.reached_blocks = block.depth + 1
+        ghost = self._ghosts.pop(block.key, None)
+        block.hits = 0
+        if ghost is not None:
+            hits, before, nbytes = ghost
+            self._ghost_nbytes -= nbytes
+            block.hits = hits + 1
+            _follow(visit, before, block.depth + 1)
+        if block.cost_s > 0:
+            self._cost_s += block.cost_s
+            self._cost_nbytes += block.nbytes
+        self._num_uses += 1
+        block.state = self._places[block.key] = _Place(block, visit, self._num_uses)
+        self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._places))
+
+    def hit(self, block: Resident, use: Use) -> None:
+        place = _place(block)
+        visit, before = self._visit_of(block, use), place.visit
+        visit.reached_blocks = block.depth + 1
+        if before is visit:
+            return
+        if not use.stores:
+            block.hits += 1
+            _follow(visit, before, block.depth + 1)
+            self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._places))
+        place.visit = visit
+        self._num_uses += 1
+        place.serial = self._num_uses
+        if place.ticket:
+            self._unqueue(place)
+            self.offer(block)
+
+    def offer(self, block: Resident) -> None:
+        place = _place(block)
+        key = self._queue_key(block, place.visit, block.hits)
+        if place.ticket:
+            if place.key == key:
+                return
+            self._unqueue(place)
+        self._num_tickets += 1
+        self._num_queued += 1
+        self._num_entries += 1
+        place.key, place.ticket = key, self._num_tickets
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = _Queue()
+        queue.add(place)
+        for newest in (0, 1):
+            if self._ranked_ns >= 0 and queue.end(newest) is place:
+                self._rank(place, newest)
+        if self._num_entries > 4 * self._num_queued + 256:
+            self._sweep()
+
+    def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
+        while (worst := self._find_worst(now_ns)) is not None:
+            place = worst[-1]
+            block = place.block
+            if self._value_steps(block) != place.key[1]:
+                self.offer(block)
+                continue
+            self._unqueue(place)
+            if may_take(block):
+                self._remember(block, block.hits, place.visit)
+                self.remove(block)
+                return block
+        return None
+
+    def remove(self, block: Resident) -> None:
+        place = _place(block)
+        if place.ticket:
+            self._unqueue(place)
+        block.state = None
+        del self._places[block.key]
+
+    def _visit_of(self, block: Resident, use: Use) -> Visit:
+        if use is self._use:
+            return self._visit
+        visit = self._stored_by(block, use) if use.stores else Visit(use.now_ns, use.request_blocks)
+        self._use, self._visit = use, visit
+        if self._model.learn(use.now_ns):
+            self._ranked_ns = -1
+        return visit
+
+    def _stored_by(self, block: Resident, use: Use) -> Visit:
+        """The visit of the request that stores `block`: that of the block which it found or stored last.
+
+        Unless another request has been there since, as happens to beginnings that many share.
+        """
+        last = self._places.get(block.parent if use.after is None else use.after)
+        if last is None:
+            return Visit(use.now_ns, use.request_blocks)
+        depth = last.block.depth + 1
+        if last.visit.reached_blocks != depth:
+            return Visit(use.now_ns, use.request_blocks, known_blocks=depth)
+        last.visit.request_blocks = max(last.visit.request_blocks, use.request_blocks)
+        return last.visit
+
+    def _queue_key(self, block: Resident, visit: Visit, hits: int) -> _QueueKey:
+        return self._model.classify(visit, hits, block.depth, block.num_tokens > 0), self._value_steps(block)
+
+    def _value_steps(self, block: Resident) -> int:
+        value = 1.0
+        if block.cost_s > 0 and self._cost_s > 0:
+            value = block.cost_s / block.nbytes * self._cost_nbytes / self._cost_s
+        if block.kept_below:
+            value *= _LOADING_SHARE
+        steps = round(2 * math.log2(value / (1 + block.replicas)))
+        return min(max(steps, -_MAX_VALUE_STEPS), _MAX_VALUE_STEPS)
+
+    def _index(self, key: _QueueKey, age_ns: int) -> float:
+        return self._model.uses_per_second(key[0], age_ns) * math.sqrt(2) ** key[1]
+
+    def _rank(self, place: _Place, newest: int) -> None:
+        index = self._index(place.key, self._ranked_ns - place.visit.now_ns)
+        heapq.heappush(self._worst, (index, place.serial, newest, place.ticket, place))
+
+    def _find_worst(self, now_ns: int) -> _Ranked | None:
+        if self._ranked_ns != now_ns:
+            self._ranked_ns = now_ns
+            self._worst.clear()
+            for queue in self._queues.values():
+                self._rank_ends(queue)
+        while self._worst:
+            worst = self._worst[0]
+            _, _, newest, ticket, place = worst
+            if place.ticket == ticket and self._queues[place.key].end(newest) is place:
+                return worst
+            heapq.heappop(self._worst)
+        return None
+
+    def _rank_ends(self, queue: _Queue) -> None:
+        for newest in (0, 1):
+            place = queue.end(newest)
+            if place is not None:
+                self._rank(place, newest)
+
+    def _unqueue(self, place: _Place) -> None:
+        """The place is in no queue any more; who was next to it is an end now, if it was one."""
+        queue = self._queues[place.key]
+        was_end = queue.end(0) is place, queue.end(1) is place
+        place.ticket = 0
+        self._num_queued -= 1
+        for newest in (0, 1):
+            if was_end[newest] and self._ranked_ns >= 0 and (end := queue.end(newest)) is not None:
+                self._rank(end, newest)
+
+    def _sweep(self) -> None:
+        for key, queue in list(self._queues.items()):
+            queue.sweep()
+            if not len(queue):
+                del self._queues[key]
+        self._num_entries = self._num_queued
+        self._ranked_ns = -1
+
+    def _remember(self, block: Resident, hits: int, visit: Visit) -> None:
+        known = self._ghosts.pop(block.key, None)
+        self._ghost_nbytes += block.nbytes - (known[2] if known else 0)
+        self._ghosts[block.key] = hits, visit, block.nbytes
+        while self._ghost_nbytes > self._max_ghost_nbytes:
+            _, (_, _, nbytes) = self._ghosts.popitem(last=False)
+            self._ghost_nbytes -= nbytes
+
+
+def _follow(visit: Visit, before: Visit, known_blocks: int) -> None:
+    """`before` was the last to use the block that makes `known_blocks` known to `visit`.
+
+    If most of that prompt is used again, it is the same conversation; else the two only begin alike.
+    """
+    visit.known_blocks = known_blocks
+    unused = before.request_blocks - known_blocks
+    if before is not visit:
+        if unused <= max(1, before.request_blocks // 2):
+            visit.turn, visit.pause_s = before.turn + 1, (visit.now_ns - before.now_ns) * 1e-9
+        else:
+            visit.turn, visit.pause_s = 0, 0.0
+
+
+def _place(block: Resident) -> _Place:
+    place = block.state
+    assert isinstance(place, _Place), "a block that the policy was not told of, or has forgotten"
+    return place
