@@ -156,6 +156,32 @@ async def test_a_restarted_node_finds_its_blocks_again(
     assert await process.end(signal.SIGTERM) == 0
 
 
+async def test_a_node_killed_while_it_writes_gives_nothing_wrong_afterwards(
+    start_process, tmp_path, worker, chain_of, ssd_dir
+) -> None:
+    listen, args = f"unix:{tmp_path}/p.sock", (str(ssd_dir), str(4 << 20))
+    client = worker.client(listen)
+    written = {}
+    for life in range(2):
+        process = await start_process(listen, *args)
+        for i in range(12):
+            name = f"{life} {i}"
+            written[name] = await worker.put(client, chain_of(100, name), seed=100 * life + i)
+        await process.end(signal.SIGKILL)
+    await start_process(listen, *args)
+    progress = [done async for done in client.verify()]
+    assert (progress[-1].checked, progress[-1].corrupt) == (progress[-1].total, 0)
+    found = 0
+    for name in written:
+        lease = await client.pin(worker.ns, chain_of(100, name), lease_s=30, wait_s=60)
+        if lease is not None:
+            found += lease.num_blocks
+            assert same(worker, lease, await worker.read(lease), written[name])
+            await client.unpin(lease)
+    assert found == progress[-1].total > 0
+    assert (await client.validate())["ok"]
+
+
 async def test_a_directory_is_told_of_tiers(start_pool, worker, chain_of, ssd_dir, follow, until) -> None:
     pool = await start_pool(ssd_dir=ssd_dir, **SSD)
     client, chain = worker.client(pool.target), chain_of(10)
