@@ -72,6 +72,12 @@ _LAZY = (
         "[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]",
     ),
     (
+        "pool",
+        "moonpool.pool_command",
+        "Look into the KV pool of a running cluster: what it holds and finds, single blocks; verify it, empty it.\n\n"
+        "[bold]moonpool pool status[/bold]",
+    ),
+    (
         "simulate",
         "moonpool.simulate_command",
         "Run the cluster's own policies on a trace without a cluster: what would a pool of N blocks find?\n\n"

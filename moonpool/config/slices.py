@@ -187,7 +187,7 @@ class PoolSettings(Slice):
     pool_ssd_depth: Annotated[int, Key("Reads and writes in flight on the SSD", low=1, high=256)] = 16
     pool_policy: Annotated[
         str, Key("Who leaves a full pool first", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
-    ] = "lru"
+    ] = "moonpool"
     pool_quota: Annotated[
         tuple[str, ...],
         Key("NAMESPACE=SHARE: the most of a pool node's memory that one model's KV takes; may be given several times"),

@@ -13,6 +13,7 @@ import typer.main
 
 from moonpool.cli import app
 from moonpool.config import all_settings
+from moonpool.pool_command import app as pool_app
 from moonpool.simulate_command import app as simulate_app
 from replay.bench.cli import app as bench_app
 from replay.cli import app as replay_app
@@ -20,7 +21,7 @@ from replay.dialogue_cli import app as dialogues_app
 
 ROOT = Path(__file__).parents[2]
 # Commands that are followed by another.
-GROUPS = {"bench": bench_app, "simulate": simulate_app}
+GROUPS = {"bench": bench_app, "pool": pool_app, "simulate": simulate_app}
 # Said of other programs, or of no command line.
 OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
