@@ -231,6 +231,23 @@ def test_an_ssd_smaller_than_dram_comes_to_rest_with_what_leaves_next() -> None:
         pool.core.take_ssd_freed()
     assert [pool.where(keys(1, salt)) for salt in range(8)] == ["d"] * 3 + ["b"] * 3 + ["d"] * 2
     assert (pool.write_back(), pool.core.take_ssd_freed()) == ([], [])
+    assert [pool.core.store.find(NS, keys(1, salt)[0]).dram.kept_below for salt in (0, 3)] == [False, True]
+    assert pool.core.validate() == []
+
+
+def test_a_block_on_ssd_alone_stays_as_long_as_one_in_dram_follows_it() -> None:
+    pool = Pool(room=3, ssd_room=1)
+    chain = keys(2)
+    pool.on_ssd_only(chain[:1])
+    pool.put(chain[1:], parent=chain[0])
+    pool.put(keys(1, 1))
+    for _ in range(3):
+        assert pool.write_back(everything=True) == pool.core.take_ssd_freed() == []
+    assert pool.where(chain) == "sd"
+    pool.core.evict(NS, chain[1:])
+    pool.write_back(everything=True)
+    assert pool.where(chain) == "--"
+    assert pool.core.validate() == []
 
 
 def test_a_failed_write_gives_its_extent_back_and_is_not_tried_for_ever(pool: Pool) -> None:
