@@ -1,4 +1,4 @@
-"""What `pool status` makes of nodes that need a look: silent, out of step with the directory, with a disk in trouble."""
+"""What `pool status` makes of nodes that need a look: silent, unknown to the directory, with a disk in trouble."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_evictions_are_told_by_tier_and_reason_with_their_median_age(
         "pool_evicted_dram_room_blocks": 3,
         "pool_evicted_ssd_quota_blocks": 1,
         "pool_lost_no_ssd_blocks": 2,
-        **{f"pool_evicted_dram_age_le_{bound}": 4 for bound in ("10s", "1m")},
+        **{f"pool_evicted_dram_age_le_{bound}": 4 for bound in ("10s", "1m", "5m", "15m", "1h", "6h", "1d")},
         "pool_evicted_dram_age_count": 4,
         "pool_saved_ssd_compute_us": 250_000,
     }
