@@ -12,6 +12,8 @@ import pytest
 from kvpool import KvGroup, KvSpec, PoolClient, layer_digests
 from kvpool.errors import AddressError, DoorClosed, PoolConfigError, SpecError, SpecMismatch
 from kvpool.local import LocalPool, PutStatus
+from kvpool.local.frames import Put
+from kvpool.local.layout import SpecPlan
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
 
@@ -272,3 +274,50 @@ async def test_a_node_says_what_its_arena_is_made_of_and_refuses_huge_pages_that
     assert (await state_of(pool.target))["arena_pages"] in ("huge", "transparent", "small")
     with pytest.raises(PoolConfigError, match="not enough free ones"):
         await start_pool("on", hugepages="on", arena_bytes=(free_huge_pages() + 1) << 22)
+
+
+async def test_a_put_of_many_bytes_keeps_its_order_with_what_follows(
+    start_pool: Any, enter: Any, chain_of: Any, pool_nodes: list[PoolNode]
+) -> None:
+    big = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=128, dtype="float32"),), 64)
+    host = await enter((await start_pool(arena_bytes=16 << 20)).target, big)
+    chain, one = chain_of(40), host.offsets(1)
+    host.memory.array[:] = np.random.default_rng(3).integers(0, 256, 1 << 20, np.uint8)
+
+    def put_and_get() -> int:
+        nothing = np.zeros((40, 16), np.uint8)
+        status = host.pool.put(host.ns, big, chain, nothing, host.region, one.repeat(40, axis=1))
+        assert (status == PutStatus.STORED).all()
+        host.pool.tell_touches()
+        return host.pool.get(host.ns, big, chain, host.landing, one.repeat(40, axis=1))
+
+    assert await asyncio.to_thread(put_and_get) == 40
+    assert np.array_equal(host.landing[: big.block_nbytes], host.memory.array[: big.block_nbytes])
+    assert not pool_nodes[0].core.puts
+
+
+async def test_a_put_of_many_bytes_whose_caller_hangs_up_is_finished_and_leaves_nothing_open(
+    start_pool: Any, enter: Any, chain_of: Any, until: Any, pool_nodes: list[PoolNode]
+) -> None:
+    big = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=128, dtype="float32"),), 64)
+    pool = await start_pool(arena_bytes=16 << 20)
+    host, leaving = await enter(pool.target, big), await enter(pool.target, big)
+    chain, nothing = chain_of(40), np.zeros((40, 16), np.uint8)
+    plan = SpecPlan(big)
+
+    def leave() -> None:
+        offsets = leaving.offsets(1).repeat(40, axis=1)
+        message = Put(
+            leaving.ns, plan.proto_bytes, leaving.region, chain.tobytes(), nothing.tobytes(), offsets.tobytes(), b"",
+            bytes(160), 0.0,
+        )  # fmt: skip
+        leaving.pool._caller.tell(message)
+        leaving.pool.close()
+
+    await asyncio.to_thread(leave)
+
+    async def all_there() -> bool:
+        return bool(host.pool.match(host.ns, chain) == 40)
+
+    await until(all_there)
+    assert not pool_nodes[0].core.puts
