@@ -18,8 +18,8 @@ def state(node: PoolNode) -> dict[str, Any]:
     store = node.core.store
     namespaces = {
         kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
-        for kv_namespace, count in store.num_blocks.items()
-        if (spec := store.spec_of(kv_namespace)) is not None
+        for kv_namespace, count in store.families.num_blocks.items()
+        if (spec := store.families.spec_of(kv_namespace)) is not None
     }
     leases = Counter(lease.owner for lease in node.core.leases.values())
     puts = Counter(put.owner for put in node.core.puts.values())

@@ -30,7 +30,7 @@ def audit(core: "PoolCore") -> list[str]:
     problems += _tiers(blocks)
     if {id(b) for b in blocks if not b.sealed} != {id(b) for put in core.puts.values() for b in put.blocks}:
         problems.append("the unsealed blocks are not those of the puts")
-    if Counter(block.kv_namespace for block in blocks) != store.num_blocks:
+    if Counter(block.kv_namespace for block in blocks) != store.families.num_blocks:
         problems.append("the namespaces' numbers of blocks are not those of the blocks")
     problems += _families(copies.values())
     return problems

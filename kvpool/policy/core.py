@@ -8,15 +8,15 @@ A lease keeps blocks from eviction and their slots from reuse until it is releas
 longest operation's deadline has passed after that.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from kvpool.errors import AddressError, PoolConfigError, PutLost, SpecError
+from kvpool.errors import AddressError, PutLost
 from kvpool.policy.audit import audit
 from kvpool.policy.counting import Tally
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.eviction import POLICIES, Use
+from kvpool.policy.eviction import Use
 from kvpool.policy.flushing import flush
+from kvpool.policy.limits import PoolLimits
 from kvpool.policy.records import (
     Allocation,
     Block,
@@ -30,39 +30,15 @@ from kvpool.policy.records import (
     SsdBlock,
     Write,
 )
+from kvpool.policy.requests import check_digests, check_request, request_blocks
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore
 from kvpool.spec import KvSpec
 
-__all__ = ["PoolCore", "PoolLimits"]
+__all__ = ["PoolCore"]
 
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
-
-
-@dataclass(frozen=True)
-class PoolLimits:
-    """Sizes in bytes, times in nanoseconds."""
-
-    arena_nbytes: int
-    slab_nbytes: int  # unit of the arena in which sizes of slots get their share
-    operation_ns: int  # the longest deadline of a messenger operation
-    max_lease_ns: int  # longer leases and puts are cut to this
-    event_log_nbytes: int = 16 << 20  # memory for events kept for reconnecting directories
-    policy: str = "lru"  # of eviction, by its name in `kvpool.policy.eviction`; each tier has its own instance
-    ssd_nbytes: int = 0  # for extents; 0: no SSD tier
-    ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
-    write_above: float = 0.5  # share of DRAM in use above which what would leave next is written to SSD ahead of need
-    max_tails: int = 1024  # partial blocks kept after one block: as many dialogues may end after a prompt they share
-    quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise PoolConfigError(f"eviction policy {self.policy!r}: expected one of {', '.join(sorted(POLICIES))}")
-        if wrong := [share for share in self.quotas.values() if not 0 < share <= 1]:
-            raise PoolConfigError(f"a namespace's quota is a share of DRAM above 0 and at most 1, not {wrong[0]!r}")
-        if not 0 <= self.write_above <= 1 or self.max_tails < 0 or self.ssd_nbytes < 0 or self.ssd_slab_nbytes < 1:
-            raise PoolConfigError("write_above is a share of 0..1; max_tails and sizes must not be negative")
 
 
 class PoolCore:
@@ -111,12 +87,12 @@ class PoolCore:
         Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
         AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible.
         """
-        _check_request(spec, chain, parents, num_tokens)
+        check_request(spec, chain, parents, num_tokens)
         store = self.store
-        family = store.family(kv_namespace, spec)
+        family = store.families.of(kv_namespace, spec)
         put_id = self._next_id("put")
         after = kv_namespace + parents[0] if parents else None
-        use = Use(now_ns, _request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
+        use = Use(now_ns, request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
         cost_s = compute_s / len(chain) if chain else 0.0
         found = store.index.find(kv_namespace, chain)
         status: list[SlotStatus] = []
@@ -164,7 +140,7 @@ class PoolCore:
         put = self.puts.get(put_id)
         if put is None or put.expires_ns <= now_ns:
             raise PutLost(f"put {put_id!r} has ended (expired, aborted or sealed): allocate again")
-        _check_digests(put.blocks, digests)
+        check_digests(put.blocks, digests)
         keep = [True] * len(put.blocks) if keep is None else keep
         kept = [i for i, keep_block in enumerate(keep) if keep_block]
         del self.puts[put_id]
@@ -231,12 +207,7 @@ class PoolCore:
         if len(other_replicas) != len(chain):
             raise AddressError(f"{len(chain)} blocks with {len(other_replicas)} numbers of replicas")
         for chain_key, replicas in zip(chain, other_replicas, strict=True):
-            block = self.store.find(kv_namespace, chain_key)
-            if block is not None:
-                block.replicas = replicas
-                for copy in block.copies:
-                    if copy is not None:
-                        copy.replicas = replicas
+            self.store.set_replicas(kv_namespace, chain_key, replicas)
 
     def load(
         self,
@@ -263,9 +234,7 @@ class PoolCore:
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """How many of these blocks are on their way from SSD to DRAM."""
-        found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
-        copies = (block.dram for block in found if block is not None and block.sealed)
-        return sum(copy is not None and not copy.ready for copy in copies)
+        return self.staging.num_loading(kv_namespace, chain)
 
     def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[Write]:
         """What is worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least one block,
@@ -430,30 +399,3 @@ class PoolCore:
     def _next_id(self, kind: str) -> str:
         self._serial += 1
         return f"{kind}-{self.log.incarnation:x}-{self._serial}"
-
-
-def _check_request(spec: KvSpec, chain: Sequence[bytes], parents: Sequence[bytes], num_tokens: Sequence[int]) -> None:
-    if len(parents) != len(chain):
-        raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
-    if num_tokens and len(num_tokens) != len(chain):
-        raise AddressError(f"{len(chain)} blocks with {len(num_tokens)} numbers of tokens")
-    if wrong := [n for n in num_tokens if not 0 <= n < spec.block_tokens]:
-        raise AddressError(
-            f"a partial block of {wrong[0]} tokens: expected 1..{spec.block_tokens - 1}, 0 for a full one"
-        )
-
-
-def _request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
-    """Blocks from the prompt's first to the last of these, as far as known."""
-    before = store.find(kv_namespace, parents[0]) if parents else None
-    return len(chain) + (before.place.depth + 1 if before is not None else 0)
-
-
-def _check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
-    if len(digests) != len(blocks):
-        raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
-    spec = blocks[0].spec
-    want = [8 * spec.num_layers(g) for g in range(spec.num_groups)]
-    for per_group in digests:
-        if list(map(len, per_group)) != want:
-            raise SpecError(f"digests per group take {want} bytes, came as {[len(each) for each in per_group]}")

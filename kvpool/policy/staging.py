@@ -89,6 +89,12 @@ class Staging:
             self._load_failed(block, outcome)
         store.tell()
 
+    def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+        """See `PoolCore.num_loading`."""
+        found = self._store.index.find(kv_namespace, chain)
+        copies = (block.dram for block in found if block is not None and block.sealed)
+        return sum(copy is not None and not copy.ready for copy in copies)
+
     def next_writes(self, now_ns: int, max_nbytes: int, everything: bool) -> list[Write]:
         """See `PoolCore.writes`."""
         if not self._has_ssd:
@@ -249,7 +255,7 @@ class Staging:
         if store.find(entry.kv_namespace, entry.chain_key) is not None:
             return None
         try:
-            family = store.family(entry.kv_namespace, entry.spec)
+            family = store.families.of(entry.kv_namespace, entry.spec)
         except (SpecMismatch, SpecError):
             return None
         return store.try_adopt(family, entry, use)

@@ -6,25 +6,23 @@ written), or by whoever took them over with `take_out`; everything else is free.
 
 import contextlib
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvpool.errors import SpecError, SpecMismatch
 from kvpool.events import PoolEvents
 from kvpool.policy.counting import Tally, tier_of_loss
 from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import Use
+from kvpool.policy.families import Families
 from kvpool.policy.index import BlockIndex
 from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Place, SsdBlock, block_key
 from kvpool.policy.room import TierRoom
 from kvpool.policy.slabs import SlabAllocator
-from kvpool.spec import KvSpec
 from kvpool.tiers import Tier
 
 __all__ = ["BlockStore"]
 
 _MAX_OFFERED = 4  # partial blocks, where it is not known which of them could be used
-_MAX_UNUSED_FAMILIES = 16  # without blocks now; what their policies have learnt is kept
 
 
 class BlockStore:
@@ -46,51 +44,11 @@ class BlockStore:
         self.rooms = self.dram, self.ssd
         self.log = log
         self._dram_changes: list[tuple[bool, Block]] | None = None  # None: nobody has asked yet
-        self._families: dict[bytes, Family] = {}
-        self._quotas = quotas
+        self.families = Families(self.dram, self.ssd, quotas)
         self._max_tails = max_tails
         self._has_ssd = ssd.num_units > 0
         self._tally = tally
         self._changed: dict[Block, None] = {}  # what readers can see of them is not yet in the log
-
-    @property
-    def num_blocks(self) -> Counter[bytes]:
-        """Blocks here, in whatever tier, per namespace."""
-        return Counter({f.kv_namespace: f.num_blocks for f in self._families.values() if f.num_blocks})
-
-    def family(self, kv_namespace: bytes, spec: KvSpec) -> Family:
-        """What the namespace's blocks have in common.
-
-        Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
-        """
-        known = self._families.get(kv_namespace)
-        if known is not None and known.spec == spec:
-            return known
-        if known is not None and known.num_copies:
-            raise SpecMismatch(f"namespace {kv_namespace.hex()} holds blocks of {known.spec}, not of {spec}")
-        for g in range(spec.num_groups):
-            if not self.dram.slabs.fits(spec.slot_nbytes(g)):
-                raise SpecError(f"a slot of group {g} takes {spec.slot_nbytes(g)} bytes: the arena is too small for it")
-        slots = tuple(self.dram.slabs.slot_nbytes(spec.slot_nbytes(g)) for g in range(spec.num_groups))
-        extent = (self.ssd.slabs.slot_nbytes(spec.block_nbytes),)
-        quota_nbytes = self._quotas.get(kv_namespace)
-        partitions = (
-            self.dram.partition(b"" if quota_nbytes is None else kv_namespace, slots),
-            self.ssd.partition(b"", extent),
-        )
-        unused = [family for family in self._families.values() if not family.num_copies]
-        for family in [*unused[:-_MAX_UNUSED_FAMILIES], *([] if known is None else [known])]:
-            if self._families.pop(family.kv_namespace, None) is not None:
-                for room, partition in zip(self.rooms, family.partitions, strict=True):
-                    room.forget(partition)
-        made = Family(kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None))
-        self._families[kv_namespace] = made
-        return made
-
-    def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
-        """The spec of a namespace that has blocks here."""
-        family = self._families.get(kv_namespace)
-        return family.spec if family is not None and family.num_copies else None
 
     def find(self, kv_namespace: bytes, chain_key: bytes) -> Block | None:
         """The block of this address, sealed or being written."""
@@ -209,6 +167,15 @@ class BlockStore:
         self.dram.hit([copy for block in blocks if (copy := block.dram) is not None and copy.ready], use)
         if self._has_ssd:
             self.ssd.hit([copy for block in blocks if (copy := block.ssd) is not None and copy.ready], use)
+
+    def set_replicas(self, kv_namespace: bytes, chain_key: bytes, replicas: int) -> None:
+        """So many other nodes hold the block, if it is here."""
+        block = self.find(kv_namespace, chain_key)
+        if block is not None:
+            block.replicas = replicas
+            for copy in block.copies:
+                if copy is not None:
+                    copy.replicas = replicas
 
     def may_remove(self, block: Block) -> bool:
         """Sealed, nobody holds it and nothing here follows it."""
