@@ -101,7 +101,7 @@ class Arrivals:
     async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange]) -> None:
         for proto in pulls:
             try:
-                lease = Lease.from_pull_range(proto, self._node.memory.spec)
+                lease = Lease.from_pull_range(proto, self._node.stored.spec)
             except (KvPoolError, MessengerError) as error:
                 log.error("a range of reused blocks makes no sense, the prefill node will push it: %s", error)
                 continue
@@ -114,7 +114,7 @@ class Arrivals:
             await self._pull_range(reservation, lease, proto.first_block, skip)
 
     async def _pull_range(self, reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
-        memory = self._node.memory
+        memory = self._node.stored
         blocks = np.arange(first + skip, first + lease.num_blocks, dtype=np.int64)
         slots = reservation.slots[first + skip : first + lease.num_blocks]
         remote = [lease.offsets[g, skip:] for g in range(memory.num_groups)]
@@ -133,6 +133,8 @@ class Arrivals:
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
             right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
+            if memory is not self._node.memory:  # what has landed is not yet what the engine reads
+                await in_thread(memory.to_device, [slot for slot, ok in zip(slots, right, strict=True) if ok])
             if not right.all():
                 reservation.corrupt_blocks.update(blocks[~right].tolist())
                 self._node.counters.add("digest_mismatches", int((~right).sum()))
@@ -140,11 +142,11 @@ class Arrivals:
         except MessengerError as error:
             log.warning("reused blocks could not be pulled, the prefill node will push them: %s", error)
         finally:
-            reservation.landed(list(memory.place_of_layer), blocks, right)
+            reservation.landed(list(self._node.memory.place_of_layer), blocks, right)
 
     def _rows_right(self, slots: list[int], expected: list[NDArray[np.uint64]]) -> NDArray[np.bool_]:
         valid = np.full(len(slots), self._node.config.block_tokens, dtype=np.int32)
         right = np.ones(len(slots), dtype=bool)
         for group, want in enumerate(expected):
-            right &= (self._node.memory.slot_digests(group, slots, valid) == want).all(axis=1)
+            right &= (self._node.stored.slot_digests(group, slots, valid) == want).all(axis=1)
         return right

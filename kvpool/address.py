@@ -154,7 +154,10 @@ def kv_namespace(weights_fingerprint: str, spec: KvSpec, provenance: Provenance 
     parts = [weights_fingerprint.encode(), str(spec.block_tokens).encode()]
     for group in spec.groups:
         layers = ",".join(map(str, group.layers))
-        fields = (group.kind, group.window, layers, group.kv_heads, group.head_dim, group.dtype)
+        fields: tuple[str | int, ...] = (
+            *(group.kind, group.window, layers, group.kv_heads, group.head_dim, group.dtype),
+            *((group.scale_group,) if group.scale_group else ()),
+        )
         parts.append(_fields(*(str(field).encode() for field in fields)))
     approximations = sorted(str(flag.name) for flag in provenance)
     parts.append("+".join(approximations).encode())

@@ -28,7 +28,11 @@ MAX_LAYER_NBYTES = 1 << 32
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers whose KV is laid out and paged alike. `kind` is "full" or "window"; `window` counts tokens, 0 for full."""
+    """Layers whose KV is laid out and paged alike. `kind` is "full" or "window"; `window` counts tokens, 0 for full.
+
+    `scale_group` > 0: each so many values of a row share a float16 scale, and a row (a token's K, or V, in one head of
+    one layer) is its values, then its scales.
+    """
 
     kind: str
     window: int
@@ -36,6 +40,7 @@ class KvGroup:
     kv_heads: int
     head_dim: int
     dtype: str
+    scale_group: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
@@ -49,11 +54,16 @@ class KvGroup:
             raise SpecError(f"KvGroup has kv_heads {self.kv_heads} and head_dim {self.head_dim}: both must be positive")
         if self.dtype not in DTYPE_NBYTES:
             raise SpecError(f"KvGroup.dtype is {self.dtype!r}: expected one of {', '.join(DTYPE_NBYTES)}")
+        if self.scale_group < 0 or (self.scale_group and self.head_dim % self.scale_group):
+            raise SpecError(
+                f"KvGroup.scale_group is {self.scale_group}: expected a divisor of head_dim {self.head_dim}"
+            )
 
     @property
     def token_row_nbytes(self) -> int:
-        """Bytes of one token's K, or V, in one head of one layer."""
-        return self.head_dim * DTYPE_NBYTES[self.dtype]
+        """Bytes of one token's K, or V, in one head of one layer, its scales included."""
+        scales = self.head_dim // self.scale_group if self.scale_group else 0
+        return self.head_dim * DTYPE_NBYTES[self.dtype] + scales * DTYPE_NBYTES["float16"]
 
     @property
     def token_nbytes(self) -> int:
@@ -134,6 +144,7 @@ class KvSpec:
                 "kv_heads": group.kv_heads,
                 "head_dim": group.head_dim,
                 "dtype": group.dtype,
+                **({"scale_group": group.scale_group} if group.scale_group else {}),
             }
             for group in self.groups
         ]
@@ -160,8 +171,11 @@ def _group_to_proto(group: KvGroup) -> common_pb2.KvGroup:
         kv_heads=group.kv_heads,
         head_dim=group.head_dim,
         dtype=group.dtype,
+        scale_group=group.scale_group,
     )
 
 
 def _groups_from_proto(groups: Sequence[common_pb2.KvGroup]) -> tuple[KvGroup, ...]:
-    return tuple(KvGroup(g.kind, g.window, tuple(g.layers), g.kv_heads, g.head_dim, g.dtype) for g in groups)
+    return tuple(
+        KvGroup(g.kind, g.window, tuple(g.layers), g.kv_heads, g.head_dim, g.dtype, g.scale_group) for g in groups
+    )

@@ -5,7 +5,7 @@ A package's configuration class is imported where it is made: a process imports 
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.config.slices import HostSettings, NodeSettings, TransportSettings
@@ -96,6 +96,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         put_ttl_s=config.pool.put_ttl,
         kv_load_wait_s=config.pool.kv_load_wait,
         kv_parity_sample=config.pool.kv_parity_sample,
+        kv_storage=cast("Literal['exact', 'int8']", config.pool.kv_storage),
         push_timeout_s=config.transport.push_timeout,
         messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from engine.model import Dtype
 from messenger import MessengerConfig
@@ -32,6 +33,7 @@ class WorkerConfig:
     drain_grace_s: float = 20.0  # for the requests at hand once asked to leave; what is left then moves elsewhere
     kv_load_wait_s: float = 2.0  # a request waits so long for its blocks that are on SSD; then they are computed
     kv_parity_sample: float = 0.0  # share of requests whose reused KV is computed too, and compared
+    kv_storage: Literal["exact", "int8"] = "exact"  # how KV is kept in the pool; int8 is an approximation
     put_ttl_s: float = 30.0  # a put not sealed after this long is dropped by the pool
     push_timeout_s: float = 10.0  # a push of KV is given up once the decode node has taken nothing for so long
     advertise: str = ""  # gRPC target that others dial, port 0 = the port listened at; empty = where it listens
@@ -45,6 +47,8 @@ class WorkerConfig:
             raise ValueError(f"kv_load_wait_s is {self.kv_load_wait_s}; it must be at least 0")
         if not 0 <= self.kv_parity_sample <= 1:
             raise ValueError(f"kv_parity_sample is {self.kv_parity_sample}; expected a share from 0 to 1")
+        if self.kv_storage == "int8" and self.kv_parity_sample:
+            raise ValueError("kv_parity_sample compares exact KV: it cannot be used with kv_storage int8")
         if self.capacity_tokens % self.block_tokens:
             raise ValueError(
                 f"capacity_tokens {self.capacity_tokens} is not a multiple of block_tokens {self.block_tokens}"

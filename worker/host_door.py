@@ -18,9 +18,9 @@ from kvpool.local import LocalPool, PutStatus
 from messenger import Messenger
 from messenger.control import ControlError
 from worker.keeping import Kept
-from worker.kv_memory import KvMemory
 from worker.pinned import Pinned
 from worker.settle import in_thread
+from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class HostDoor:
     """One worker's way through the door of its host's pool node."""
 
     def __init__(
-        self, memory: KvMemory, messenger: Messenger, kv_namespace: bytes, *, owner: str, incarnation: int
+        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, owner: str, incarnation: int
     ) -> None:
         self._memory = memory
         self._messenger = messenger

@@ -32,10 +32,12 @@ from worker.matchers import Matcher, Matchers
 from worker.parity import Parity
 from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
+from worker.quantised import QuantisedMemory
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
 from worker.settle import settled
+from worker.slot_memory import SlotMemory
 from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
@@ -65,9 +67,14 @@ class WorkerNode:
         self.memory = KvMemory(self.model, self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens)
         self.slots = SlotPool(config.num_slots)
         self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
-        self.namespace = kv_namespace(self.model.fingerprint, self.memory.spec, Provenance.EXACT)
+        self.stored: SlotMemory = self.memory  # the slots as the pool has them
+        provenance = Provenance.EXACT
+        if config.kv_storage == "int8":
+            self.stored = QuantisedMemory(self.memory, self.messenger, num_slots=config.num_slots)
+            provenance = Provenance.QUANTISED
+        self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
         self.pool = PoolGlue(
-            self.memory,
+            self.stored,
             self.messenger,
             self.namespace,
             own_target=config.pool_target,
@@ -116,12 +123,12 @@ class WorkerNode:
             pool_node_id=self.pool.own_node_id,
             model=self.config.served_model_name,
             kv_namespace=self.namespace,
-            spec=self.memory.spec.to_proto(),
+            spec=self.stored.spec.to_proto(),
             capacity_tokens=self.config.capacity_tokens,
             max_model_len=self.max_model_len,
             max_batch=self.config.max_batch,
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
-            kv_bytes_per_token=self.memory.spec.bytes_per_token,
+            kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
         )
         self.reporter = Reporter(node, self.config.conductor_target, self._fill_report, self.draining.set)
@@ -138,6 +145,8 @@ class WorkerNode:
         await asyncio.to_thread(self.engine.close)
         await asyncio.to_thread(self.matchers.close)
         await self.pool.close()
+        if self.stored is not self.memory:
+            self.stored.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
 

@@ -17,12 +17,12 @@ from moonpool_proto.v1.conductor_pb2 import NodeRef
 from worker.counters import Counters
 from worker.host_door import HostDoor
 from worker.keeping import Kept, find_tail, names_of_tails
-from worker.kv_memory import KvMemory
 from worker.pinned import Pinned
 from worker.policy import Breaker
 from worker.pool_puts import PoolErrors, PoolPuts, key_array
 from worker.request import Request
 from worker.settle import in_thread, settled
+from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class PoolGlue:
 
     def __init__(
         self,
-        memory: KvMemory,
+        memory: SlotMemory,
         messenger: Messenger,
         kv_namespace: bytes,
         *,

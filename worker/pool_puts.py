@@ -15,8 +15,8 @@ from messenger import Messenger, MessengerError
 from messenger.control import ControlError
 from worker.counters import Counters
 from worker.keeping import Kept
-from worker.kv_memory import KvMemory
 from worker.settle import in_thread, settled
+from worker.slot_memory import SlotMemory
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class PoolPuts:
     """Moves blocks out of one worker's slots. Raises PoolErrors; a put that fails or is cancelled leaves nothing."""
 
     def __init__(
-        self, memory: KvMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: Counters
+        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: Counters
     ) -> None:
         self._memory = memory
         self._messenger = messenger

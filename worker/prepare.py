@@ -136,6 +136,7 @@ def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, pr
         cached_dram_tokens=dram,
         cached_ssd_tokens=ssd,
         cached_remote_tokens=remote,
+        approximate_tokens=cached if node.config.kv_storage == "int8" else 0,
     )
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)

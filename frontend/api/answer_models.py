@@ -43,6 +43,7 @@ class Facts(AnswerModel):
     cached_dram_tokens: Count
     cached_ssd_tokens: Count
     cached_remote_tokens: Count
+    approximate_tokens: Count
     dropped_messages: Count
     attempts: Count
     prefill_node: str

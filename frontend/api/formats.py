@@ -191,6 +191,7 @@ def _facts(generation: Generation) -> dict[str, Any]:
         "cached_dram_tokens": facts.cached_dram_tokens,
         "cached_ssd_tokens": facts.cached_ssd_tokens,
         "cached_remote_tokens": facts.cached_remote_tokens,
+        "approximate_tokens": facts.approximate_tokens,
         "dropped_messages": request.dropped_messages,
         "attempts": facts.attempts,
         "prefill_node": facts.prefill_node,

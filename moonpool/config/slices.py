@@ -204,6 +204,13 @@ class PoolSettings(Slice):
         float,
         Key("Share of requests whose reused KV is computed as well and compared; 0: none", low=0, high=1),
     ] = 0.0
+    kv_storage: Annotated[
+        str,
+        Key(
+            "How KV is kept in the pool: as computed, or rounded to int8, an approximation in less than half the room",
+            choices=("exact", "int8"),
+        ),
+    ] = "exact"
 
     @property
     def ssd_bytes(self) -> int:
@@ -220,6 +227,8 @@ class PoolSettings(Slice):
     def check(self) -> None:
         for entry in self.pool_quota:
             _quota(entry)
+        if self.kv_storage == "int8" and self.kv_parity_sample:
+            raise ConfigError("--kv-parity-sample compares exact KV: it cannot be used with --kv-storage int8")
         if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
             raise ConfigError("pool_ssd_bytes is set and pool_ssd_dir is not: say where, with --pool-ssd-dir FOLDER")
 

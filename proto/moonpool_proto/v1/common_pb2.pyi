@@ -90,12 +90,15 @@ class KvGroup(_message.Message):
     KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    SCALE_GROUP_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"full" | "window" """
     window: _builtins.int
     kv_heads: _builtins.int
     head_dim: _builtins.int
     dtype: _builtins.str
+    scale_group: _builtins.int
+    """> 0: so many values share a float16 scale, which stands behind the row's values"""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -107,10 +110,11 @@ class KvGroup(_message.Message):
         kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        scale_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "scale_group", b"scale_group", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,6 +340,7 @@ class Timing(_message.Message):
     CACHED_DRAM_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """counted where the KV was used"""
     queue_s: _builtins.float
@@ -358,6 +359,8 @@ class Timing(_message.Message):
     """this host's pool, from SSD"""
     cached_remote_tokens: _builtins.int
     """another host's pool"""
+    approximate_tokens: _builtins.int
+    """of cached_tokens, those whose KV may have been through int8 storage"""
     def __init__(
         self,
         *,
@@ -368,10 +371,11 @@ class Timing(_message.Message):
         cached_dram_tokens: _builtins.int = ...,
         cached_ssd_tokens: _builtins.int = ...,
         cached_remote_tokens: _builtins.int = ...,
+        approximate_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
