@@ -13,7 +13,7 @@ from replay import figures as say
 from replay import pictures as p
 from replay.dialogue_record import TurnRecord
 from replay.dialogue_report import cells, totals
-from replay.panels import Panel
+from replay.evidence import Panel
 
 _HEADINGS = ("turn", "prompt tokens", "cached", "of prompt", "of history", "answer tokens", "TTFT p50", "TTFT p90")
 _DEFINITIONS = (

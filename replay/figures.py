@@ -7,6 +7,13 @@ from typing import Any
 
 Row = tuple[str, str]
 
+PLACE_NAMES = {
+    "pages": "the worker's own pages",
+    "dram": "the pool's memory",
+    "ssd": "the pool's SSD",
+    "remote": "another host's pool",
+}
+
 
 def seconds(value: float | None) -> str:
     """A duration with a fitting unit."""
@@ -88,7 +95,16 @@ def _reuse(f: Mapping[str, Any]) -> list[Row]:
     return [
         ("prefix hit rate, tokens", share(hit) + of_ideal),
         ("ideal: an infinite cache", share(ideal)),
+        *(_place(name, f["reuse_by_tier"][place]) for place, name in PLACE_NAMES.items() if f["reuse_by_tier"]),
     ]
+
+
+def _place(name: str, found: Mapping[str, Any]) -> Row:
+    if not found["tokens"]:
+        return f"· from {name}", "none"
+    saved = "" if found["saved_s"] is None else f": {seconds(found['saved_s'])} saved"
+    loading = f", {seconds(found['load_s'])} of loading" if found["load_s"] else ""
+    return f"· from {name}", f"{count(found['tokens'])} tokens in {count(found['requests'])} requests{loading}{saved}"
 
 
 def _latency(f: Mapping[str, Any]) -> list[Row]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from replay import figures
 from replay.cluster_metrics import ClusterHistory
+from replay.evidence import Evidence, Panel
 from replay.objectives import Objectives
-from replay.panels import Evidence, Panel, all_panels
+from replay.panels import all_panels
 from replay.plan import PlannedRequest
 from replay.record import RequestRecord
 
@@ -24,6 +25,8 @@ _DEFINITIONS = (
     "is an infinite cache's on the same requests in order of arrival: full blocks only, inserted at arrival, the last "
     "prompt token always computed. Requests that overlap in time cannot reuse each other's prefix, so a live cluster "
     "stays below.",
+    "What reuse saved is an estimate: prefill seconds, fitted over computed tokens, tell what computing the "
+    "reused ones would have taken; the time that loading took is taken off. Sums over requests that ran side by side.",
     "Rejected and failed requests count as missing their objectives.",
 )
 
@@ -38,7 +41,8 @@ def write_page(
     objectives: Objectives,
 ) -> None:
     """Draw the pictures and write the page."""
-    evidence = Evidence(records, requests, history, objectives, report["settings"]["tokens_per_block"])
+    tokens_per_block = report["settings"]["tokens_per_block"]
+    evidence = Evidence(records, requests, history, objectives, tokens_per_block, report["reuse_by_tier"])
     path.write_text(page(report, all_panels(evidence)), encoding="utf-8")
 
 

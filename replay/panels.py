@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from replay import pictures as p
-from replay.cluster_metrics import ClusterHistory
-from replay.objectives import Objectives
-from replay.plan import PlannedRequest
+from replay.evidence import Evidence, Panel
 from replay.record import Outcome, RequestRecord
+from replay.reuse_panels import reuse_panels
 from traces import InfiniteCache, reusable_tokens
 
 _BINS = 48
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A picture with its heading and a sentence on what it shows."""
-
-    title: str
-    caption: str
-    svg: str
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What the pictures are drawn from."""
-
-    records: Sequence[RequestRecord]
-    requests: Mapping[int, PlannedRequest]
-    history: ClusterHistory
-    objectives: Objectives
-    tokens_per_block: int
-
-    @property
-    def completed(self) -> list[RequestRecord]:
-        """Completed requests in order of arrival."""
-        done = [r for r in self.records if r.outcome is Outcome.COMPLETED]
-        return sorted(done, key=lambda r: (r.due_s, r.index))
 
 
 def all_panels(evidence: Evidence) -> list[Panel]:
@@ -54,6 +26,7 @@ def all_panels(evidence: Evidence) -> list[Panel]:
         tbt_over_time(evidence),
         ttft_by_length(evidence),
         hit_rate(evidence),
+        *reuse_panels(evidence),
         load(evidence),
         kv_bytes(evidence),
         outcomes(evidence),

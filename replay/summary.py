@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from replay.cluster_metrics import INTEGRITY_EVENTS, ClusterHistory
 from replay.objectives import Objectives, attainment
 from replay.plan import PlannedRequest
 from replay.record import Outcome, RequestRecord
+from replay.reuse import fit_prefill, reuse_by_tier
 from replay.verify import Verification
 from traces import token_hit_rate
 
@@ -47,12 +49,15 @@ def summarise(
     retried = [r for r in records if r.attempts > 1]
     by_path = history.kv_bytes_by_path
     unloaded = objectives.unloaded
+    prefill_fit = fit_prefill(completed)
     return {
         "planned": len(requests),
         "requests": len(records),
         **{outcome.value: ended[outcome] for outcome in Outcome},
         "prefix_hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
         "ideal_prefix_hit_rate": ideal_hit_rate(completed, requests, tokens_per_block) if completed else None,
+        "reuse_by_tier": reuse_by_tier(completed, prefill_fit),
+        "prefill_fit_s": asdict(prefill_fit) if prefill_fit else None,
         "ttft_s": percentiles(r.ttft_s for r in completed),
         "tbt_s": percentiles(interval for r in completed for interval in r.intervals_s),
         "tbt_worst10_s": percentiles(r.tbt_worst10_s for r in completed),

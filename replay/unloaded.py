@@ -8,7 +8,6 @@ cost, linear layers, attention) with no coefficient below 0, on relative errors.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 
 from replay.client import CompletionClient
 from replay.errors import ServerUnusable
+from replay.fitting import fit_durations
 from replay.plan import PlannedRequest
 from replay.record import Outcome, RequestRecord
 from replay.sender import new_record
@@ -125,25 +125,11 @@ def unloaded_of(records: Sequence[RequestRecord]) -> Unloaded:
 
 
 def fit_ttft(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Non-negative least squares of t = a + b·n + c·n², on relative errors of the median t of each n.
-
-    Exact for three unknowns: the best of the least-squares solutions over each subset of terms that has no negative
-    coefficient.
-    """
+    """Non-negative least squares of t = a + b·n + c·n², on relative errors of the median t of each n."""
     lengths = sorted({n for n, _ in samples})
     if not lengths:
         return math.nan, math.nan, math.nan
     times = np.array([median(t for m, t in samples if m == n) for n in lengths])
     n = np.array(lengths, float)
-    weighted = np.stack([np.ones_like(n), n, n * n], axis=1) / times[:, None]
-    best, best_error = np.array([float(np.median(times)), 0.0, 0.0]), math.inf
-    for size in (1, 2, 3):
-        for terms in itertools.combinations(range(3), min(size, 3)):
-            if size > len(lengths):
-                continue
-            part, *_ = np.linalg.lstsq(weighted[:, terms], np.ones(len(n)), rcond=None)
-            error = float(np.sum((weighted[:, terms] @ part - 1) ** 2))
-            if (part >= 0).all() and error < best_error - 1e-12:
-                best, best_error = np.zeros(3), error
-                best[list(terms)] = part
+    best = fit_durations(np.stack([np.ones_like(n), n, n * n], axis=1), times)
     return float(best[0]), float(best[1]), float(best[2])
