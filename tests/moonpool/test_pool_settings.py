@@ -68,3 +68,8 @@ def test_policy_and_quotas_reach_the_node(short_path: Path) -> None:
 def test_a_quota_that_cannot_be_is_named(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"--pool-quota .*expected NAMESPACE=SHARE"):
         loaded(pool_quota=[entry])
+
+
+def test_parity_of_rounded_kv_is_refused():
+    with pytest.raises(ConfigError, match="cannot be used with --kv-storage int8"):
+        loaded(kv_storage="int8", kv_parity_sample=0.5)
