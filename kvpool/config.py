@@ -35,7 +35,7 @@ class PoolNodeConfig:
     """Memory for blocks. Committed by the kernel as it is used, not at the start."""
     hugepages: HugePages = "auto"
     """Whether the arena is made of huge pages: auto as far as there are any, on only of such."""
-    policy: str = "lru"
+    policy: str = "moonpool"
     """Who leaves a full tier first: a name that `kvpool.policy.eviction` knows."""
     quotas: Mapping[bytes, float] = field(default_factory=dict)
     """Largest share of memory that the blocks of one namespace take; others take what is left."""

@@ -180,7 +180,6 @@ async def test_models_of_different_layouts_share_a_pool_that_is_too_small_for_bo
                 reused[model] += answer.cached_tokens > 0
         assert all(reused.values())
         async with asyncio.timeout(30):  # nodes report once a second
-            while (evicted := EVICTED.search(await metrics_of(cluster, session))) is None:
+            while not any(float(number) for number in EVICTED.findall(await metrics_of(cluster, session))):
                 await asyncio.sleep(0.2)
-        assert float(evicted[1]) > 0
         await cluster.validate()

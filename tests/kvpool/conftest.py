@@ -118,6 +118,7 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
             listen=listen or f"unix:{tmp_path}/{node_id}.sock",
             **{
                 "arena_bytes": 1 << 20,
+                "policy": "lru",  # what leaves next can be told at a glance
                 "sweep_s": 0.02,
                 "heartbeat_s": 0.1,
                 "report_s": 0.05,
