@@ -153,5 +153,5 @@ class Continuity:
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled():
-        log.error("%s has stopped", task.get_name(), exc_info=task.exception())
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s has stopped", task.get_name(), exc_info=error)

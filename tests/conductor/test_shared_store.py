@@ -8,8 +8,11 @@ import pytest
 from redis.asyncio import Redis
 
 from conductor.config import ConductorConfig
+from conductor.continuity import Contact, Continuity
 from conductor.errors import ConfigError, SharedStoreRefused, SharedStoreUnavailable
+from conductor.following import Following
 from conductor.redis_url import redacted
+from conductor.registry import Registry
 from conductor.shared_store import NodeRecord, RedisStore, SnapshotPointer
 
 SECRET = "s3cret-word"
@@ -178,3 +181,17 @@ def test_a_url_that_cannot_be_is_refused_without_its_password(url: str) -> None:
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert redacted(url) == shown
     assert SECRET not in repr(ConductorConfig(listen="x", redis_url=url))
+
+
+async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    following = Following()
+    config = ConductorConfig(listen="unix:/nowhere", shared_ttl_s=0.01)
+    continuity = Continuity(config, Contact(None, incarnation=1), following, Registry())
+    continuity.start()
+    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "continuity")
+    await asyncio.wait([task], timeout=30)
+    assert task.done()
+    await asyncio.sleep(0)  # its callbacks
+    assert [record.getMessage() for record in caplog.records] == []
+    await continuity.close()
+    await following.close()
