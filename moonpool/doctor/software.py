@@ -22,7 +22,12 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "engine/kernels.py",
     "engine/sampling_kernels.py",
     "kvpool/digest_kernels.py",
+    "kvpool/directory_changes.py",
     "kvpool/directory_kernels.py",
+    "kvpool/directory_reading.py",
+    "kvpool/local/copy_kernels.py",
+    "kvpool/local/index_kernels.py",
+    "kvpool/ssd/kernels.py",
     "messenger/copying.py",
 )
 

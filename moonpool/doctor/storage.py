@@ -110,7 +110,7 @@ def judge_shared_memory(seen: SharedMemory, needs: Needs) -> Verdict:
 
 
 def _folder(path: Path) -> Folder:
-    kind = file_system(str(path), _read_mounts())
+    kind = file_system(str(path), read_mounts())
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
@@ -136,7 +136,8 @@ def file_system(path: str, mounts: str) -> str:
     return kind
 
 
-def _read_mounts() -> str:
+def read_mounts() -> str:
+    """The text of /proc/self/mounts, "" where there is none."""
     try:
         return Path("/proc/self/mounts").read_text()
     except OSError:

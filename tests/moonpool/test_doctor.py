@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.doctor import gpu, machine, network, rdma, software, storage
+from moonpool.doctor import gpu, machine, network, pool_ssd, rdma, software, storage
 from moonpool.doctor.command import all_checks
 from moonpool.doctor.examine import examine
 from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose, Verdict
@@ -30,6 +30,7 @@ H100 = gpu.Gpu("NVIDIA H100", 80 * GIB)
 DRIVER = gpu.Driver(True, "570.86", 12080, (H100, H100), 1, 1)
 TORCH = gpu.Torch("2.13.0+cu128", "12.8", True, 2)
 FOLDER = storage.Folder("/tmp", 100 * GIB, 50 * GIB, "ext4")
+SSD = pool_ssd.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,19 @@ FOLDER = storage.Folder("/tmp", 100 * GIB, 50 * GIB, "ext4")
         (storage.judge_shm, replace(FOLDER, problem="No such file or directory"), (), NOTE, "--shm-size"),
         (storage.judge_shared_memory, storage.SharedMemory(""), (), OK, "can be made"),
         (storage.judge_shared_memory, storage.SharedMemory("Operation not permitted"), (), FAIL, "memfd_create"),
+        (pool_ssd.judge_ssd, None, (Purpose.POOL,), NOTE, "--pool-ssd-dir"),
+        (
+            pool_ssd.judge_ssd,
+            SSD,
+            (Purpose.POOL,),
+            OK,
+            "/ssd (xfs), 800 GiB free, direct I/O, a page is durable after 0.4",
+        ),
+        (pool_ssd.judge_ssd, replace(SSD, problem="does not exist"), (), FAIL, "/ssd (xfs) does not exist"),
+        (pool_ssd.judge_ssd, replace(SSD, kind="tmpfs"), (), FAIL, "is memory"),
+        (pool_ssd.judge_ssd, replace(SSD, free=GIB), (), WARN, "--pool-ssd-bytes"),
+        (pool_ssd.judge_ssd, replace(SSD, is_direct=False), (), WARN, "no direct I/O"),
+        (pool_ssd.judge_ssd, replace(SSD, sync_s=0.2), (), WARN, "durable after 200 ms"),
         (network.judge_port, network.Port(8000, ""), (), OK, "8000 is free"),
         (network.judge_port, network.Port(8000, "in use"), (), WARN, "another --port"),
         (network.judge_loopback, network.Loopback("", ""), (), OK, "work"),
@@ -225,6 +239,27 @@ def test_the_bundled_model_is_that_of_its_recorded_hashes() -> None:
 def test_meminfo_is_read_in_bytes() -> None:
     found = machine.meminfo("MemTotal:  10 kB\nHugePages_Total:  3\nnonsense\n")
     assert found == {"MemTotal": 10240, "HugePages_Total": 3}
+
+
+def test_a_pools_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    seen = pool_ssd.observe_ssd(tmp_path)
+    assert seen is not None
+    assert (seen.path, seen.problem, list(tmp_path.iterdir())) == (str(tmp_path), "", [])
+    assert seen.free > 0
+    assert seen.sync_s > 0
+    missing = pool_ssd.observe_ssd(tmp_path / "missing")
+    assert missing == pool_ssd.SsdFolder(str(tmp_path / "missing"), problem="does not exist")
+    (tmp_path / "file").touch()
+    unusable = pool_ssd.observe_ssd(tmp_path / "file")
+    assert unusable is not None
+    assert unusable.problem == "is no folder"
+
+
+def test_a_pools_folder_is_looked_at_where_one_is_meant(tmp_path: Path) -> None:
+    def has_check(folder: Path | None, *needs: Purpose) -> bool:
+        return "pool SSD" in [check.name for check in all_checks(8000, folder, frozenset(needs))]
+
+    assert (has_check(None), has_check(None, Purpose.POOL), has_check(tmp_path)) == (False, True, True)
 
 
 def test_a_path_belongs_to_the_innermost_mount() -> None:
