@@ -70,7 +70,8 @@ class BlockStore:
         before.num_following += 1
         if not num_tokens or self._make_way_for_tail(before):
             copy = self.new_copy(block, before, DRAM)
-            if self.dram.take(copy, use, "room", choosy=True):
+            # On its way to SSD a block comes through DRAM: whether it is worth a place there is for that tier to say.
+            if self.dram.take(copy, use, "room", choosy=not self._has_ssd):
                 self.add(block, before)
                 return block
             self.abandon(copy, before)

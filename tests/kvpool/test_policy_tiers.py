@@ -5,6 +5,7 @@ import pytest
 from kvpool import KvGroup, KvSpec
 from kvpool.errors import AddressError, PoolConfigError
 from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock
+from kvpool.policy.eviction import EvictionPolicy
 from kvpool.policy.histogram import Histogram
 from kvpool.tiers import Tier
 
@@ -443,3 +444,11 @@ def test_times_of_evictions_and_uses_are_counted() -> None:
     assert (totals["reuse_gap_le_1s"], totals["reuse_gap_le_10s"]) == (0, 1)
     assert (totals["evicted_dram_age_le_1s"], totals["evicted_dram_age_le_10s"]) == (0, 1)
     assert (totals["evicted_dram_idle_le_10ms"], totals["evicted_dram_idle_le_100ms"]) == (0, 1)
+
+
+@pytest.mark.parametrize(("ssd_room", "status"), [(0, NO_SPACE), (8, NEW)])
+def test_what_memory_would_refuse_comes_through_it_where_there_is_an_ssd(monkeypatch, ssd_room, status):
+    monkeypatch.setattr(EvictionPolicy, "admits", lambda *_: False)
+    pool = Pool(2, ssd_room, policy="lru")
+    assert pool.put(keys(2)) == [NEW, NEW]
+    assert pool.put(keys(1, salt=1)) == [status]
