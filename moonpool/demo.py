@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,15 @@ from moonpool.run_dir import default_run_dir
 from moonpool.tether import SUPERVISOR_VARIABLE
 
 BLOCK_TOKENS = 8
-POOL_BYTES = "3GiB"  # holds all that the replay computes: the ideal hit rate is that of an infinite cache
+# The replay computes some 600 MB of KV. Workers' pages and the pool's memory each hold a small part of it, the SSD all:
+# the ideal hit rate is that of an infinite cache.
+CAPACITY_TOKENS = 12288
+POOL_BYTES = "96MiB"
+POOL_SSD_BYTES = "1GiB"
 MAX_QUEUE_S = 600  # on a slow machine the demo takes longer; it must not begin to reject
 MIN_VERIFIED = 50
 MIN_SHARE_OF_IDEAL_HITS = 0.9
+_SSD_NAME = f".moonpool-demo-ssd-{os.getuid()}"
 _STARTUP_S = 180.0
 _STOP_S = 60.0
 _POLL_S = 0.05
@@ -40,10 +46,11 @@ def demo(
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the trace's prefix families.")
     ] = 0.1,
 ) -> None:
-    """See it work: start 1 prefill, 1 decode and 1 pool node on the bundled model, replay the Mooncake conversation
-    trace against them, verify the tokens, draw the pictures, and stop everything again.
+    """See it work: start 1 prefill, 1 decode and 1 pool node with memory and SSD on the bundled model, replay the
+    Mooncake conversation trace against them, verify the tokens, draw the pictures, and stop everything again.
 
     Exits with 1 if a request failed or was rejected, a token was wrong, or the cache was missed where it should not be.
+    Takes 1 GiB in the folder of the report, or in /var/tmp where that is no disk, and gives it back at the end.
 
     Example: moonpool demo --out out/demo
     """
@@ -51,7 +58,7 @@ def demo(
         _check_writable(out)
         report = out / "report.json"
         report.unlink(missing_ok=True)
-        with _cluster() as cluster:
+        with ssd_folder(out) as ssd, _cluster(ssd) as cluster:
             status = _replay(cluster.url, out, speed, sample_families)
             leaks = subprocess.run(
                 [*_MOONPOOL, "validate", "--ready-file", str(Path(cluster.run_dir) / "serve.json"), "--wait", "15"],
@@ -70,7 +77,9 @@ def demo(
 def shortcomings(figures: dict[str, Any]) -> list[str]:
     """What in a replay's figures must not be so; empty for a good run."""
     problems = [
-        f"{key} is {figures[key]}, not 0" for key in ("failed", "rejected", "wrong_tokens") if figures[key] != 0
+        f"{key} is {figures[key]}, not 0"
+        for key in ("failed", "rejected", "wrong_tokens", "digest_mismatches")
+        if figures[key] != 0
     ]
     if figures["interrupted"]:
         problems.append("it was interrupted")
@@ -79,6 +88,8 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
     hits, ideal = figures["prefix_hit_rate"] or 0.0, figures["ideal_prefix_hit_rate"] or 0.0
     if hits < MIN_SHARE_OF_IDEAL_HITS * ideal or not ideal:
         problems.append(f"prefix_hit_rate is {hits:.3f}, less than {MIN_SHARE_OF_IDEAL_HITS} of the ideal {ideal:.3f}")
+    if not (figures["reuse_by_tier"] or {}).get("ssd", {}).get("tokens"):
+        problems.append("no token came from the pool's SSD")
     if not figures["kv_bytes_moved"]:
         problems.append("kv_bytes_moved is 0: no KV went from prefill to decode")
     return problems
@@ -96,7 +107,27 @@ def _check_writable(out: Path) -> None:
 
 
 @contextmanager
-def _cluster() -> Iterator[ReadyFile]:
+def ssd_folder(out: Path) -> Iterator[Path]:
+    """An empty folder on a disk for the pool, removed at the end; also what a demo that was killed left of it."""
+    from kvpool.ssd.folder import on_disk
+
+    parent = next((folder for folder in (out.absolute(), Path("/var/tmp")) if on_disk(folder)), None)
+    if parent is None:
+        raise ConfigError(f"{out} is in memory, and so is /var/tmp: give the demo a folder on a disk with --out")
+    folder = parent / _SSD_NAME
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _cluster(ssd: Path) -> Iterator[ReadyFile]:
     """A running cluster on a free port; stopped at the end, and killed by the kernel should this process be."""
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
         ready_path = Path(folder) / "ready.json"
@@ -105,7 +136,10 @@ def _cluster() -> Iterator[ReadyFile]:
             "decode-nodes": 1,
             "pool-nodes": 1,
             "block-tokens": BLOCK_TOKENS,
+            "capacity-tokens": CAPACITY_TOKENS,
             "pool-bytes": POOL_BYTES,
+            "pool-ssd-dir": ssd,
+            "pool-ssd-bytes": POOL_SSD_BYTES,
             "max-queue": MAX_QUEUE_S,
             "port": 0,
             "run-dir": default_run_dir("demo"),

@@ -77,7 +77,7 @@ def _saved(place: str, found: Sequence[tuple[RequestRecord, dict[str, int]]], fi
     mine = [(record, places) for record, places in found if places[place]]
     load_s = 0.0
     if place != "pages":
-        load_s = sum(
+        load_s = math.fsum(
             _seconds(record, "load_s") * places[place] / (sum(places.values()) - places["pages"])
             for record, places in mine
         )

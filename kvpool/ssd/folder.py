@@ -15,7 +15,7 @@ from kvpool.errors import SsdFolderError, SsdInUse
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.records import PAGE_NBYTES
 
-__all__ = ["IN_MEMORY", "Segments", "check_folder", "file_system", "lock_folder"]
+__all__ = ["IN_MEMORY", "Segments", "check_folder", "file_system", "lock_folder", "on_disk"]
 
 _log = logging.getLogger(__name__)
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -40,6 +40,11 @@ def check_folder(folder: Path) -> None:
             f"the SSD folder {folder} is on {kind}, which is memory: name a folder on a disk, or give the "
             "memory to the DRAM tier (pool_bytes)"
         )
+
+
+def on_disk(folder: Path) -> bool:
+    """Whether the folder exists and lies on a file system that is not memory."""
+    return folder.is_dir() and file_system(folder) not in IN_MEMORY
 
 
 def lock_folder(disk: Disk, folder: Path) -> int:
