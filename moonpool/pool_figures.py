@@ -55,6 +55,9 @@ class PoolNodeFigures:
     corrupt_blocks: int = 0  # in memory, on SSD, or in a copy from another node
     leases: int = 0
     puts: int = 0
+    namespaces: dict[str, int] = field(default_factory=dict)  # blocks by KV namespace: one per model and storage
+    memory_pages: str = ""  # what kind of pages the memory is made of
+    door: str = ""  # the socket for processes of its host; "": none
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,9 @@ def node_figures(
         corrupt_blocks=count("dram_corrupt_blocks") + count("ssd_corrupt_blocks") + count("digest_mismatches"),
         leases=state["counts"]["leases"],
         puts=state["counts"]["puts"],
+        namespaces={name: held["blocks"] for name, held in sorted(state["namespaces"].items())},
+        memory_pages=state["arena_pages"],
+        door=state["door"],
     )
 
 

@@ -110,6 +110,8 @@ def _node(node: PoolNodeFigures) -> list[RenderableType]:
         lines.append(_ssd(node))
     if node.lost_blocks:
         lines.append(f"left no copy here: {_reasons(node.lost_blocks)}")
+    lines += [f"namespace {name}: {count:,} blocks" for name, count in node.namespaces.items()]
+    lines.append(f"memory of {node.memory_pages} pages; {f'door {node.door}' if node.door else 'no door for its host'}")
     lines.append(f"in use: {node.leases} leases, {node.puts} puts, {node.loading_blocks} blocks on their way from SSD")
     return [table, *map(Text, lines)]
 

@@ -112,6 +112,7 @@ async def test_the_pool_of_a_live_cluster_is_shown_verified_and_emptied(
         assert ssd["saved_s"] > 0
         assert node["asked_blocks"] == found + node["waiting_blocks"] + node["missed_blocks"]
         assert node["hit_rate"] == pytest.approx(found / node["asked_blocks"])
+        assert sum(node["namespaces"].values()) >= 8 * NUM_PROMPTS
         assert seen["prompt_tokens"] >= 131 * (NUM_PROMPTS + 1)
         picture = await pool.run("status")
         assert all(word in picture for word in ("pool-0", "EXACT", "SSD ok in", "Tokens of prompts"))

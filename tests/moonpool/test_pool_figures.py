@@ -39,7 +39,9 @@ def state() -> dict[str, Any]:
     tiers = {
         tier: {"blocks": 4 - 2 * (tier == "ssd"), "used_bytes": 5, "capacity_bytes": 10} for tier in ("dram", "ssd")
     }
-    return {"tiers": tiers, "counters": counters, "counts": node_numbers.counts(node) | {"blocks": 5}, "ssd": None}
+    counts = node_numbers.counts(node) | {"blocks": 5}
+    memory = {"arena_pages": "small", "door": "", "namespaces": {"ab": {"blocks": 5, "spec": {}}}}
+    return {"tiers": tiers, "counters": counters, "counts": counts, "ssd": None, **memory}
 
 
 def test_tokens_are_told_by_where_their_kv_came_from(reply: conductor_pb2.ClusterReply) -> None:
@@ -65,7 +67,7 @@ def test_a_disk_in_trouble_an_inexact_directory_and_damage_are_troubles(
     state["counters"] |= {"pool_ssd_write_errors": 3, "pool_dram_corrupt_blocks": 1}
     seen = pool_status(reply, [node_figures(item, reply, state)])
     (node,) = seen.nodes
-    assert (node.ssd_errors, node.unwritten_blocks) == ({"ssd_write_errors": 3}, 3)
+    assert (node.ssd_errors, node.unwritten_blocks, node.namespaces) == ({"ssd_write_errors": 3}, 3, {"ab": 5})
     assert seen.troubles() == [
         "pool: the SSD in /ssd is read_only",
         "pool: the conductor does not know all that it holds",
