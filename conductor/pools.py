@@ -13,7 +13,7 @@ from conductor.following import Following, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
 from conductor.replicas import CopiedPrefix, Replicas
-from kvpool import Directory, KvPoolError, Match, keys_from_bytes, keys_u64
+from kvpool import Directory, DirectoryState, KvPoolError, Match, keys_from_bytes, keys_u64
 from kvpool.client import PoolClient
 from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
@@ -22,6 +22,7 @@ __all__ = ["Pools"]
 
 log = logging.getLogger(__name__)
 _OWNER = "conductor"
+_BLOCKS_AT_ONCE = 1 << 16  # of copied prefixes, looked up in one go: some milliseconds
 
 
 class Pools:
@@ -41,6 +42,7 @@ class Pools:
         self._disconnect(node.node_id)
         self._clients[node.node_id] = PoolClient(node.target, owner=_OWNER, owner_incarnation=self._incarnation)
         self.following.join(node.node_id, node.target)
+        self.replicas.not_told(node.node_id)
 
     def remove(self, node_id: str) -> None:
         """A pool node has left: nothing can be had there any more."""
@@ -64,19 +66,30 @@ class Pools:
         self._spawn(self._copy(copy, source.target, target, kv_namespace, keys))
 
     def shrink(self, shrink: Shrink) -> None:
-        """Drop a copy that is used no more, in the background, unless it is the last one by now."""
+        """Drop a copy that is used no more, in the background, unless it may be the last one by now."""
         prefix = self.replicas.shrink(shrink.pool, shrink.match_key)
-        if prefix is not None and shrink.pool in self._clients and self._holders(prefix) - {shrink.pool}:
-            self._spawn(self._drop(prefix, shrink.pool))
+        if prefix is None or shrink.pool not in self._clients:
+            return
+        others = self._holders(prefix) - prefix.leaving - {shrink.pool}
+        if any(self.directory.state(pool) is DirectoryState.EXACT for pool in others):
+            prefix.leaving |= {shrink.pool}
+            brought = prefix.chain[shrink.keep_blocks :]
+            self._spawn(self._drop(self._clients[shrink.pool], shrink.pool, prefix.kv_namespace, brought))
 
     def tell_replicas(self) -> None:
-        """Where the holders of a copied prefix are others than before, let each know how many there are besides."""
-        for prefix in self.replicas:
+        """Where the holders of a copied prefix are others than before, let each know how many there are besides.
+
+        Where there are very many prefixes, a part of them at each call.
+        """
+        account = self._core.policy.replication
+        for prefix in self.replicas.take_turn(_BLOCKS_AT_ONCE):
+            prefix.targets = {pool: key for pool, key in prefix.targets.items() if account.of(pool, key) is not None}
             holders = self._holders(prefix)
+            prefix.leaving &= holders
             if holders != prefix.told:
                 prefix.told = holders
                 for pool in sorted(holders):
-                    self._spawn(self._hint(prefix, pool, len(holders) - 1))
+                    self._spawn(self._hint(self._clients[pool], prefix, pool, len(holders) - 1))
             if len(holders) < 2 and not prefix.targets:
                 self.replicas.forget(prefix)
 
@@ -130,17 +143,18 @@ class Pools:
         seconds = loop.time() - began_s
         self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
 
-    async def _drop(self, prefix: CopiedPrefix, pool: str) -> None:
+    async def _drop(self, client: PoolClient, pool: str, kv_namespace: bytes, brought: NDArray[np.uint8]) -> None:
         try:
-            removed = await self._clients[pool].evict(prefix.kv_namespace, prefix.chain)
-            log.info("dropped %d of %d copied blocks at %s, which nobody used", removed, len(prefix.chain), pool)
+            removed = await client.evict(kv_namespace, brought)
+            log.info("dropped %d of %d copied blocks at %s, which nobody used", removed, len(brought), pool)
         except (KvPoolError, MessengerError) as error:
             log.warning("copied blocks were not dropped at %s, which may evict them itself: %s", pool, error)
 
-    async def _hint(self, prefix: CopiedPrefix, pool: str, others: int) -> None:
+    async def _hint(self, client: PoolClient, prefix: CopiedPrefix, pool: str, others: int) -> None:
         try:
-            await self._clients[pool].hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
+            await client.hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
         except (KvPoolError, MessengerError) as error:
+            prefix.told -= {pool}
             log.info("%s was not told of %d other holders: %s", pool, others, error)
 
     def _holders(self, prefix: CopiedPrefix) -> frozenset[str]:

@@ -1,7 +1,6 @@
 """Prefixes that were copied between pool nodes: found again in prompts, and kept count of. No I/O."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +20,8 @@ class CopiedPrefix:
     kv_namespace: bytes
     chain: NDArray[np.uint8]  # [num_blocks, 16]
     targets: dict[str, int] = field(default_factory=dict)  # match_key of the Copy, per pool node
-    told: frozenset[str] = frozenset()  # the holders that were last told how many there are
+    told: frozenset[str] = frozenset()  # the holders that know how many there are
+    leaving: frozenset[str] = frozenset()  # pool nodes that were asked to drop it, and may still seem to have it
 
     @property
     def name(self) -> tuple[bytes, int]:
@@ -35,12 +35,10 @@ class Replicas:
     def __init__(self) -> None:
         self._prefixes: dict[tuple[bytes, int], CopiedPrefix] = {}
         self._lengths: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # blocks of the prefixes, per namespace
+        self._waiting: list[tuple[bytes, int]] = []  # for their turn in this round
 
     def __len__(self) -> int:
         return len(self._prefixes)
-
-    def __iter__(self) -> Iterator[CopiedPrefix]:
-        return iter(list(self._prefixes.values()))
 
     def add(self, kv_namespace: bytes, chain: bytes, target: str, match_key: int) -> CopiedPrefix:
         """The prefix was copied to `target`."""
@@ -53,6 +51,23 @@ class Replicas:
             self._lengths[kv_namespace][len(fresh.chain)] += 1
         prefix.targets[target] = match_key
         return prefix
+
+    def take_turn(self, num_blocks: int) -> list[CopiedPrefix]:
+        """The next prefixes, until they have so many blocks together; each comes once in a round."""
+        taken, left = [], num_blocks
+        if not self._waiting:
+            self._waiting = list(self._prefixes)
+        while self._waiting and left > 0:
+            prefix = self._prefixes.get(self._waiting.pop())
+            if prefix is not None:
+                taken.append(prefix)
+                left -= len(prefix.chain)
+        return taken
+
+    def not_told(self, pool: str) -> None:
+        """The pool node knows nothing of other holders: it has joined anew."""
+        for prefix in self._prefixes.values():
+            prefix.told -= {pool}
 
     def within(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, int]:
         """Of a prompt's blocks (uint64 [n]): per pool node that has some of them by a Copy, that Copy's match_key."""

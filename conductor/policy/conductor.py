@@ -170,7 +170,7 @@ class Conductor:
 
     def _shrink(self, now_ns: int) -> list[Decision]:
         cold = self._state.replication.take_cold(now_ns)
-        return [Shrink(replica.target, replica.match_key) for replica in cold]
+        return [Shrink(replica.target, replica.match_key, replica.had_blocks) for replica in cold]
 
     def _release_orphans(self, now_ns: int) -> list[Decision]:
         requests = self._state.requests

@@ -74,10 +74,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """The prefix that Copy `match_key` brought to pool node `pool` is used no more: drop it there if another has it."""
+    """The prefix that Copy `match_key` brought to pool node `pool` is used no more: drop it there if another has it,
+    but for its first `keep_blocks`, which were there before."""
 
     pool: str
     match_key: int
+    keep_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

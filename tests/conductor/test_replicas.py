@@ -1,0 +1,185 @@
+"""Copies of hot prefixes at real pool nodes: dropped, never the last one; hinted at; looked after in turns."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from conductor.config import ConductorConfig
+from conductor.core import Core
+from conductor.policy.decisions import Shrink
+from conductor.pools import Pools
+from conductor.replicas import Replicas
+from kvpool import DirectoryState, KvGroup, KvSpec, layer_digests, parent_keys
+from kvpool.client import PoolClient
+from kvpool.config import PoolNodeConfig
+from kvpool.server import serve_pool_node
+from messenger import MessengerConfig
+from moonpool_proto.v1 import conductor_pb2
+
+SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
+NAMESPACE = bytes(range(16))
+CHAIN = np.random.default_rng(1).integers(0, 256, (10, 16), dtype=np.uint8)
+NAMES = ("pool-0", "pool-1")
+
+
+class Nodes:
+    """Two pool nodes, and a conductor's side of them."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._running = {}
+        self.pools = Pools(Core(ConductorConfig(f"unix:{folder}/c.sock")), 1, 10.0)
+
+    def target(self, name):
+        return f"unix:{self._folder}/{name}.sock"
+
+    async def start(self, name):
+        stop, ready = asyncio.Event(), asyncio.Event()
+        config = PoolNodeConfig(
+            name, self.target(name), arena_bytes=4 << 20, messenger=MessengerConfig(transport="tcp")
+        )
+        task = asyncio.create_task(serve_pool_node(config, stop, lambda _: ready.set()))
+        self._running[name] = stop, task
+        await asyncio.wait_for(ready.wait(), 30)
+
+    async def stop(self, name):
+        stop, task = self._running.pop(name)
+        stop.set()
+        await asyncio.wait_for(task, 30)
+
+    def join(self, name):
+        self.pools.add(conductor_pb2.Node(node_id=name, target=self.target(name)))
+
+    async def store(self, name):
+        """All of the chain; its bytes are those of an arena that nobody has used."""
+        client = PoolClient(self.target(name), owner="test", owner_incarnation=1)
+        ticket = await client.allocate(NAMESPACE, SPEC, CHAIN, parent_keys(CHAIN), ttl_s=60)
+        zeros = np.zeros((len(CHAIN), SPEC.slot_nbytes(0)), np.uint8)
+        digests = layer_digests(zeros, SPEC, 0, np.full(len(CHAIN), 16, np.int32))
+        assert await client.seal(ticket, [digests]) == len(CHAIN)
+        await client.close()
+
+    async def told(self, name):
+        """Of the blocks that are at the node, what it was told of other holders."""
+        client = PoolClient(self.target(name), owner="test", owner_incarnation=1)
+        found = [block for key in CHAIN for block in await client.inspect(key.tobytes(), kv_namespace=NAMESPACE)]
+        await client.close()
+        return [block["replicas"] for block in found]
+
+    async def held(self, name):
+        return len(await self.told(name))
+
+    async def known(self, *names):
+        """Until the directory knows that each has all of the chain."""
+        await until(lambda: [self.pools.directory.num_blocks(name) for name in names] == [len(CHAIN)] * len(names))
+        await until(lambda: all(self.pools.directory.state(name) is DirectoryState.EXACT for name in names))
+
+    async def settled(self):
+        await until(lambda: not self.pools.num_copies)
+
+    async def close(self):
+        await self.pools.close()
+        for name in list(self._running):
+            await self.stop(name)
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def nodes(tmp_path):
+    made = Nodes(tmp_path)
+    made.pools.following.open()
+    for name in NAMES:
+        await made.start(name)
+        made.join(name)
+        await made.store(name)
+    await made.known(*NAMES)
+    yield made
+    await made.close()
+
+
+async def test_of_two_copies_that_go_cold_at_once_one_stays(nodes):
+    for number, name in enumerate(NAMES, 1):
+        nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), name, number)
+    for number, name in enumerate(NAMES, 1):
+        nodes.pools.shrink(Shrink(name, number))
+    await nodes.settled()
+    assert [await nodes.held(name) for name in NAMES] == [0, 10]
+
+
+async def test_a_copy_stays_while_the_other_holder_does_not_answer(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    await nodes.stop("pool-0")
+    await until(lambda: nodes.pools.directory.state("pool-0") is DirectoryState.DEGRADED)
+    nodes.pools.shrink(Shrink("pool-1", 7))
+    await nodes.settled()
+    assert await nodes.held("pool-1") == 10
+
+
+async def test_what_was_there_before_the_copy_stays_when_the_copy_goes(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    nodes.pools.shrink(Shrink("pool-1", 7, keep_blocks=4))
+    await nodes.settled()
+    assert [await nodes.held(name) for name in NAMES] == [10, 4]
+
+
+async def test_a_holder_that_could_not_be_told_of_the_others_is_told_later(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    await nodes.stop("pool-1")
+    nodes.pools.tell_replicas()
+    await nodes.settled()
+    await nodes.start("pool-1")
+    await nodes.store("pool-1")
+    await nodes.known(*NAMES)
+    assert await nodes.told("pool-1") == [0] * 10
+    nodes.pools.tell_replicas()
+    await nodes.settled()
+    assert await nodes.told("pool-1") == [1] * 10
+
+
+async def test_a_holder_that_joins_anew_is_told_anew(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    nodes.pools.tell_replicas()
+    await nodes.settled()
+    await nodes.stop("pool-1")
+    await nodes.start("pool-1")
+    nodes.join("pool-1")
+    await nodes.store("pool-1")
+    await nodes.known(*NAMES)
+    nodes.pools.tell_replicas()
+    await nodes.settled()
+    assert await nodes.told("pool-1") == [1] * 10
+
+
+async def test_a_pool_node_that_leaves_before_it_is_told_is_no_error(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    loop, failed = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: failed.append(context))
+    nodes.pools.tell_replicas()
+    nodes.pools.remove("pool-1")
+    await nodes.settled()
+    assert failed == []
+
+
+async def test_a_copied_prefix_that_the_policy_counts_as_one_no_more_is_forgotten_with_its_holders(nodes):
+    nodes.pools.replicas.add(NAMESPACE, CHAIN.tobytes(), "pool-1", 7)
+    nodes.pools.remove("pool-1")
+    nodes.pools.tell_replicas()
+    await nodes.settled()
+    assert len(nodes.pools.replicas) == 0
+
+
+def test_very_many_prefixes_have_their_turns_one_after_the_other():
+    replicas = Replicas()
+    rng = np.random.default_rng(2)
+    for number in range(7):
+        replicas.add(NAMESPACE, rng.bytes(16 * 10), "pool-1", number + 1)
+    turns = [replicas.take_turn(25) for _ in range(3)]
+    assert [len(turn) for turn in turns] == [3, 3, 1]
+    assert len({prefix.name for turn in turns for prefix in turn}) == 7
+    assert len(replicas.take_turn(25)) == 3
