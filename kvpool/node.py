@@ -259,7 +259,9 @@ class PoolNode:
         Called after every call to the core that may move blocks, before anybody writes to slots that it gave.
         """
         if self.index is not None:
-            self.index.apply(self.core.take_dram_changes())
+            changes = self.core.take_dram_changes()
+            if changes:
+                self.index.apply(changes)
         if self.core.log.seq != self._told_seq:
             self._told_seq = self.core.log.seq
             self._wake()

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable
 
@@ -40,14 +41,16 @@ from kvpool.node import PoolNode
 from messenger.errors import ProtocolError
 from messenger.memory import PeerMemory
 
-__all__ = ["Connection"]
+__all__ = ["LANDING_NBYTES", "Connection"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_REGIONS = 64  # mapped per caller
 _MAX_UNSENT_NBYTES = 1 << 20  # of answers that a caller does not take
-_READ_NBYTES = 1 << 18
+LANDING_NBYTES = 1 << 18
 _MAX_FDS = 4
+_FD = struct.Struct("@i")
+_ANCILLARY_NBYTES = socket.CMSG_LEN(_MAX_FDS * _FD.size)
 _HELLO_S = 10.0  # until when a caller must have said who it is
 
 
@@ -60,11 +63,14 @@ class Connection:
         node: PoolNode,
         index: SharedIndex,
         intake: Intake,
+        landing: memoryview,
         on_close: "Callable[[Connection], None]",
     ) -> None:
+        """`landing` is where bytes come in; they are taken on at once, so all callers of a door share it."""
         sock.setblocking(False)
         self._sock = sock
         self._node, self._index, self._intake = node, index, intake
+        self._landing = landing
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._caller: Caller | None = None
@@ -93,19 +99,21 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sock, _READ_NBYTES, _MAX_FDS)
+            nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._landing], _ANCILLARY_NBYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self.close()
             return
-        self._fds += fds
-        if not data:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds += [fd for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])]
+        if not nbytes:
             self.close()
         elif flags & socket.MSG_CTRUNC or len(self._fds) > _MAX_FDS:
             self._refuse("ProtocolError", "too many descriptors at once")
         else:
-            self._received += data
+            self._received += self._landing[:nbytes]
             self._work()
 
     def _work(self) -> None:
@@ -124,7 +132,7 @@ class Connection:
         """The next whole message; None when it has not come yet."""
         if len(self._received) < PREFIX.size:
             return None
-        kind, nbytes = decode_prefix(self._received[: PREFIX.size])
+        kind, nbytes = decode_prefix(self._received)
         end = PREFIX.size + nbytes
         if len(self._received) < end:
             return None
@@ -145,6 +153,8 @@ class Connection:
     def _answer(self, message: Message) -> None:
         node, index = self._node, self._index
         match message:
+            case Put():
+                self._put(message)
             case Hello():
                 self._silent.cancel()
                 self._caller = Caller(message.owner, message.owner_incarnation)
@@ -156,8 +166,6 @@ class Connection:
                 self._take_offer(message)
             case Withdraw():
                 self._regions.pop(message.region_id, None)
-            case Put():
-                self._put(message)
             case Touch():
                 node.core.use(time.monotonic_ns(), *_address(message))
             case Corrupt():

@@ -14,7 +14,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvpool.local.connection import Connection
+from kvpool.local.connection import LANDING_NBYTES, Connection
 from kvpool.local.intake import Intake
 from kvpool.local.mapping import Mapped
 from kvpool.local.shared_index import SharedIndex
@@ -55,6 +55,7 @@ class Door:
         self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-door")
         self.intake = Intake(node, Mapped.of(node.memory.array), self.threads)
         self.callers: set[Connection] = set()
+        self._landing = memoryview(bytearray(LANDING_NBYTES))
         self._identity: tuple[int, int] | None = None
 
     def open(self) -> None:
@@ -103,7 +104,7 @@ class Door:
             _log.warning("the host door turned a caller away: %d are here", len(self.callers))
             sock.close()
             return
-        self.callers.add(Connection(sock, self.node, self.index, self.intake, self.callers.discard))
+        self.callers.add(Connection(sock, self.node, self.index, self.intake, self._landing, self.callers.discard))
 
     def _pause(self) -> None:
         """Whoever waits to be taken would wake the loop again at once."""

@@ -157,8 +157,8 @@ def encode(message: Message) -> bytes:
 
 
 def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """(kind, body length). Raises ProtocolError, before anything is kept for the body."""
-    magic, version, kind, zero, length = PREFIX.unpack(prefix)
+    """(kind, body length) of the frame that begins so. Raises ProtocolError, before anything is kept for the body."""
+    magic, version, kind, zero, length = PREFIX.unpack_from(prefix)
     if magic != MAGIC:
         raise ProtocolError(f"not this protocol: a frame begins with {MAGIC!r}, not {magic!r}")
     if version != VERSION:

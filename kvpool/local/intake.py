@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -41,8 +42,7 @@ class Caller:
     owner_incarnation: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Request:
+class _Request(NamedTuple):
     """A Put, checked but for its offsets."""
 
     plan: SpecPlan
@@ -53,8 +53,7 @@ class _Request:
     num_tokens: NDArray[np.uint32]  # [n], 0 for a full block
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
+class _Copy(NamedTuple):
     """What is left to do of a Put once slots were given: indices of its NEW blocks, and where they go."""
 
     put_id: str
@@ -88,9 +87,9 @@ class Intake:
         if not allocation.new_blocks:
             return bytes(status)
         new = [i for i, each in enumerate(allocation.status) if each is SlotStatus.NEW]
-        targets = np.array([block.offsets for block in allocation.new_blocks], np.int64)
-        copy = _Copy(allocation.put_id, new, np.ascontiguousarray(targets.T))
-        if len(new) * request.plan.spec.block_nbytes > _QUICK_NBYTES:
+        targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
+        copy = _Copy(allocation.put_id, new, targets)
+        if len(new) * request.plan.block_nbytes > _QUICK_NBYTES:
             return self._put_later(request, copy, source, status)
         try:
             right, digests = self._copy(request, copy, source)
@@ -150,7 +149,10 @@ def _checked(message: Put) -> _Request:
 
 def _by_group(plan: SpecPlan, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
     """Per block, the digests of each group."""
-    data, nbytes, spans = digests.tobytes(), 8 * plan.num_layers, list(itertools.pairwise((0, *plan.ends)))
+    data, nbytes = digests.tobytes(), 8 * plan.num_layers
+    if len(plan.ends) == 1:
+        return [(data[at : at + nbytes],) for at in range(0, len(data), nbytes)]
+    spans = list(itertools.pairwise((0, *plan.ends)))
     return [tuple(data[at + a : at + b] for a, b in spans) for at in range(0, len(data), nbytes)]
 
 

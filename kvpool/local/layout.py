@@ -64,6 +64,11 @@ class SpecPlan:
         return sum(self.spec.num_layers(g) for g in range(self.spec.num_groups))
 
     @cached_property
+    def block_nbytes(self) -> int:
+        """Of a block over all groups."""
+        return self.spec.block_nbytes
+
+    @cached_property
     def proto_bytes(self) -> bytes:
         """The spec as it crosses the door."""
         return self.spec.to_proto().SerializeToString()

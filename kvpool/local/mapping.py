@@ -1,6 +1,8 @@
 """Mappings of memory, whole or a caller's array, as the compiled loops take them; and checked copies between two."""
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from kvpool.local.layout import SpecPlan
 __all__ = ["Mapped", "copy_blocks", "digest_blocks"]
 
 _NO_WORDS = np.empty(0, np.uint32)
+_NOT_TOLD = np.empty((0, 0), np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +48,19 @@ def copy_blocks(
     of what was written. Runs without the GIL. Raises SpecError, before anything is copied, when a slot lies outside or
     the arrays do not fit.
     """
-    # Numba takes half a second to import: only who copies waits for it.
-    from kvpool.local.copy_kernels import DONE, OUT_OF_BOUNDS, copy_kernel
-
     n, shape = len(num_tokens), (len(num_tokens), plan.num_layers)
-    told = np.empty((0, 0), np.uint64) if expected is None else expected
+    told = _NOT_TOLD if expected is None else expected
     if starts.shape != (plan.spec.num_groups, n) or targets.shape != starts.shape:
         raise SpecError(f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{plan.spec.num_groups}, n]")
     if expected is not None and expected.shape != shape:
         raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {plan.num_layers}]")
     right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
-    done = copy_kernel()(
+    done = _kernels()[0](
         source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, told, digests,
         right,
     )  # fmt: skip
-    room = f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to"
-    _check_done(done == DONE, done == OUT_OF_BOUNDS, room, plan)
+    if done:
+        raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", plan)
     return right.view(np.bool_), digests
 
 
@@ -71,18 +71,26 @@ def digest_blocks(
 
     As `kvpool.digest.layer_digests_at` of each group, in one call. Runs without the GIL. Raises SpecError.
     """
-    from kvpool.local.copy_kernels import DONE, OUT_OF_BOUNDS, digest_kernel
-
     if offsets.shape != (plan.spec.num_groups, len(num_tokens)):
         raise SpecError(f"offsets of shape {offsets.shape}: expected [{plan.spec.num_groups}, {len(num_tokens)}]")
     digests = np.empty((len(num_tokens), plan.num_layers), np.uint64)
-    done = digest_kernel()(memory.array, memory.words, offsets, plan.array, num_tokens, digests)
-    _check_done(done == DONE, done == OUT_OF_BOUNDS, f"{len(memory.array)} bytes", plan)
+    done = _kernels()[1](memory.array, memory.words, offsets, plan.array, num_tokens, digests)
+    if done:
+        raise _not_done(done, f"{len(memory.array)} bytes", plan)
     return digests
 
 
-def _check_done(done: bool, beyond: bool, room: str, plan: SpecPlan) -> None:
-    if beyond:
-        raise SpecError(f"a slot lies beyond memory of {room}")
-    if not done:
-        raise SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """Copy and digest. Numba takes half a second to import: only who copies waits for it."""
+    from kvpool.local.copy_kernels import copy_kernel, digest_kernel
+
+    return copy_kernel(), digest_kernel()
+
+
+def _not_done(why: int, room: str, plan: SpecPlan) -> SpecError:
+    from kvpool.local.copy_kernels import OUT_OF_BOUNDS
+
+    if why == OUT_OF_BOUNDS:
+        return SpecError(f"a slot lies beyond memory of {room}")
+    return SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")

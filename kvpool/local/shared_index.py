@@ -4,6 +4,7 @@ One writer, in the pool node's event loop; any number of readers, in any process
 is followed by a larger one, and says so: readers ask for the new one.
 """
 
+import struct
 from collections.abc import Iterable
 
 import numpy as np
@@ -110,8 +111,8 @@ class SharedIndex:
 
 def _record(block: Block) -> NDArray[np.uint64]:
     """An entry from its key on."""
-    digests = b"".join(block.digests)
-    groups, layers = len(block.offsets), len(digests) // 8
+    digests, offsets = b"".join(block.digests), block.offsets
+    groups, layers = len(offsets), len(digests) // 8
     shape = block.num_tokens << layout.SHAPE_TOKENS_SHIFT | groups << layout.SHAPE_GROUPS_SHIFT | layers
-    numbers = np.array([shape, *block.offsets], "<u8").tobytes()
-    return np.frombuffer(block.key + numbers + digests, "<u8")
+    numbers = struct.pack(f"<{1 + groups}Q", shape, *offsets)
+    return np.frombuffer(block.key + numbers + digests, np.uint64)

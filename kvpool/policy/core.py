@@ -30,7 +30,7 @@ from kvpool.policy.records import (
     SsdBlock,
     Write,
 )
-from kvpool.policy.requests import check_digests, check_request, request_blocks
+from kvpool.policy.requests import check_digests, check_request, cost_of_each, request_blocks
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore
@@ -85,41 +85,44 @@ class PoolCore:
         oldest of too many after the same parent, or what any block may evict, gives way.
 
         Raises SpecMismatch when the namespace has another spec here, SpecError when no block of it could ever fit,
-        AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible.
+        AddressError when there is not one parent, or number of tokens, per block, or such a number is impossible,
+        PoolRefused when `compute_s` is.
         """
         check_request(spec, chain, parents, num_tokens)
+        cost_s = cost_of_each(compute_s, len(chain))
         store = self.store
         family = store.families.of(kv_namespace, spec)
         put_id = self._next_id("put")
         after = kv_namespace + parents[0] if parents else None
         use = Use(now_ns, request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
-        cost_s = compute_s / len(chain) if chain else 0.0
         found = store.index.find(kv_namespace, chain)
         status: list[SlotStatus] = []
         new_blocks: list[Block] = []
         full = False
         last: Block | None = None
-        with store.keeping(found):
-            for i, known in enumerate(found):
-                place = known.place if known is not None else store.index.place(kv_namespace + chain[i])
-                block = place.block  # not `known`: a key may come twice
+        kept = store.keep_behind_gap(found)
+        for i, known in enumerate(found):
+            place = known.place if known is not None else store.index.place(kv_namespace + chain[i])
+            block = place.block  # not `known`: a key may come twice
+            if block is not None:
+                if not block.put_id:
+                    store.hit([block], use)
+                status.append(SlotStatus.EXISTS)
+            elif full:
+                store.index.discard(place)
+                status.append(SlotStatus.NO_SPACE)
+            else:
+                is_next = last is not None and parents[i] == chain[i - 1]
+                before = last.place if is_next and last else store.index.place(kv_namespace + parents[i])
+                tokens = num_tokens[i] if num_tokens else 0
+                block = store.try_add(family, place, before, put_id, tokens, cost_s, use)
+                full = block is None
+                status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
                 if block is not None:
-                    if not block.put_id:
-                        store.hit([block], use)
-                    status.append(SlotStatus.EXISTS)
-                elif full:
-                    store.index.discard(place)
-                    status.append(SlotStatus.NO_SPACE)
-                else:
-                    is_next = last is not None and parents[i] == chain[i - 1]
-                    before = last.place if is_next and last else store.index.place(kv_namespace + parents[i])
-                    tokens = num_tokens[i] if num_tokens else 0
-                    block = store.try_add(family, place, before, put_id, tokens, cost_s, use)
-                    full = block is None
-                    status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
-                    if block is not None:
-                        new_blocks.append(block)
-                last = block
+                    new_blocks.append(block)
+            last = block
+        for copy in kept:
+            store.release(copy)
         store.tell()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
         if not new_blocks:
@@ -141,12 +144,12 @@ class PoolCore:
         if put is None or put.expires_ns <= now_ns:
             raise PutLost(f"put {put_id!r} has ended (expired, aborted or sealed): allocate again")
         check_digests(put.blocks, digests)
-        keep = [True] * len(put.blocks) if keep is None else keep
-        kept = [i for i, keep_block in enumerate(keep) if keep_block]
         del self.puts[put_id]
         use = Use(now_ns, put.request_blocks, stores=True)
+        kept = range(len(put.blocks)) if keep is None else [i for i, keep_block in enumerate(keep) if keep_block]
         self.store.seal([put.blocks[i] for i in kept], [digests[i] for i in kept], use)
-        self._fence(put_id, [block for block in put.blocks if not block.sealed])
+        if len(kept) < len(put.blocks):
+            self._fence(put_id, [block for block in put.blocks if not block.sealed])
         self.counters["stored_blocks"] += len(kept)
         return len(kept)
 

@@ -1,7 +1,7 @@
 """The numbered events of one pool node incarnation, kept as far back as a bound in bytes allows."""
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpool.contents import contents_sum
 from kvpool.events import BlockRun, PoolEvents
@@ -13,8 +13,7 @@ _MAX_MESSAGE_NBYTES = 1 << 20
 _EVENT_NBYTES = 256  # about what an event takes beside its chain
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     stored: bool
     run: BlockRun
     contents_sum: int  # as of this event
@@ -33,9 +32,12 @@ class EventLog:
 
     def append(self, kv_namespace: bytes, chain: bytes, before: Tier | None, now: Tier | None) -> None:
         """The next event: blocks were in tier `before` and are in `now`, None: not here. The oldest are forgotten."""
-        for tier, sign in ((before, -1), (now, 1)):
-            if tier is not None:
-                self.contents_sum = (self.contents_sum + sign * contents_sum(kv_namespace, chain, tier)) % 2**64
+        total = self.contents_sum
+        if before is not None:
+            total -= contents_sum(kv_namespace, chain, before)
+        if now is not None:
+            total += contents_sum(kv_namespace, chain, now)
+        self.contents_sum = total % 2**64
         self.seq += 1
         run = BlockRun(kv_namespace, chain, now or Tier.DRAM)
         self._events.append(_Event(now is not None, run, self.contents_sum))

@@ -33,7 +33,7 @@ class Families:
         Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
         """
         known = self._families.get(kv_namespace)
-        if known is not None and known.spec == spec:
+        if known is not None and (known.spec is spec or known.spec == spec):
             return known
         if known is not None and known.num_copies:
             raise SpecMismatch(f"namespace {kv_namespace.hex()} holds blocks of {known.spec}, not of {spec}")

@@ -4,7 +4,6 @@ Slots are held by a copy of a block that can be found, by a copy that is gone bu
 written), or by whoever took them over with `take_out`; everything else is free.
 """
 
-import contextlib
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +62,12 @@ class BlockStore:
     ) -> Block | None:
         """A new block at an empty place, being written by `put_id`, after that of its parent.
 
-        None when it cannot or should not have slots: nothing has changed, and empty places are forgotten.
+        None when it cannot or should not have slots, or would follow itself (no true keys do): nothing has changed,
+        and empty places are forgotten.
         """
+        if self.index.would_follow_itself(place, before):
+            self.index.discard(place)
+            return None
         block = Block(place, family, put_id, num_tokens, cost_s)
         # Before anything is evicted for it: the victim must not be the parent.
         before.num_following += 1
@@ -237,16 +240,14 @@ class BlockStore:
             self._forget(block)
         return offsets
 
-    @contextlib.contextmanager
-    def keeping(self, found: Sequence[Block | None]) -> Iterator[None]:
-        """What of a chain is in DRAM behind a block that is not here (None) is not evicted meanwhile for that one."""
+    def keep_behind_gap(self, found: Sequence[Block | None]) -> list[Copy]:
+        """Hold what of a chain is in DRAM behind a block that is not here (None), so that nothing is evicted of it for
+        that one. To be released."""
         first = found.index(None) if None in found else len(found)
         copies = [copy for block in found[first:] if block is not None and (copy := block.dram) is not None]
         for copy in copies:
             copy.holds += 1
-        yield
-        for copy in copies:
-            self.release(copy)
+        return copies
 
     def in_dram(self) -> Iterator[Block]:
         """The blocks that readers find in DRAM."""
