@@ -140,8 +140,9 @@ class DecodeFace(WorkerFace):
             reserved.set_result(reservation)
             first = await self._receive(reservation, reserve)
             if first is not None:
-                await self._decode(reservation, *first, cut)
-                await node.pool.drop(reserve.superseded, request.placement.pool)
+                kept = await self._decode(reservation, *first, cut)
+                if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
+                    await node.pool.drop(reserve.superseded, request.placement.pool)
         finally:
             if reservation is None:
                 node.give_slots(slots)
@@ -191,7 +192,7 @@ class DecodeFace(WorkerFace):
             if not pulling.cancelled():
                 pulling.result()
 
-    async def _decode(self, reservation: Reservation, first_index: int, first_token: int, cut: int | None) -> None:
+    async def _decode(self, reservation: Reservation, first_index: int, first_token: int, cut: int | None) -> Kept:
         """`cut`: from this block on the prompt's KV was computed anew, for parity, and replaces what is here."""
         node, request = self.node, reservation.request
         if first_index != request.generated:
@@ -222,6 +223,7 @@ class DecodeFace(WorkerFace):
                 pool=request.placement.pool,
                 token_s=reservation.token_s,
             )
+        return kept
 
     async def _close_reservation(self, reservation: Reservation) -> None:
         node = self.node

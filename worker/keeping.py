@@ -48,6 +48,9 @@ class Kept:
         """With the partial one."""
         return len(self.keys) + bool(self.tail_tokens)
 
+    def num_tokens(self, block_tokens: int) -> int:
+        return len(self.keys) * block_tokens + self.tail_tokens
+
     def names(self, first: int) -> tuple[list[bytes], list[bytes], list[int]]:
         """(keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on."""
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)

@@ -60,6 +60,6 @@ class Pinned:
         used = used[self.right.start : self.right.stop]
         if not self.is_own:
             return 0, 0, int(used.sum())
-        ssd_from = self.lease.num_blocks - self.lease.ssd_blocks - self.right.start
-        ssd = int(used[max(0, ssd_from) : max(0, ssd_from) + self.lease.ssd_blocks].sum())
+        ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block is not among them
+        ssd = int(used[max(0, ssd_end - self.lease.ssd_blocks) : ssd_end].sum())
         return int(used.sum()) - ssd, ssd, 0

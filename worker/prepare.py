@@ -44,6 +44,11 @@ class Prepared:
         return sum(p.lease.num_blocks for p in self.pinned)
 
     @property
+    def pooled_tokens(self) -> int:
+        """Tokens of all leased blocks, the partial one included."""
+        return sum(int(p.valid.sum()) for p in self.pinned)
+
+    @property
     def grown_tail(self) -> bytes:
         """Key of the partial block that was reused, where the prompt does not make it whole; else empty."""
         tail = self.pinned[-1].tail if self.pinned else None
@@ -158,7 +163,7 @@ async def keep(node: WorkerNode, work: Prepared, sequence: Sequence, *, goes_on:
     node.index_blocks(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.pool.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
-    work.is_superseding = not (goes_on and work.grown_tail)
+    work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 
 
 async def _compare(node: WorkerNode, work: Prepared, aside: Aside) -> None:

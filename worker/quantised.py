@@ -44,7 +44,7 @@ class QuantisedMemory(SlotMemory):
     def to_host(self, slots: Sequence[int]) -> None:
         """Quantise what the engine has in these slots. Raises KvPoolError for values that int8 cannot stand for."""
         self._exact.to_host(slots)
-        index = torch.tensor(list(slots))
+        index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
             values = _grouped(self._exact.slot_values(g)[index].float(), group.scale_group)
             scales = (values.abs().amax(dim=-1, keepdim=True) / _LARGEST).half()
@@ -58,7 +58,7 @@ class QuantisedMemory(SlotMemory):
 
     def to_device(self, slots: Sequence[int]) -> None:
         """Give the engine, in the same slots, what these stand for."""
-        index = torch.tensor(list(slots))
+        index = torch.tensor(list(slots), dtype=torch.long)
         for g, group in enumerate(self.spec.groups):
             rows = self._rows(g)[index]
             steps = _grouped(rows[..., : group.head_dim].view(torch.int8).float(), group.scale_group)
@@ -76,7 +76,7 @@ class QuantisedMemory(SlotMemory):
 
 
 def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
-    return values.reshape(*values.shape[:-1], -1, size)
+    return values.unflatten(-1, (values.shape[-1] // size, size))
 
 
 def _scale_group(group: KvGroup) -> int:

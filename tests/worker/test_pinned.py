@@ -51,6 +51,7 @@ def test_a_lease_may_be_of_a_tail_alone() -> None:
         (1, range(4), 100, (11, 4, 0)),
         (3, range(4), 100, (3, 12, 0)),
         (2, range(1, 4), 100, (3, 8, 0)),  # the first was in the worker's own pages
+        (3, range(2, 4), 100, (3, 4, 0)),  # the first two were in the worker's own pages
         (1, range(2), 100, (8, 0, 0)),  # the one from SSD was damaged
         (1, range(4), 22, (10, 4, 0)),  # the prompt's last token is computed
         (1, range(4), 12, (4, 0, 0)),  # reuse was cut

@@ -61,6 +61,14 @@ def test_values_come_back_within_half_a_step_of_their_group(memories, scale):
         assert (exact.slot_values(g)[others] == 0).all()
 
 
+def test_no_slots_are_nothing_to_do(memories):
+    exact, stored = memories
+    before = fill(exact)
+    stored.to_host([])
+    stored.to_device([])
+    assert all(torch.equal(exact.slot_values(g), values) for g, values in enumerate(before))
+
+
 def test_the_same_kv_gives_the_same_bytes_and_digests(memories):
     exact, stored = memories
     fill(exact)
