@@ -7,7 +7,6 @@ a caller dies. The digest is of the bytes that were copied, whatever the caller 
 import asyncio
 import functools
 import itertools
-import math
 from collections.abc import Awaitable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
-from kvpool.errors import AddressError, PoolRefused, SpecError
+from kvpool.errors import AddressError, SpecError
 from kvpool.local.frames import Put, PutStatus
 from kvpool.local.layout import SpecPlan
 from kvpool.local.mapping import Mapped, copy_blocks
@@ -139,8 +138,6 @@ def _checked(message: Put) -> _Request:
     want = [KEY_NBYTES * n, 8 * groups * n, digests_nbytes, 4 * n]
     if told != want:
         raise SpecError(f"a put of {n} blocks has parents, offsets, digests, lengths of {told} bytes: expected {want}")
-    if not 0 <= message.compute_s < math.inf:
-        raise PoolRefused(f"compute_s must be a number of seconds, not {message.compute_s!r}")
     offsets = np.frombuffer(message.offsets, np.int64).reshape(groups, n)
     digests = np.frombuffer(message.digests, np.uint64).reshape(n, plan.num_layers) if message.digests else None
     num_tokens = np.frombuffer(message.num_tokens, np.uint32)

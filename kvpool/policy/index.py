@@ -81,6 +81,15 @@ class BlockIndex:
             blocks.append(block)
         return blocks
 
+    def would_follow_itself(self, place: Place, before: Place) -> bool:
+        """Whether a block at this empty place, put after `before`, would close a circle."""
+        if place is before:
+            return True
+        each: Place | None = before if place.num_following else None
+        while each is not None and each is not place:
+            each = each.parent if each.block is not None else None
+        return each is not None
+
     def add(self, block: Block, parent: Place) -> None:
         """Take in a block at its empty place; `parent.num_following` counts it already."""
         place = block.place

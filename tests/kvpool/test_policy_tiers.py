@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool import KvGroup, KvSpec
-from kvpool.errors import AddressError, PoolConfigError
+from kvpool.errors import AddressError, PoolConfigError, PoolRefused
 from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock
 from kvpool.policy.eviction import EvictionPolicy
 from kvpool.policy.histogram import Histogram
@@ -324,6 +324,37 @@ def test_impossible_numbers_of_tokens_are_refused(pool: Pool) -> None:
         pool.core.allocate(0, NS, SPEC, keys(1), [ROOT], num_tokens=[2], **args)
     with pytest.raises(AddressError, match="replicas"):
         pool.core.hint(0, NS, keys(2), [1])
+
+
+def test_a_block_that_would_follow_itself_is_not_taken_and_nothing_waits_for_its_beginning() -> None:
+    pool = Pool(8, ssd_room=8, write_above=0.0)
+    first, second, third = keys(3)
+    assert pool.put([first], parent=first) == [NO_SPACE]
+    assert pool.put([first], parent=second) == [NEW]
+    assert pool.put([second], parent=third) == [NEW]
+    assert pool.put([third], parent=first) == [NO_SPACE]
+    assert len(pool.write_back(everything=True)) == 2
+
+
+@pytest.mark.parametrize("compute_s", [-1.0, float("nan"), float("inf"), 1e300])
+def test_a_time_of_computing_that_cannot_be_is_refused(pool: Pool, compute_s: float) -> None:
+    with pytest.raises(PoolRefused, match="compute_s"):
+        pool.core.allocate(1, NS, SPEC, keys(1), [ROOT], owner="w", owner_incarnation=1, ttl_ns=MS, compute_s=compute_s)
+    assert len(pool.core.store.index) == 0
+
+
+@pytest.mark.parametrize("compute_s", [5e-324, 1e6])
+def test_the_least_and_most_times_of_computing_leave_the_policy_with_numbers(compute_s: float) -> None:
+    core = Pool(3, policy="moonpool").core
+    digests = tuple(bytes(8 * SPEC.num_layers(g)) for g in range(SPEC.num_groups))
+    for i, told_s in enumerate([1.0, compute_s, 1.0, compute_s, 1.0]):
+        got = core.allocate(
+            i * MS, NS, SPEC, keys(1, i), [ROOT], owner="w", owner_incarnation=1, ttl_ns=MS, compute_s=told_s
+        )
+        if got.put_id:
+            core.seal(i * MS, got.put_id, [digests])
+    assert len(core.store.index) == 3
+    assert core.totals()["evicted_dram_room_blocks"] > 0
 
 
 def test_a_namespace_over_its_quota_evicts_only_its_own() -> None:
