@@ -58,7 +58,7 @@ def blocks_picture(found: Sequence[FoundBlock]) -> RenderableType:
             f"{facts['leases']} leases" if facts["leases"] else "",
         ]
         common = [block.node_id, facts["key"], str(facts["tokens"]), str(facts["depth"])]
-        ends = [f"{facts['uses']} times", ", ".join(part for part in relatives if part)]
+        ends = [f"{facts['uses']}×", ", ".join(part for part in relatives if part)]
         for tier, copy in facts["tiers"].items():
             right = Text("right", style="green") if copy["right"] else Text("damaged, taken out", style="bold red")
             middle = [_NAMES[tier], size_text(copy["nbytes"]), seconds(copy["age_s"]), seconds(copy["unused_s"])]
