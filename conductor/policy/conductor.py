@@ -160,17 +160,17 @@ class Conductor:
 
     def _copy_finished(self, now_ns: int, event: CopyFinished) -> None:
         state = self._state
-        had_blocks = state.copies.end(event.target, event.match_key)
-        if had_blocks is None or event.nbytes == 0:
+        extent = state.copies.end(event.target, event.match_key)
+        if extent is None or event.nbytes == 0:
             state.replication.failed(event)
         else:
             state.transfers.add(TransferSample(event.nbytes, event.seconds, "copy"))
-            state.replication.made(now_ns, event, had_blocks)
+            state.replication.made(now_ns, event, extent)
         state.counts["copied_bytes"] += event.nbytes
 
     def _shrink(self, now_ns: int) -> list[Decision]:
         cold = self._state.replication.take_cold(now_ns)
-        return [Shrink(replica.target, replica.match_key, replica.had_blocks) for replica in cold]
+        return [Shrink(replica.target, replica.match_key, replica.extent.had_blocks) for replica in cold]
 
     def _release_orphans(self, now_ns: int) -> list[Decision]:
         requests = self._state.requests

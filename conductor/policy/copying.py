@@ -9,6 +9,7 @@ costs.
 import numpy as np
 
 from conductor.policy.algorithm1 import PrefillScores, Prefixes
+from conductor.policy.copies import Extent
 from conductor.policy.costs import TransferCosts
 from conductor.policy.decisions import Copy
 from conductor.policy.events import RequestArrived
@@ -45,7 +46,7 @@ def copy_after(
     pool, had = nodes.pools[target], int(prefixes.own[target])
     if not pays or not state.answers(pool):
         return None
-    if not state.copies.try_begin(prefixes.best_pool, pool, request.match_key, had):
+    if not state.copies.try_begin(prefixes.best_pool, pool, request.match_key, Extent(prefixes.best, had)):
         return None
     return Copy(prefixes.best_pool, pool, prefixes.best, request.match_key)
 

@@ -1,6 +1,6 @@
 """Places a request: Algorithm 1 for the prefill node, predicted TBT for the decode node, admission, hot-spot copy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.decode_choice import DecodeScores, score_decode, wait_for_room_s
 from conductor.policy.events import PoolMatch, RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
 
@@ -79,10 +80,12 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = _placed(state, request, places.prefill, prefixes, scores, chosen, decode, ttft_s)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
-    without = _without_replicas(state, usable)
-    if without is not None:
+    replicas = _replicas(state, usable)
+    if places.prefill.pools[chosen] in replicas:
+        without = _without_replicas(state, usable, replicas)
         alone = _score(state, request, model, _prefixes(state, without, places.prefill), queue_all_s, costs)
-        _note_saved(now_ns, state, usable, places.prefill.pools[chosen], alone, float(scores.ttft_s[chosen]))
+        saved_s = max(0.0, float(alone.ttft_s.min() - scores.ttft_s[chosen]))
+        state.replication.use(now_ns, replicas[places.prefill.pools[chosen]], saved_s)
     return [placed] if copy is None else [placed, copy]
 
 
@@ -107,25 +110,31 @@ def _prefixes(state: ClusterState, matches: Sequence[PoolMatch], prefill: Candid
     return Prefixes(own, own_ssd, best.blocks, best.ssd_blocks, best.pool, sends.get(best.pool, 0))
 
 
-def _without_replicas(state: ClusterState, matches: Sequence[PoolMatch]) -> list[PoolMatch] | None:
-    """What pool nodes would hold if no Copy had been made; None where that is what they hold."""
-    replicas = {match.pool: state.replication.of(match.pool, match.replica) for match in matches if match.replica}
-    if not any(replicas.values()):
-        return None
-    return [
-        match if (replica := replicas.get(match.pool)) is None else replace(match, blocks=replica.had_blocks)
-        for match in matches
-    ]
+def _replicas(state: ClusterState, matches: Sequence[PoolMatch]) -> dict[str, Replica]:
+    """Per pool node: the replica whose blocks the request finds there, beside those that were there before."""
+    found = ((match, state.replication.of(match.pool, match.replica)) for match in matches if match.replica)
+    return {
+        match.pool: replica
+        for match, replica in found
+        if replica is not None and match.blocks > replica.extent.had_blocks
+    }
 
 
-def _note_saved(
-    now_ns: int, state: ClusterState, matches: Sequence[PoolMatch], pool: str, alone: PrefillScores, ttft_s: float
-) -> None:
-    """The request runs beside a replica: what it would have been predicted to take without any, less what it is."""
-    key = next((match.replica for match in matches if match.pool == pool), 0)
-    replica = state.replication.of(pool, key)
-    if replica is not None:
-        state.replication.use(now_ns, replica, max(0.0, float(alone.ttft_s.min()) - ttft_s))
+def _without_replicas(
+    state: ClusterState, matches: Sequence[PoolMatch], replicas: Mapping[str, Replica]
+) -> list[PoolMatch]:
+    """What pool nodes would hold if no Copy had been made: what followed a copied prefix would be with its source."""
+    found = {match.pool: match for match in matches}
+    without = dict(found)
+    for pool, replica in replicas.items():
+        had_blocks = replica.extent.had_blocks
+        without[pool] = replace(found[pool], blocks=had_blocks, ssd_blocks=min(found[pool].ssd_blocks, had_blocks))
+    for pool, replica in replicas.items():
+        blocks = found[pool].blocks
+        source = without.get(replica.source, PoolMatch(replica.source, 0))
+        if replica.extent.num_blocks < blocks and source.blocks < blocks and state.answers(source.pool):
+            without[source.pool] = replace(source, blocks=blocks)
+    return list(without.values())
 
 
 def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts) -> Floats:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from conductor.policy.config import NS
+from conductor.policy.copies import Extent
 from conductor.policy.events import CopyFinished
 
 __all__ = ["Replica", "Replication"]
@@ -19,7 +20,7 @@ class Replica:
     source: str
     target: str
     match_key: int
-    had_blocks: int  # what the target held of it before
+    extent: Extent
     used_ns: int  # last, or when it came
     num_uses: int = 0
 
@@ -41,10 +42,10 @@ class Replication:
         """The replica at `pool`, if it is one."""
         return self._replicas.get((pool, match_key))
 
-    def made(self, now_ns: int, event: CopyFinished, had_blocks: int) -> None:
+    def made(self, now_ns: int, event: CopyFinished, extent: Extent) -> None:
         """A copy is done and has brought something."""
         self.spent_s += event.seconds
-        replica = Replica(event.source, event.target, event.match_key, had_blocks, now_ns)
+        replica = Replica(event.source, event.target, event.match_key, extent, now_ns)
         self._replicas.setdefault((event.target, event.match_key), replica)
 
     def failed(self, event: CopyFinished) -> None:

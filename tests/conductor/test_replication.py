@@ -106,6 +106,33 @@ def test_what_a_copy_cost_and_what_it_saved_are_both_counted(cluster, make):
     assert saved_s > 0.1
 
 
+def test_what_was_stored_behind_a_copied_prefix_is_not_what_the_copy_saved(cluster, make):
+    """Without the copy the conversation would have gone on at the source."""
+    c = cluster()
+    slow_network(c)
+    copied(c, make)
+    ask = {"match_key": 7, "excluded": ("prefill-0",)}
+    with_it = c.send(make.request("b", matches=(("pool-0", 12), ("pool-1", 15, 0, 7)), **ask))[0]
+    d = cluster()
+    slow_network(d)
+    copied(d, make)
+    without = d.send(make.request("b", matches=(("pool-0", 15),), **ask))[0]
+    saved_s = without.predicted_ttft_s - with_it.predicted_ttft_s
+    assert c.conductor.replication.saved_s == pytest.approx(saved_s)
+
+
+def test_a_copy_that_the_pool_node_has_evicted_is_not_used(cluster, make):
+    c = cluster(replica_idle_s=10.0, orphan_timeout_s=1e6)
+    slow_network(c)
+    ask = {"match_key": 7, "excluded": ("prefill-0",)}
+    asked = [make.request(f"a{i}", matches=(("pool-0", 12), ("pool-1", 4)), **ask) for i in range(9)]
+    assert sum(len(copies(c.send(request))) for request in asked) == 1
+    c.send(CopyFinished("pool-0", "pool-1", 7, 8 << 14, 0.25))
+    c.after(6.0).send(make.request("b", matches=(("pool-0", 12), ("pool-1", 4, 0, 7)), **ask))
+    assert c.after(6.0).send(Tick()) == [Shrink("pool-1", 7, 4)]
+    assert c.conductor.replication.saved_s == 0
+
+
 def test_a_copy_that_failed_has_only_cost(cluster, make):
     c = cluster()
     decisions = c.send(make.request(matches=(("pool-0", 12),), match_key=7, excluded=("prefill-0",)))
