@@ -233,13 +233,13 @@ class Generation:
         metrics.queue.observe(timing.queue_s)
         metrics.load.observe(timing.load_s)
         metrics.prefill.observe(timing.prefill_s)
+        facts.approximate_tokens = max(facts.approximate_tokens, timing.approximate_tokens)  # of whichever attempt
         if facts.has_timing:
             return
         facts.has_timing = True
         facts.cached_tokens = min(timing.cached_tokens, len(self.request.prompt_ids))
         facts.cached_dram_tokens, facts.cached_ssd_tokens = timing.cached_dram_tokens, timing.cached_ssd_tokens
         facts.cached_remote_tokens = timing.cached_remote_tokens
-        facts.approximate_tokens = timing.approximate_tokens
         facts.queue_s, facts.load_s, facts.prefill_s = timing.queue_s, timing.load_s, timing.prefill_s
         metrics.prefix_cache_queries.inc(len(self.request.prompt_ids))
         metrics.prefix_cache_hits.inc(facts.cached_tokens)

@@ -125,7 +125,7 @@ class Facts:
     cached_dram_tokens: int = 0  # of them, from the memory of the prefill worker's pool node
     cached_ssd_tokens: int = 0  # from its SSD
     cached_remote_tokens: int = 0  # from another pool node; the rest were in the worker's own pages
-    approximate_tokens: int = 0  # of the cached ones, those whose KV may have been through int8 storage
+    approximate_tokens: int = 0  # tokens whose KV was reused and may have been through int8 storage: on any worker
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0

@@ -62,6 +62,12 @@ class Handoff:
             raise self._failed("reserve", str(error)) from error
 
     @property
+    def push_from(self) -> int:
+        """Blocks before it the decode node has, or pulls itself."""
+        assert self.reservation is not None
+        return max(self._work.shared_blocks, self.reservation.held_blocks)
+
+    @property
     def endpoint(self) -> Endpoint:
         """The decode node's messenger."""
         assert self.reservation is not None

@@ -84,6 +84,7 @@ class PrefillFace(WorkerFace):
         pusher: Pusher | None = None
         try:
             await both(load(node, work), handoff.reserve())
+            work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
             sequence = await self._prefill(work, turn, matcher, pusher)
             if sequence.finish:
@@ -107,7 +108,7 @@ class PrefillFace(WorkerFace):
         reply = handoff.reservation
         assert reply is not None
         request = work.request
-        push_from = max(work.shared_blocks, reply.held_blocks)
+        push_from = handoff.push_from
         pusher = Pusher(
             self.node.memory,
             self.node.messenger.connect(handoff.endpoint),

@@ -33,6 +33,7 @@ class Prepared:
     pinned: list[Pinned]
     cut: int | None  # blocks from here on are computed, even if they could be reused, to be compared
     reused_tokens: int = 0  # the last prompt token is never one of them
+    elsewhere_tokens: int = 0  # of the prompt, those that the decode node may reuse by itself
     store_from: int = 0  # blocks before it are in the pool
     aside: Aside | None = None
     load_s: float = 0.0
@@ -141,7 +142,7 @@ def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, pr
         cached_dram_tokens=dram,
         cached_ssd_tokens=ssd,
         cached_remote_tokens=remote,
-        approximate_tokens=cached if node.config.kv_storage == "int8" else 0,
+        approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv_storage == "int8" else 0,
     )
     node.counters.add("prompt_tokens", len(work.request.prompt))
     node.counters.add("cached_tokens", cached)

@@ -76,7 +76,7 @@ class QuantisedMemory(SlotMemory):
 
 
 def _grouped(values: torch.Tensor, size: int) -> torch.Tensor:
-    return values.unflatten(-1, (values.shape[-1] // size, size))
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
 def _scale_group(group: KvGroup) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import numpy as np
@@ -222,9 +222,10 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         *,
         pool: bool | dict[str, Any] = False,
         parity: float = 0.0,
+        storage: Literal["exact", "int8"] = "exact",
         **decode_options: Any,
     ) -> Pair:
-        """`pool`: with a pool node, perhaps of these options; `parity`: sampled on both nodes."""
+        """`pool`: with a pool node, perhaps of these options; `parity`, `storage`: of both nodes."""
         pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
@@ -237,6 +238,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 block_tokens=BLOCK,
                 messenger=MessengerConfig(transport=transport, run_dir=tmp_path),  # type: ignore[arg-type]
                 kv_parity_sample=parity,
+                kv_storage=storage,
                 **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, "pool_target": pool_target, **options},
             )
 

@@ -184,7 +184,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return str(cancel.request_id)
 
     def send(
-        self, submit: worker_pb2.Submit, first: int, ids: Sequence[int], *, finish: int = 0, cached: int | None = None
+        self,
+        submit: worker_pb2.Submit,
+        first: int,
+        ids: Sequence[int],
+        *,
+        finish: int = 0,
+        cached: int | None = None,
+        approximate: int = 0,
     ) -> None:
         """Tokens `ids` from index `first` on, in one message; `finish` goes with the last, `cached` with the first."""
         message = worker_pb2.WorkerMessage()
@@ -194,6 +201,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             )
             if cached is not None and index == first:
                 timing = worker_pb2.Timing(cached_tokens=cached, queue_s=0.5, load_s=0.25, prefill_s=0.125)
+                timing.approximate_tokens = approximate
                 timing.cached_dram_tokens, timing.cached_ssd_tokens, timing.cached_remote_tokens = 4, 2, 1
                 token.timing.CopyFrom(timing)
             add_logprobs(token, submit)

@@ -50,12 +50,13 @@ async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
     assert list(schedule.exclude_nodes) == ["d0"]
     retry = await cluster.conductor.completion()
     assert (retry.outcome, retry.attempt, retry.generated) == ("retry", 0, 2)
-    prefill.send(second, 2, IDS[2:3], cached=12)
+    prefill.send(second, 2, IDS[2:3], cached=12, approximate=12)
     second_pair[1].send(second, 3, IDS[3:], finish=LENGTH)
     answer = await task
     assert ids_in(answer) == IDS
     facts = answer[1]["moonpool"]
     assert (facts["attempts"], facts["decode_node"]) == (2, "d1")
+    assert facts["approximate_tokens"] == 12  # the rest of the answer was made from them
     assert answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     assert answer[1]["usage"]["completion_tokens"] == 4
     finished = await cluster.conductor.completion()

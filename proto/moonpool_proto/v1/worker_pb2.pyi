@@ -360,7 +360,7 @@ class Timing(_message.Message):
     cached_remote_tokens: _builtins.int
     """another host's pool"""
     approximate_tokens: _builtins.int
-    """of cached_tokens, those whose KV may have been through int8 storage"""
+    """whose KV was reused, here or on the decode node, and may have been through int8"""
     def __init__(
         self,
         *,
