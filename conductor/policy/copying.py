@@ -85,10 +85,12 @@ def _pays_ahead(
 def _relief(
     state: ClusterState, nodes: Candidates, prefixes: Prefixes, scores: PrefillScores, chosen: int, uses: float
 ) -> int | None:
-    """The candidate with the shortest queue among those without the prefix; None while its holders can do it alone."""
+    """The candidate with the shortest queue among those that could get the prefix; None while its holders can do it
+    alone."""
     if uses < _LIKELY_USES or _load(state, nodes, prefixes, scores, chosen, uses) < state.config.hot_load:
         return None
-    without = np.flatnonzero(~_has_prefix(state, prefixes))
+    answering = np.array([state.answers(pool) for pool in nodes.pools], bool)
+    without = np.flatnonzero(~_has_prefix(state, prefixes) & answering)
     return int(without[np.argmin(scores.queue_s[without])]) if len(without) else None
 
 

@@ -70,6 +70,29 @@ def test_a_prefix_that_keeps_its_holder_busy_is_copied_before_anybody_has_to_fet
     assert found == [Copy("pool-0", "pool-1", 12, 7)]
 
 
+@pytest.mark.parametrize("kind", ["no pool node", "a silent pool node"])
+def test_a_worker_without_a_pool_node_to_copy_to_does_not_keep_others_from_the_copy(cluster, make, kind):
+    c = cluster(
+        *(make.node(f"pool-{i}", "pool") for i in (0, 1, 2)),
+        make.node("prefill-0", "prefill"),
+        make.node("prefill-1", "prefill", **({"pool_node_id": ""} if kind == "no pool node" else {})),
+        make.node("prefill-2", "prefill"),
+        make.node("decode-0", "decode"),
+        replication_horizon_s=10.0,
+        report_timeout_s=4.0,
+    )
+    c.learn("prefill-0", per_token_s=1e-2)
+    talking = ["pool-0", "pool-2", "prefill-0", "prefill-1", "prefill-2", "decode-0"]
+    found = []
+    for i in range(20):
+        for name in talking if kind == "a silent pool node" else [*talking, "pool-1"]:
+            c.send(NodeReported(name))
+        found += copies(c.after(0.7).send(make.request(f"r{i}", matches=(("pool-0", 12),), match_key=7)))
+        for phase in ("prefill_started", "prefill_ended", "ended"):
+            c.progress("prefill-0", phase, f"r{i}")
+    assert found == [Copy("pool-0", "pool-2", 12, 7)]
+
+
 def test_a_prefix_that_is_used_now_and_then_stays_where_it_is(cluster, make):
     c = cluster(replication_horizon_s=10.0)
     c.learn("prefill-0", per_token_s=1e-2)
