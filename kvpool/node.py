@@ -163,6 +163,7 @@ class PoolNode:
     def seal_now(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> int:
         """As `seal`, of a put for which no key was given and whose bytes are all there: it is over at once."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
+        self._own_reads.pop(put_id, None)
         self.tell()
         self.core.fence_revoked(put_id)
         return sealed

@@ -104,7 +104,7 @@ class Intake:
         try:
             await asyncio.wait([copying])
             right, digests = copying.result()
-            await self._node.seal(copy.put_id, digests, right)
+            self._node.seal_now(copy.put_id, digests, right)
         except BaseException:
             await self._node.abort(copy.put_id)
             raise

@@ -199,7 +199,7 @@ class LocalPool:
         Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or DoorClosed.
         """
         n, plan = len(check_chain(chain)), self._plan(spec)
-        lengths = np.zeros(n, np.uint32) if num_tokens is None else num_tokens.astype(np.uint32, copy=False)
+        check_chain(parents)
         block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + plan.num_layers) + 4
         most = max(1, (MAX_BODY_NBYTES - len(plan.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
         answers = []
@@ -210,10 +210,10 @@ class LocalPool:
                 plan.proto_bytes,
                 region_id,
                 chain[part].tobytes(),
-                check_chain(parents)[part].tobytes(),
+                parents[part].tobytes(),
                 offsets[:, part].tobytes(),
                 b"" if digests is None else digests[part].tobytes(),
-                lengths[part].tobytes(),
+                bytes(4 * (part.stop - at)) if num_tokens is None else num_tokens[part].astype(np.uint32).tobytes(),
                 compute_s * (part.stop - at) / n,
             )
             answers.append(self._caller.ask(message, Stored).status)
