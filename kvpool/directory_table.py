@@ -187,8 +187,10 @@ class DirectoryTable:
         if need < 0:
             words = len(self._t.rows)
             self._t = self._t._replace(rows=np.zeros(0, np.uint32))
-            self._rows.grow(2 * words + (16 << int(self._t.meta[DENSE])))
-            self._t = self._t._replace(rows=self._rows.array)
+            try:
+                self._rows.grow(2 * words + (16 << int(self._t.meta[DENSE])))
+            finally:
+                self._t = self._t._replace(rows=self._rows.array)
             return
         depth = int(self._t.depth[need])
         if depth == 64 - int(self._t.meta[SHIFT]):
@@ -206,9 +208,12 @@ class DirectoryTable:
         want = 2 * self._num_segments
         fill, depth = np.zeros(want, np.int32), np.zeros(want, np.int32)
         fill[: self._num_segments], depth[: self._num_segments] = self._t.fill, self._t.depth
-        self._t = self._t._replace(places=np.zeros(0, np.uint32), fill=fill, depth=depth)
-        self._places.grow(want * SEGMENT * 3)
-        self._t = self._t._replace(places=self._places.array)
+        self._t = self._t._replace(places=np.zeros(0, np.uint32))
+        try:
+            self._places.grow(want * SEGMENT * 3)
+        finally:
+            self._t = self._t._replace(places=self._places.array)
+        self._t = self._t._replace(fill=fill, depth=depth)
 
 
 def warm_up() -> None:

@@ -41,6 +41,23 @@ def test_a_table_grows_without_losing_anything() -> None:
     assert table.validate() == []
 
 
+@pytest.mark.parametrize(("array", "num_holders"), [("_places", 1), ("_rows", 2)])
+def test_a_table_that_could_not_grow_still_knows_what_it_knew(array: str, num_holders: int) -> None:
+    """As where the system has no memory: an array that somebody holds cannot be moved either."""
+    table = DirectoryTable(SEED)
+    keys = np.random.default_rng(1).integers(0, 2**64, 60_000, dtype=np.uint64)
+    table.store(keys[:100], codes(1, 100), FOLD)
+    held_by_another = getattr(table, array).array
+    replicas = np.tile(keys, num_holders), np.repeat(np.arange(num_holders, dtype=np.uint32) * 2 + 2, len(keys))
+    with pytest.raises(BufferError):
+        table.store(*replicas, FOLD)
+    assert matched(table, keys[:100])[0] == [1, 100, 0]
+    assert table.validate() == []
+    del held_by_another
+    table.store(*replicas, FOLD)
+    assert matched(table, keys) == [[number, len(keys), 0] for number in range(1, num_holders + 1)]
+
+
 @pytest.mark.parametrize("num_holders", [1, 2, 3, 4, 7, 8, 63, 64, 65, 300, 1200])
 def test_holders_come_and_go_one_by_one(num_holders: int) -> None:
     table = DirectoryTable(SEED)
