@@ -9,13 +9,18 @@ all turns. Figures are reused over prompt tokens. One JSON line at the end.
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.console import Console
 
-from simulator.dialogue_run import simulate_dialogues
-from simulator.dialogue_settings import DialogueSettings, Routing
-from simulator.dialogue_table import dialogue_table
+# Scripts here may be named like packages: the repository's root comes first instead of this folder.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from simulator.dialogue_run import simulate_dialogues  # noqa: E402
+from simulator.dialogue_settings import DialogueSettings, Routing  # noqa: E402
+from simulator.dialogue_table import dialogue_table  # noqa: E402
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def _of_several(runs: Sequence[CacheRun], capacities: Sequence[int], best: dict[
 
 
 def _name(policy: str) -> str:
-    return "belady, the limit" if policy == BELADY else policy
+    return "belady, limit" if policy == BELADY else policy
 
 
 def _rate(run: CacheRun, best: dict[int, float]) -> str:

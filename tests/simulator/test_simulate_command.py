@@ -57,7 +57,7 @@ def test_several_runs_are_a_list_by_capacity_and_policy(invoke: Invoke, trace: P
     assert [(run["capacity"], run["policy"]) for run in runs] == [
         (capacity, policy) for capacity in (2, 1000, 6) for policy in (*POLICIES, "belady")
     ]
-    assert "belady, the limit" in done.stdout
+    assert "belady, limit" in done.stdout
 
 
 def test_the_tree_can_be_asked_for(invoke: Invoke, trace: Path) -> None:
