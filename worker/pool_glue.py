@@ -146,10 +146,13 @@ class PoolGlue:
                 pinned.append(Pinned(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
                 self.num_pinned += 1
-        if pinned:
-            found = find_tail(request, have, pinned[-1].lease.tails, self._memory.block_tokens)
+        for pin in pinned:
+            # A holder that has lost its blocks offers tails of its own: the right one may be before it.
+            found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
             if found is not None:
-                pinned[-1] = replace(pinned[-1], tail=found[0], tail_tokens=found[1])
+                pinned.remove(pin)
+                pinned.append(replace(pin, tail=found[0], tail_tokens=found[1]))
+                break
         return pinned
 
     async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:

@@ -124,6 +124,21 @@ async def test_any_number_of_dialogues_may_end_after_one_shared_block(start_pair
     await pair.at_rest()
 
 
+async def test_a_holder_that_has_lost_its_blocks_hides_no_tail(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(pool=True)
+    await ask(pair, prompt(5, seed=9), "short", max_tokens=1)  # a tail that begins a prompt
+    first = await ask(pair, prompt(17), "first", max_tokens=3)
+    forget_everything(pair)
+    submit = pair.submit([*prompt(17), *first.token_ids, *prompt(20, seed=1)], "second")
+    stale = submit.placement.holders.add(first_block=0, num_blocks=4)
+    stale.pool.node_id, stale.pool.target = "other", pair.prefill.node.config.pool_target
+    second = await pair.frontend.submit(submit)
+    await second.ended.wait()
+    assert second.failures == []
+    assert second.cached_tokens == 19
+    await pair.at_rest()
+
+
 async def test_a_turn_that_is_given_up_leaves_the_tail_it_went_on_from(start_pair: Start, prompt: Prompt) -> None:
     pair = await start_pair(pool=True)
     first = await ask(pair, prompt(17), "first", max_tokens=3)
