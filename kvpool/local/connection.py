@@ -184,12 +184,21 @@ class Connection:
         source = self._regions.get(message.region_id)
         if source is None or self._caller is None:
             raise ProtocolError(f"a put from memory {message.region_id}, which was never offered")
-        stored = self._intake.put(self._caller, message, source)
+        stored = self._intake.put(self._caller, message, source, self._is_there)
         if isinstance(stored, bytes):
             self._send(Stored(stored))
         else:
             self._loop.remove_reader(self._sock.fileno())
             self.putting = self._loop.create_task(self._finish(stored))
+
+    def _is_there(self) -> bool:
+        """Whether the caller, who waits for an answer, has not hung up."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
 
     async def _finish(self, stored: Awaitable[bytes]) -> None:
         """Answer a put when it is done, and go on with what came meanwhile."""

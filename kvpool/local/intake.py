@@ -1,13 +1,14 @@
 """Puts of this host's processes: the pool node copies out of their memory, verifies on the way, and seals at once.
 
 The caller's memory stays its own and the arena the pool node's: nobody else writes to it, so nothing needs fencing when
-a caller dies. The digest is of the bytes that were copied, whatever the caller does to its memory meanwhile.
+a caller dies. The digest is of the bytes that were copied, whatever the caller does to its memory meanwhile: what they
+are is certain by the digests that the caller told, or by its waiting for the answer.
 """
 
 import asyncio
 import functools
 import itertools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
-from kvpool.errors import AddressError, SpecError
+from kvpool.errors import AddressError, PoolRefused, SpecError
 from kvpool.local.frames import Put, PutStatus
 from kvpool.local.layout import SpecPlan
 from kvpool.local.mapping import Mapped, copy_blocks
@@ -68,8 +69,13 @@ class Intake:
         self._arena = arena
         self._threads = threads
 
-    def put(self, caller: Caller, message: Put, source: Mapped) -> bytes | Awaitable[bytes]:
-        """A PutStatus per block, at once or, where there is much to copy, later. Raises KvPoolError."""
+    def put(
+        self, caller: Caller, message: Put, source: Mapped, is_there: Callable[[], bool]
+    ) -> bytes | Awaitable[bytes]:
+        """A PutStatus per block, at once or, where there is much to copy, later. Raises KvPoolError.
+
+        `is_there()`: whether the caller still waits; what it told no digests of is not stored else.
+        """
         request = _checked(message)
         allocation = self._node.allocate(
             message.kv_namespace,
@@ -89,21 +95,25 @@ class Intake:
         targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
         copy = _Copy(allocation.put_id, new, targets)
         if len(new) * request.plan.block_nbytes > _QUICK_NBYTES:
-            return self._put_later(request, copy, source, status)
+            return self._put_later(request, copy, source, status, is_there)
         try:
             right, digests = self._copy(request, copy, source)
+            _check_certain(request, is_there)
         except BaseException:
             self._node.drop_now(copy.put_id)
             raise
         self._node.seal_now(copy.put_id, digests, right)
         return self._told(status, new, right)
 
-    async def _put_later(self, request: _Request, copy: _Copy, source: Mapped, status: bytearray) -> bytes:
+    async def _put_later(
+        self, request: _Request, copy: _Copy, source: Mapped, status: bytearray, is_there: Callable[[], bool]
+    ) -> bytes:
         submit = functools.partial(self._threads.submit, self._copy, request, copy, source)
         copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
         try:
             await asyncio.wait([copying])
             right, digests = copying.result()
+            _check_certain(request, is_there)
             self._node.seal_now(copy.put_id, digests, right)
         except BaseException:
             await self._node.abort(copy.put_id)
@@ -126,6 +136,12 @@ class Intake:
         if wrong:
             self._node.core.counters["digest_mismatches"] += wrong
         return bytes(status)
+
+
+def _check_certain(request: _Request, is_there: Callable[[], bool]) -> None:
+    """Raises PoolRefused when the bytes may have been others than were to be put: who has hung up may write there."""
+    if request.digests is None and not is_there():
+        raise PoolRefused("the caller hung up while its memory was being copied, and had told no digests")
 
 
 def _checked(message: Put) -> _Request:

@@ -296,28 +296,28 @@ async def test_a_put_of_many_bytes_keeps_its_order_with_what_follows(
     assert not pool_nodes[0].core.puts
 
 
-async def test_a_put_of_many_bytes_whose_caller_hangs_up_is_finished_and_leaves_nothing_open(
-    start_pool: Any, enter: Any, chain_of: Any, until: Any, pool_nodes: list[PoolNode]
+@pytest.mark.parametrize("n", [1, 40], ids=["at once", "in a thread"])
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+async def test_a_put_whose_caller_hangs_up_stores_what_has_the_digests_told_and_nothing_without_them(
+    start_pool: Any, enter: Any, chain_of: Any, until: Any, pool_nodes: list[PoolNode], n: int, told: bool
 ) -> None:
     big = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=128, dtype="float32"),), 64)
-    pool = await start_pool(arena_bytes=16 << 20)
-    host, leaving = await enter(pool.target, big), await enter(pool.target, big)
-    chain, nothing = chain_of(40), np.zeros((40, 16), np.uint8)
-    plan = SpecPlan(big)
+    leaving = await enter((await start_pool(arena_bytes=16 << 20)).target, big)
+    core = pool_nodes[0].core
+    chain, offsets = chain_of(n), leaving.offsets(1).repeat(n, axis=1)
+    digests = leaving.pool.digests(big, leaving.region, offsets).tobytes() if told else b""
+    message = Put(
+        leaving.ns, SpecPlan(big).proto_bytes, leaving.region, chain.tobytes(), bytes(16 * n), offsets.tobytes(),
+        digests, bytes(4 * n), 0.0,
+    )  # fmt: skip
+    # Both in this loop's thread, so that the node reads the put after the caller's end, whose memory may hold anything.
+    leaving.pool._caller.tell(message)
+    leaving.pool.close()
 
-    def leave() -> None:
-        offsets = leaving.offsets(1).repeat(40, axis=1)
-        message = Put(
-            leaving.ns, plan.proto_bytes, leaving.region, chain.tobytes(), nothing.tobytes(), offsets.tobytes(), b"",
-            bytes(160), 0.0,
-        )  # fmt: skip
-        leaving.pool._caller.tell(message)
-        leaving.pool.close()
+    async def over() -> bool:
+        counters = core.counters
+        return not core.puts and counters["stored_blocks" if told else "aborted_puts"] == (n if told else 1)
 
-    await asyncio.to_thread(leave)
-
-    async def all_there() -> bool:
-        return bool(host.pool.match(host.ns, chain) == 40)
-
-    await until(all_there)
-    assert not pool_nodes[0].core.puts
+    await until(over)
+    assert len(core.store.index) == (n if told else 0)
+    assert not core.fenced
