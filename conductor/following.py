@@ -16,6 +16,7 @@ __all__ = ["Following", "sample"]
 
 log = logging.getLogger(__name__)
 _UPKEEP_S = 0.05
+_AGAIN_S = 1.0  # after an error of our own
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,19 @@ class Following:
 
     async def _follow(self, node_id: str, target: str) -> None:
         await self._opened.wait()
-        await follow_pool_events(
-            target,
-            functools.partial(self.directory.apply, node_id),
-            functools.partial(self.directory.position, node_id),
-            on_lost=functools.partial(self._lost, node_id),
-        )
+        while True:
+            try:
+                await follow_pool_events(
+                    target,
+                    functools.partial(self.directory.apply, node_id),
+                    functools.partial(self.directory.position, node_id),
+                    on_lost=functools.partial(self._lost, node_id),
+                )
+            except Exception:
+                log.exception("events of the pool node %s could not be taken in; following it anew", node_id)
+                # Of the message that came last, a part may be in.
+                self._lost(node_id, "", "malformed")
+            await asyncio.sleep(_AGAIN_S)
 
     def _lost(self, node_id: str, reason: str, kind: str) -> None:
         self._breaks[kind] += 1

@@ -1,4 +1,4 @@
-"""Copies of hot prefixes at real pool nodes: dropped, never the last one; hinted at; looked after in turns."""
+"""Real pool nodes as the conductor uses them: followed whatever happens; copies of hot prefixes dropped, hinted at."""
 
 import asyncio
 
@@ -172,6 +172,23 @@ async def test_a_copied_prefix_that_the_policy_counts_as_one_no_more_is_forgotte
     nodes.pools.tell_replicas()
     await nodes.settled()
     assert len(nodes.pools.replicas) == 0
+
+
+async def test_events_that_could_not_be_taken_in_leave_a_node_degraded_until_it_is_followed_anew(nodes, monkeypatch):
+    directory = nodes.pools.directory
+    seen, store = [], directory._table.store
+
+    def fails_once(*arguments):
+        monkeypatch.setattr(directory._table, "store", store)
+        seen.append(True)
+        raise MemoryError
+
+    await nodes.stop("pool-0")
+    monkeypatch.setattr(directory._table, "store", fails_once)
+    await nodes.start("pool-0")
+    await nodes.store("pool-0")
+    await until(lambda: seen and directory.state("pool-0") is DirectoryState.DEGRADED)
+    await nodes.known("pool-0")
 
 
 def test_very_many_prefixes_have_their_turns_one_after_the_other():
