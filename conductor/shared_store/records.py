@@ -30,7 +30,9 @@ class NodeRecord:
         try:
             fields = json.loads(text)
             record = cls(**{name: fields[name] for name in cls.__slots__})
-            int(record.incarnation), int(record.conductor), record.target.encode()
+            int(record.incarnation), int(record.conductor)
+            if not all(isinstance(text, str) for text in (record.node_id, record.role, record.target)):
+                raise TypeError("node_id, role and target must be texts")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SharedStoreRefused(f"a node's record cannot be read ({error!r})") from error
         return record

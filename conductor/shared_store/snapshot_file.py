@@ -20,7 +20,7 @@ from conductor.errors import SnapshotUnusable
 from kvpool.directory import DumpedNode, Position
 from kvpool.directory_table import Replicas
 
-__all__ = ["SnapshotFacts", "SnapshotReader", "SnapshotWriter"]
+__all__ = ["SnapshotFacts", "SnapshotReader", "SnapshotWriter", "remove_unfinished"]
 
 _MAGIC = b"MOONDIR1"
 _DIGEST_NBYTES = 16
@@ -82,6 +82,12 @@ class SnapshotWriter:
     def _put(self, piece: bytes) -> None:
         self._hash.update(piece)
         self._file.write(piece)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed writers of `path` left. Who writes one right now fails, and may try again. Raises OSError."""
+    for beside in path.parent.glob(f"{path.name}.*.new"):
+        beside.unlink(missing_ok=True)
 
 
 class SnapshotReader:

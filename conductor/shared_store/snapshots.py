@@ -12,7 +12,7 @@ import numpy as np
 
 from conductor.errors import SnapshotUnusable
 from conductor.shared_store.records import SnapshotPointer
-from conductor.shared_store.snapshot_file import SnapshotFacts, SnapshotReader, SnapshotWriter
+from conductor.shared_store.snapshot_file import SnapshotFacts, SnapshotReader, SnapshotWriter, remove_unfinished
 from kvpool import Directory
 from kvpool.directory import DumpedNode
 from kvpool.directory_table import Replicas
@@ -27,9 +27,10 @@ class Snapshots:
     """Of one conductor's directory, in the file `directory.snapshot` of a folder."""
 
     def __init__(self, folder: Path, cluster_name: str, directory: Directory) -> None:
-        """Raises OSError when the folder cannot be made."""
+        """Raises OSError when the folder cannot be made, or not written to."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder.resolve() / FILE_NAME
+        remove_unfinished(self.path)
         self._cluster_name = cluster_name
         self._directory = directory
         self._last: Sequence[DumpedNode] = ()  # what the last snapshot told of

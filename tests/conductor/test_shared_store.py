@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
@@ -14,6 +16,10 @@ from conductor.following import Following
 from conductor.redis_url import redacted
 from conductor.registry import Registry
 from conductor.shared_store import NodeRecord, RedisStore, SnapshotPointer
+from conductor.shared_store.snapshot_file import SnapshotFacts, SnapshotWriter
+from conductor.shared_store.snapshots import FILE_NAME, Snapshots
+from kvpool import Directory
+from kvpool.directory_table import Replicas
 
 SECRET = "s3cret-word"
 POOL = NodeRecord("pool-0", "pool", "unix:/p.sock", 7, "host", 1)
@@ -114,9 +120,17 @@ async def test_foreign_data_under_our_names_is_refused(start_redis, open_store, 
         await look()
 
 
-async def test_a_record_that_cannot_be_read_is_refused(start_redis, open_store, admin) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"node_id": "x"}',
+        '{"node_id": null, "role": "pool", "target": "t", "incarnation": 1, "host_id": "h", "conductor": 2}',
+        '{"node_id": ["x"], "role": "pool", "target": "t", "incarnation": 1, "host_id": "h", "conductor": 2}',
+    ],
+)
+async def test_a_record_that_cannot_be_read_is_refused(start_redis, open_store, admin, text) -> None:
     server = start_redis()
-    await admin(server).set("moonpool:node:x", '{"node_id": "x"}')
+    await admin(server).set("moonpool:node:x", text)
     with pytest.raises(SharedStoreRefused, match="record cannot be read"):
         await open_store(server.url()).nodes()
 
@@ -195,3 +209,13 @@ async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest
     assert [record.getMessage() for record in caplog.records] == []
     await continuity.close()
     await following.close()
+
+
+def test_what_a_killed_writer_of_a_snapshot_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    with SnapshotWriter(tmp_path / FILE_NAME) as writer:
+        writer.add(Replicas(np.zeros(100, np.uint64), np.zeros(100, np.uint32)))
+        assert len(list(tmp_path.iterdir())) == 1
+        Snapshots(tmp_path, "blue", Directory())
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(OSError, match="No such file"):
+            writer.finish(SnapshotFacts("blue", 0.0, (), {}))
