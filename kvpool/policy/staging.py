@@ -32,6 +32,7 @@ class Staging:
         self._has_ssd = store.ssd.slabs.num_units > 0
         self._write_above_nbytes = write_above * store.dram.slabs.num_units * store.dram.slabs.unit_nbytes
         self._useful: deque[Block] = deque(maxlen=_MAX_USEFUL)  # used again, and maybe not on SSD
+        self._all: deque[Block] = deque()  # where everything is to be written: those not yet looked at
 
     def was_used(self, blocks: Sequence[Block]) -> None:
         """Requests have used these blocks again: those that are not on SSD are worth a place there."""
@@ -117,6 +118,8 @@ class Staging:
             if is_worth_room and spare_until is not None:
                 need = wanted.setdefault(block.family, [0, spare_until])
                 need[0] += block.family.nbytes[SSD]
+        if skipped and self._useful:
+            self._useful.popleft()  # else the rest of a chain that finds no extents would keep out all others
         for family, (nbytes, spare_until) in wanted.items():
             store.ssd.make_room(family, int(nbytes), spare_until, now_ns)
         store.tell()
@@ -192,6 +195,8 @@ class Staging:
         plan: dict[Block, float | None] = {}
         nbytes = 0
         for candidate, spare_until in self._candidates(now_ns, everything):
+            if nbytes >= max_nbytes:
+                break
             for block in self._unwritten(candidate, everything):
                 if block in plan:
                     continue
@@ -199,20 +204,19 @@ class Staging:
                 if plan and nbytes > max_nbytes:
                     return list(plan.items())
                 plan[block] = spare_until
-            if nbytes >= max_nbytes:
-                break
         return list(plan.items())
 
     def _candidates(self, now_ns: int, everything: bool) -> Iterator[tuple[Block, float | None]]:
         store = self._store
         if everything:
-            yield from ((block, math.inf) for block in list(store.index))
+            yield from ((block, math.inf) for block in _taken(self._all))
+            self._all.extend(store.index)
+            yield from ((block, math.inf) for block in _taken(self._all))
             return
         if store.dram.slabs.nbytes_used > self._write_above_nbytes:
             for victim in store.dram.next_victims(now_ns, _NUM_AHEAD):
                 yield victim.block, victim.last_use
-        while self._useful:
-            yield self._useful.popleft(), None
+        yield from ((block, None) for block in _taken(self._useful))
 
     def _unwritten(self, block: Block, everything: bool) -> list[Block]:
         """The block and those before it that are not on SSD, the first first; none where they cannot all be written.
@@ -259,6 +263,13 @@ class Staging:
         except (SpecMismatch, SpecError):
             return None
         return store.try_adopt(family, entry, use)
+
+
+def _taken(blocks: deque[Block]) -> Iterator[Block]:
+    """The first each time; it stays if nobody asks for another, since there may have been no room for it."""
+    while blocks:
+        yield blocks[0]
+        blocks.popleft()
 
 
 def _address(entry: SsdBlock) -> tuple[bytes, bytes]:

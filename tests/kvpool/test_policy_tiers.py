@@ -7,6 +7,7 @@ from kvpool.errors import AddressError, PoolConfigError, PoolRefused
 from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock
 from kvpool.policy.eviction import EvictionPolicy
 from kvpool.policy.histogram import Histogram
+from kvpool.policy.index import BlockIndex
 from kvpool.tiers import Tier
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
@@ -201,6 +202,35 @@ def test_what_was_used_again_is_written_without_need(pool: Pool) -> None:
     pool.put(keys(1, 1))
     pool.use(keys(2))
     assert [b.chain_key for b in pool.write_back()] == keys(2)
+
+
+def test_what_a_batch_had_no_room_for_is_written_with_the_next() -> None:
+    pool = Pool(8, ssd_room=8, write_above=1.0)
+    chain = keys(3)
+    pool.put(chain)
+    pool.use(chain)
+    for expected in ("bbd", "bbb"):
+        for write in pool.core.writes(pool.now, 4096 * 5 // 2):
+            pool.core.written(pool.now, write, True)
+        assert pool.where(chain) == expected
+
+
+def test_writing_everything_goes_through_the_blocks_once_and_looks_for_new_ones(monkeypatch) -> None:
+    pool = Pool(24, ssd_room=24)
+    for salt in range(20):
+        pool.put(keys(1, salt))
+    passes = []
+
+    def counted(index: BlockIndex, each=BlockIndex.__iter__):
+        passes.append(1)
+        return each(index)
+
+    monkeypatch.setattr(BlockIndex, "__iter__", counted)
+    for salt in range(10):
+        assert [block.chain_key for block in pool.write_back(1, everything=True)] == keys(1, salt)
+    pool.put(keys(1, 20))
+    assert sum(len(pool.write_back(1, everything=True)) for _ in range(12)) == 11
+    assert len(passes) <= 5
 
 
 def test_a_full_ssd_gives_extents_only_after_they_were_told() -> None:
