@@ -140,8 +140,10 @@ class Pools:
         else:
             if num_blocks:
                 self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
-        seconds = loop.time() - began_s
-        self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+        finally:
+            # Whatever happened, also when the client was closed meanwhile: else the policy would count on it for ever.
+            seconds = loop.time() - began_s
+            self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
 
     async def _drop(self, client: PoolClient, pool: str, kv_namespace: bytes, brought: NDArray[np.uint8]) -> None:
         try:

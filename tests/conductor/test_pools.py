@@ -7,7 +7,7 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.policy.decisions import Shrink
+from conductor.policy.decisions import Copy, Shrink
 from conductor.pools import Pools
 from conductor.replicas import Replicas
 from kvpool import DirectoryState, KvGroup, KvSpec, layer_digests, parent_keys
@@ -29,7 +29,8 @@ class Nodes:
     def __init__(self, folder):
         self._folder = folder
         self._running = {}
-        self.pools = Pools(Core(ConductorConfig(f"unix:{folder}/c.sock")), 1, 10.0)
+        self.core = Core(ConductorConfig(f"unix:{folder}/c.sock"))
+        self.pools = Pools(self.core, 1, 10.0)
 
     def target(self, name):
         return f"unix:{self._folder}/{name}.sock"
@@ -189,6 +190,27 @@ async def test_events_that_could_not_be_taken_in_leave_a_node_degraded_until_it_
     await nodes.store("pool-0")
     await until(lambda: seen and directory.state("pool-0") is DirectoryState.DEGRADED)
     await nodes.known("pool-0")
+
+
+async def test_a_copy_is_over_when_its_target_joins_anew_meanwhile(nodes, tmp_path):
+    asked, writers = asyncio.Event(), []
+
+    def say_nothing(_, writer):
+        writers.append(writer)
+        asked.set()
+
+    silent = await asyncio.start_unix_server(say_nothing, tmp_path / "pool-2.sock")
+    nodes.pools._clients["pool-2"] = PoolClient(nodes.target("pool-2"), owner="test", owner_incarnation=1)
+    missing = np.random.default_rng(2).integers(0, 256, (10, 16), dtype=np.uint8)
+    nodes.pools.start_copy(Copy("pool-2", "pool-1", 10, 7), NAMESPACE, missing.tobytes())
+    await asyncio.wait_for(asked.wait(), 30)
+    nodes.join("pool-1")
+    await nodes.settled()
+    assert nodes.core.policy.replication.spent_s > 0
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
+    silent.close()
 
 
 def test_very_many_prefixes_have_their_turns_one_after_the_other():
