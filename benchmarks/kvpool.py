@@ -334,7 +334,7 @@ def main() -> None:
         sys.path.insert(1, str(HERE))
         import kvpool_ssd
 
-        ssd = kvpool_ssd.measure(args.ssd_dir)
+        ssd = kvpool_ssd.measure(args.ssd_dir, min(args.rounds, 5), args.sizes)
         result |= {key: value for key, value in ssd.items() if key.startswith("ssd_")} | {"ssd": ssd}
     print(json.dumps(result))
 

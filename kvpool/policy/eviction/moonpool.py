@@ -215,6 +215,8 @@ class Moonpool(EvictionPolicy):
             value = block.cost_s / block.nbytes * self._cost_nbytes / self._cost_s
         if block.kept_below:
             value *= _LOADING_SHARE
+        if value == 1.0 and not block.replicas:
+            return 0
         steps = round(2 * math.log2(value / (1 + block.replicas)))
         return min(max(steps, -_MAX_VALUE_STEPS), _MAX_VALUE_STEPS)
 

@@ -32,6 +32,8 @@ _WIDTHS_S = np.diff(_EDGES_S)
 _TABLED_S = np.concatenate([[0.0], 2.0 ** (-2 + np.arange(60) / 4)])
 _LAST_TABLED = len(_TABLED_S) - 2
 
+_LOG2 = math.log(2)
+
 # Classes of m: four an octave, from 1/256 to 256.
 _STEPS = 4
 NUM_CLASSES = 16 * _STEPS + 1
@@ -74,6 +76,9 @@ def _facts(visit: Visit, hits: int, depth: int, partial: bool) -> tuple[int, ...
     if partial:
         return (_PARTIAL,)
     later = visit.turn > 0
+    if not hits and not later:  # most blocks when they are stored
+        prompt, place = _bits(visit.request_blocks, 11), _bits(depth - visit.known_blocks, 9)
+        return _HITS + 10, _TURN, _PROMPT + prompt, _PLACE + place
     facts = [
         _HITS + _bits(hits, 9) if hits else _HITS + 10 + later,
         _TURN + _bits(visit.turn, 7),
@@ -137,9 +142,8 @@ class ReuseModel:
 
     def classify(self, visit: Visit, hits: int, depth: int, partial: bool) -> int:
         """The class of m of a block's use, one of NUM_CLASSES; it orders blocks of one age."""
-        factors = self._factors
-        log_ratio = sum(factors[fact] for fact in _facts(visit, hits, depth, partial))
-        return min(max(round((log_ratio / math.log(2) + 8) * _STEPS), 0), NUM_CLASSES - 1)
+        log_ratio = sum(map(self._factors.__getitem__, _facts(visit, hits, depth, partial)))
+        return min(max(round((log_ratio / _LOG2 + 8) * _STEPS), 0), NUM_CLASSES - 1)
 
     def uses_per_second(self, reuse_class: int, age_ns: int) -> float:
         """The most uses per second of keeping it that a block of this class gives, `age_ns` after its last use."""
