@@ -56,6 +56,7 @@ class Directory:
         self._nodes: dict[str, FollowedNode] = {}
         self._numbers = NodeNumbers()
         self._purged = 0  # segments, of the pass under way
+        self._dropped = 0  # nodes
         self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
         self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
         self.mismatches: Counter[str] = Counter()  # messages whose sum of contents was another, by node
@@ -126,6 +127,7 @@ class Directory:
         if known is not None:
             self._end_snapshot(known)
             self._retire(known.number)
+            self._dropped += 1
 
     def purge(self, num_segments: int = 64) -> bool:
         """Take what lost nodes held out of some more of the table (2,048 places a segment). False: nothing is left."""
@@ -222,7 +224,8 @@ class Directory:
         return dict(zip(names, map(matches.__getitem__, pairs), strict=True))
 
     def _add(self, node: str) -> FollowedNode:
-        self._nodes[node] = known = FollowedNode(self._number_for(node))
+        # Whoever was lost and comes back has none of its former generations.
+        self._nodes[node] = known = FollowedNode(self._number_for(node), generation=self._dropped << _HALF)
         return known
 
     def _number_for(self, node: str | None) -> int:

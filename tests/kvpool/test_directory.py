@@ -262,6 +262,17 @@ def test_messages_repeated_lost_or_out_of_order_are_refused_and_nothing_is_exact
     assert directory.position("a") == (0, 0)
 
 
+def test_a_dump_does_not_tell_of_a_node_that_was_lost_and_came_back_meanwhile() -> None:
+    directory = Directory()
+    directory.apply("a", snapshot(run(1, 2, 3)))
+    dumped = directory.begin_dump()
+    directory.drop_node("a")
+    while directory.purge():
+        pass
+    directory.apply("a", snapshot(run(4)))
+    assert directory.end_dump(dumped) == []
+
+
 def test_what_a_node_held_that_was_lost_while_another_was_cleared_up_is_nobody_elses() -> None:
     directory = Directory()
     held = {node: run(*range(i * 20_000, (i + 1) * 20_000)) for i, node in enumerate("abc")}
