@@ -121,8 +121,7 @@ class PoolCore:
                 if block is not None:
                     new_blocks.append(block)
             last = block
-        for copy in kept:
-            store.release(copy)
+        store.release_all(kept)
         store.tell()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
         if not new_blocks:
@@ -302,7 +301,7 @@ class PoolCore:
         """End a lease whose owner has no reads under way. False: no such lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
-            self._release(lease)
+            self.store.release_all(lease.copies)
         return lease is not None
 
     def evict(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
@@ -381,14 +380,10 @@ class PoolCore:
             self._fence(put.put_id, put.blocks)
         for lease in leases:
             del self.leases[lease.lease_id]
-            self._release(lease)
+            self.store.release_all(lease.copies)
         self.counters["expired_puts"] += len(puts)
         self.counters["expired_leases"] += len(leases)
         return [put.put_id for put in puts]
-
-    def _release(self, lease: Lease) -> None:
-        for copy in lease.copies:
-            self.store.release(copy)
 
     def _fence(self, put_id: str, blocks: Sequence[Block]) -> None:
         offsets = self.store.take_out(blocks)

@@ -227,6 +227,11 @@ class BlockStore:
         elif not copy.block.place.following(copy.tier):
             self.rooms[copy.tier].offer(copy)
 
+    def release_all(self, copies: Sequence[Copy]) -> None:
+        """As `release`, of each."""
+        for copy in copies:
+            self.release(copy)
+
     def take_out(self, blocks: Sequence[Block]) -> list[int]:
         """Take unsealed blocks out, the last first; their slots stay used until `dram.free_slots`."""
         offsets: list[int] = []
