@@ -125,6 +125,9 @@ class WriteBack:
             if writes:
                 written = await self._in_thread(write_blocks, self._store, self._arena, writes)
                 fates = self._judge(writes, written)
+            if freed and _Fate.DURABLE not in fates:
+                # A restart must not bring back what was found to be wrong.
+                await self._in_thread(self._store.settle)
         finally:
             self.num_under_way = 0
             now_ns = time.monotonic_ns()

@@ -100,7 +100,7 @@ class SsdStore:
     def free(self, offsets: Iterable[int]) -> None:
         """Forget the blocks at these offsets; offsets without a block are passed over.
 
-        At once for readers; durable before any of the space is written again, at the latest when the store is closed.
+        At once for readers; durable before any of the space is written again, with the next write, `settle` or `close`.
         A block freed while it is being written is forgotten as soon as that write returns.
         """
         commits = self._commits
@@ -115,6 +115,14 @@ class SsdStore:
                     commits.undurable.add(extent)
                 else:
                     extent.state = ExtentState.DOOMED
+
+    def settle(self) -> None:
+        """Make durable what was freed. Where the journal cannot be written, the next write or `close` tries again."""
+        if self._calls.enter():
+            try:
+                self._commits.commit()
+            finally:
+                self._calls.leave()
 
     def stats(self) -> SsdStats:
         """Counters since the store was opened."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool import layer_digests
 from kvpool.errors import PoolConfigError, PoolRefused, SsdInUse
+from kvpool.ssd.recovery import read_journal
 from messenger import MessengerConfig
 
 SSD = {"ssd_bytes": 1 << 20}
@@ -180,6 +181,21 @@ async def test_a_node_killed_while_it_writes_gives_nothing_wrong_afterwards(
             await client.unpin(lease)
     assert found == progress[-1].total > 0
     assert (await client.validate())["ok"]
+
+
+async def test_what_was_quarantined_at_rest_is_not_brought_back_by_a_crash(
+    start_pool, worker, chain_of, ssd_dir, until
+) -> None:
+    client, chain = worker.client((await start_pool(ssd_dir=ssd_dir, **SSD)).target), chain_of(3)
+    await put_on_ssd(worker, client, chain)
+    (journal,) = ssd_dir.rglob("journal")
+    assert len(read_journal(journal).extents) == 3
+    await client.quarantine(worker.ns, chain[2:])
+
+    async def is_durable() -> bool:
+        return [extent.entry.chain_key for extent in read_journal(journal).extents] == [bytes(key) for key in chain[:2]]
+
+    await until(is_durable)
 
 
 async def test_a_directory_is_told_of_tiers(start_pool, worker, chain_of, ssd_dir, follow, until) -> None:

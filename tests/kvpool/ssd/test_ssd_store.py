@@ -1,5 +1,6 @@
 """What an SSD store promises its caller when nothing fails."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,17 @@ def test_what_is_freed_is_gone_at_once_and_after_a_restart(open_store: Open, blo
     assert blocks.pages(again) == {1: 1, 3: 3}
     assert blocks.write(again, {4: 2}) == [None]
     assert blocks.read(again, 4, 2) is None
+
+
+def test_what_is_freed_is_gone_after_a_crash_once_it_was_settled(open_store: Open, blocks: Any, ssd_path: Path) -> None:
+    store = open_store()
+    assert blocks.write(store, {1: 0, 2: 2}) == [None, None]
+    store.free([0])
+    for name, found in (("before", {1: 0, 2: 2}), ("after", {2: 2})):
+        # What a crash leaves: the folder as it is now, its store open.
+        crashed = open_store(shutil.copytree(ssd_path, ssd_path / name, ignore=lambda *_: ["before"]))
+        assert blocks.pages(crashed) == found
+        store.settle()
 
 
 def test_a_block_is_never_given_in_the_place_of_another(open_store: Open, blocks: Any) -> None:
