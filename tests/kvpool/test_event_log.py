@@ -1,6 +1,11 @@
-"""Events: numbering, continuation, what cannot be continued, order within a message."""
+"""Events: numbering, continuation, what cannot be continued, order within a message, the sum of what is held."""
+
+import random
+
+import pytest
 
 from kvpool import BlockRun, Directory, PoolEvents, keys_from_bytes, keys_u64
+from kvpool.contents import contents_sum
 from kvpool.policy.event_log import EventLog
 from kvpool.tiers import Tier
 
@@ -61,3 +66,10 @@ def test_large_snapshots_and_backlogs_come_in_several_messages() -> None:
     assert len(backlog) > 1
     assert [m.first_seq for m in backlog] == [1, *(m.seq + 1 for m in backlog[:-1])]
     assert backlog[-1].seq == 4
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_blocks_add_as_much_to_the_contents_one_at_a_time_as_all_at_once(tier: Tier) -> None:
+    kv_namespace, chain = bytes(range(240, 256)), random.Random(0).randbytes(16 * 100)
+    one_by_one = sum(contents_sum(kv_namespace, chain[at : at + 16], tier) for at in range(0, len(chain), 16))
+    assert one_by_one % 2**64 == contents_sum(kv_namespace, chain, tier)
