@@ -184,7 +184,7 @@ class PoolClient:
         return reply.alive
 
     async def unpin(
-        self, lease: Lease, *, kv_namespace: bytes = b"", superseded: bytes = b"", deadline_s: float = 10
+        self, lease: Lease, *, kv_namespace: bytes = b"", superseded: bytes = b"", deadline_s: float = _ANSWER_S
     ) -> None:
         """Give the lease back once no read under it is under way. No error if it is gone.
 
@@ -199,7 +199,7 @@ class PoolClient:
         reply = await self._call("Evict", self._stub().Evict(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed
 
-    async def quarantine(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = 10) -> int:
+    async def quarantine(self, kv_namespace: bytes, chain: NDArray[np.uint8], *, deadline_s: float = _ANSWER_S) -> int:
         """Remove blocks found corrupt, leased or not. Returns how many were there."""
         reply = await self._call("Quarantine", self._stub().Quarantine(_evict_request(kv_namespace, chain)), deadline_s)
         return reply.removed

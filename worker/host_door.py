@@ -114,7 +114,7 @@ class HostDoor:
         self._next_try_s = time.monotonic() + _AGAIN_S
         await self.close()
         try:
-            told = await client.describe()
+            told = await client.describe(deadline_s=_ANSWER_S)
             if told.door and told.endpoint.host_id == self._messenger.endpoint.host_id:
                 pool = await in_thread(self._enter, told.door)
                 if (pool.node_id, pool.incarnation) == (told.node_id, told.incarnation):
