@@ -19,6 +19,7 @@ from kvpool.errors import SsdFolderError
 from kvpool.loading import Loader
 from kvpool.policy import PoolCore, SsdBlock
 from kvpool.ssd import SsdConfig, SsdEntry, SsdStore
+from kvpool.ssd.folder import check_folder
 from kvpool.ssd_health import SsdHealth, SsdState
 from kvpool.writeback import WriteBack
 
@@ -126,11 +127,9 @@ class SsdTier:
 
 def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
     try:
-        folder.mkdir(exist_ok=True)
-    except FileNotFoundError as error:
-        raise SsdFolderError(
-            f"the folder {folder.parent} for the SSD tier does not exist: make it, or mount it"
-        ) from error
+        if not folder.exists():
+            check_folder(folder.parent)  # before a folder is left where none can be used
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise SsdFolderError(
             f"the node's folder {folder} cannot be made: {error.strerror}; give a folder that this user can write to"

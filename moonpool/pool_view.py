@@ -95,7 +95,7 @@ def _heading(node: PoolNodeFigures) -> Text:
     text = Text.assemble((node.node_id, "bold"), "  ", (node.state, _STATES.get(node.state, "")), "  ", node.address)
     if node.directory:
         text.append("  directory ").append(node.directory, _STATES.get(node.directory, ""))
-        text.append(f", {node.directory_blocks:,} blocks")
+        text.append(f", {node.directory_blocks:,} whole blocks")
     return text
 
 
@@ -142,7 +142,7 @@ def _ssd(node: PoolNodeFigures) -> str:
     errors = f"; {_reasons(node.ssd_errors)}" if node.ssd_errors else "; no errors"
     return (
         f"SSD {node.ssd_state} in {node.ssd_folder}: {node.written_blocks:,} blocks written, {node.unwritten_blocks:,} "
-        f"in memory alone, {node.loaded_blocks:,} loaded, {node.load_timeouts:,} requests did not wait{errors}"
+        f"in memory alone, {node.loaded_blocks:,} loaded, {node.load_timeouts:,} requests gave up waiting{errors}"
     )
 
 

@@ -71,7 +71,7 @@ def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | 
     report = item.report if item is not None and node.capacity_tokens else None
     return NodeRow(
         node=name,
-        role=role_name(node.role) if item is not None else process.role if process else "",
+        role=role_name(node.role) if item is not None else process.role.removesuffix("-node") if process else "",
         model=node.model if item is not None else process.model if process else "",
         state=_state(item, process),
         pid=process.pid if process else None,

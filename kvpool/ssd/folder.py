@@ -138,8 +138,9 @@ class Segments:
         needed = self.nbytes - min(taken, self.nbytes) + _JOURNAL_ROOM_NBYTES
         if free < needed:
             raise SsdFolderError(
-                f"the SSD folder {self._folder} has {free} bytes free, {needed} are needed for {self.nbytes}. "
-                "Make room, or choose a smaller pool_ssd_bytes"
+                f"the SSD folder {self._folder} is on a disk with {free / 2**30:.4g} GiB free, "
+                f"{needed / 2**30:.4g} GiB are needed for {self.nbytes / 2**30:.4g} GiB. Make room, "
+                "or choose a smaller pool_ssd_bytes"
             )
 
     def _open(self, path: Path) -> int:

@@ -240,8 +240,8 @@ def _quota(entry: str) -> tuple[bytes, float]:
         if len(known) == _NAMESPACE_NBYTES and 0 < value <= 1:
             return known, value
     raise ConfigError(
-        f"--pool-quota {entry!r}: expected NAMESPACE=SHARE, 32 hexadecimal digits as a pool node's state shows them, "
-        "and a number above 0, at most 1"
+        f"--pool-quota {entry!r}: expected NAMESPACE=SHARE, 32 hexadecimal digits as `moonpool pool status` shows "
+        "them, and a number above 0, at most 1"
     )
 
 

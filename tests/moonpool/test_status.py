@@ -75,6 +75,7 @@ def test_a_process_that_has_not_joined_is_starting_or_being_restarted(joined: Ca
     states = [state(seen, node) for node in ("conductor", "frontend", "d2", "d3", "p", "d")]
     assert states == ["ready", "starting", "starting", "restarting", "restarting", "ready"]
     assert next(row.restarts for row in seen.nodes if row.node == "d2") == 2
+    assert {row.role for row in seen.nodes if row.node in ("d", "d2", "d3")} == {"decode"}
 
 
 def test_a_model_without_a_place_is_named() -> None:
