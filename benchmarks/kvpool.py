@@ -15,6 +15,7 @@ is the least over the sizes (`..._vs_memcpy`: from 1 MiB up); all stands under `
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -163,7 +164,7 @@ class Ours:
 
 
 class Mooncake:
-    """Mooncake Store's master, and its client in a Python that has it (mooncake_store_peer.py)."""
+    """Mooncake Store's master, and its client in a Python that has it (peers/mooncake_store.py)."""
 
     def __init__(self, python: str) -> None:
         ports = [str(port) for port in free_ports(4)]
@@ -178,7 +179,7 @@ class Mooncake:
         self._master = subprocess.Popen(master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_port(int(ports[0]))
         wait_for_port(int(ports[1]))
-        args = [python, str(HERE / "mooncake_store_peer.py"), *ports[:3], str(ARENA_NBYTES)]
+        args = [python, str(HERE / "peers" / "mooncake_store.py"), *ports[:3], str(ARENA_NBYTES)]
         self._client = subprocess.Popen(
             args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -195,7 +196,7 @@ class Mooncake:
         for line in self._client.stdout:
             if expected(line):
                 return line
-        raise SystemExit("Mooncake Store's client ended; run mooncake_store_peer.py by hand to see why")
+        raise SystemExit("Mooncake Store's client ended; run benchmarks/peers/mooncake_store.py by hand to see why")
 
     def close(self) -> None:
         assert self._client.stdin is not None
@@ -207,15 +208,15 @@ class Mooncake:
 
 def measure(sizes: Sequence[int], rounds: int, mooncake_python: str | None) -> dict[str, Any]:
     """Everything under `by_size`, and the least of each ratio."""
-    ours = Ours()
-    peer = Mooncake(mooncake_python) if mooncake_python else None
-    try:
+    with contextlib.ExitStack() as stack:
+        ours = Ours()
+        stack.callback(ours.close)
+        peer = None
+        if mooncake_python is not None:
+            peer = Mooncake(mooncake_python)
+            stack.callback(peer.close)
         ours.fill()
         by_size = {name_of(nbytes): one_size(ours, peer, nbytes, rounds) for nbytes in sizes}
-    finally:
-        ours.close()
-        if peer is not None:
-            peer.close()
     large = [name_of(nbytes) for nbytes in sizes if nbytes >= MIB]
     result: dict[str, Any] = {"mooncake_store": peer is not None, "rounds": rounds, "by_size": by_size}
     for key, names in (

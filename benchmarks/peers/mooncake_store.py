@@ -1,6 +1,6 @@
 """Mooncake Store, put and get, for benchmarks/kvpool.py: runs in whatever Python has the package, beside its master.
 
-Usage: mooncake_store_peer.py MASTER_PORT METADATA_PORT CLIENT_PORT REGION_NBYTES. Reads lines
+Usage: mooncake_store.py MASTER_PORT METADATA_PORT CLIENT_PORT REGION_NBYTES. Reads lines
 "OPERATION NBYTES COUNT FIRST" from stdin and answers each with one line of JSON: seconds per operation. Operations: put
 (put_from, keys FIRST..), put16 (batch_put_from, 16 at a time), get (get_into, of those keys; the first one's bytes are
 checked), remove. Everything is on one host: the segment is this process's own.
