@@ -93,7 +93,7 @@ class Bench:
         self._numbers = itertools.count()
         keys = np.frombuffer(self.prompts[0], "<u8")[::2].tolist()
         matches = self.pools.match(NAMESPACE, np.array(keys, np.uint64))
-        self._arrival = wire.arrived(self.request(0), NAMESPACE, matches, keys)
+        self._arrival = wire.arrived(self.request(0), NAMESPACE, matches, keys, {})
 
     def request(self, number: int) -> conductor_pb2.ScheduleRequest:
         """The number-th request of 2,048 tokens."""
@@ -123,8 +123,11 @@ class Bench:
         self.core.handle(RequestCompleted(f"r{number - self.live}", 0, "finished"))
 
     def _join(self, node_id: str, role: int) -> None:
-        # Not through Join: there is nobody to follow at a pool node that exists on paper.
-        self.core.handle(NodeJoined(wire.node_view(self.registry.admit(node(node_id, role)).node)))
+        # Not through Join: of a pool node that exists on paper nobody hears, and the directory is filled by hand.
+        member = self.registry.admit(node(node_id, role))
+        self.core.handle(NodeJoined(wire.node_view(member.node)))
+        if role == common_pb2.ROLE_POOL:
+            self.pools.add(member.node)
 
 
 def _run_to_end(coroutine: Any) -> Any:
