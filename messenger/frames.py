@@ -1,19 +1,16 @@
 """The messages of the wire and their bytes; sans I/O.
 
-A frame is a 12-byte prefix (magic, protocol version, kind, zero, body length) and a msgpack array: the message's
-fields in order. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of payload.
+Frames are those of `messenger.framing`. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of
+payload.
 """
 
-import struct
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable
+from typing import NamedTuple
 
-import msgpack
-
-from messenger.errors import ProtocolError
+from messenger.framing import Framing
 
 MAGIC = b"MPMS"
 VERSION = 1
-PREFIX = struct.Struct("<4sBBHI")
 MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768
@@ -108,42 +105,9 @@ class Goodbye(NamedTuple):
 
 Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye
 
-_KINDS: dict[int, type[Any]] = dict(
-    enumerate((Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye), start=1)
+_FRAMING = Framing(
+    MAGIC, VERSION, (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye), MAX_BODY_NBYTES
 )
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
-_FIELD_TYPES = {kind: tuple(get_type_hints(kind).values()) for kind in _NUMBERS}
-
-
-def encode(message: Message) -> bytes:
-    """Prefix and body."""
-    body: bytes = msgpack.packb(tuple(message))
-    return PREFIX.pack(MAGIC, VERSION, _NUMBERS[type(message)], 0, len(body)) + body
-
-
-def decode_prefix(prefix: bytes | memoryview) -> tuple[int, int]:
-    """(kind, body length). Raises ProtocolError, before anything is allocated for the body."""
-    magic, version, kind, zero, length = PREFIX.unpack(prefix)
-    if magic != MAGIC:
-        raise ProtocolError(f"not this protocol: a frame begins with {MAGIC!r}, not {magic!r}")
-    if version != VERSION:
-        raise ProtocolError(f"protocol version {version} where this side speaks {VERSION}")
-    if kind not in _KINDS or zero:
-        raise ProtocolError(f"unknown kind of frame {kind}")
-    if length > MAX_BODY_NBYTES:
-        raise ProtocolError(f"a frame's body of {length} bytes is over the limit of {MAX_BODY_NBYTES}")
-    return kind, length
-
-
-def decode_body(kind: int, body: bytes | memoryview) -> Message:
-    """The message; raises ProtocolError unless the fields are exactly those of its kind."""
-    message_type = _KINDS[kind]
-    types = _FIELD_TYPES[message_type]
-    try:
-        fields = msgpack.unpackb(body, use_list=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the body of a {message_type.__name__} frame is no msgpack: {error}") from error
-    if type(fields) is not tuple or tuple(map(type, fields)) != types:
-        raise ProtocolError(f"a {message_type.__name__} frame with fields of the wrong number or type")
-    message: Message = message_type._make(fields)
-    return message
+encode: Callable[[Message], bytes] = _FRAMING.encode
+decode_prefix = _FRAMING.decode_prefix
+decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body

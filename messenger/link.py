@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from messenger.errors import ProtocolError
-from messenger.frames import PREFIX, Message, decode_body, decode_prefix, encode
+from messenger.frames import Message, decode_body, decode_prefix, encode
+from messenger.framing import PREFIX
 
 _BUFFER_NBYTES = 16 << 10
 _SCRATCH_NBYTES = 64 << 10

@@ -19,6 +19,7 @@ from messenger import Messenger
 from messenger.control import ControlError
 from worker.keeping import Kept
 from worker.pinned import Pinned
+from worker.pool_puts import key_array
 from worker.settle import in_thread
 from worker.slot_memory import SlotMemory
 
@@ -80,7 +81,7 @@ class HostDoor:
 
     def _put(self, pool: LocalPool, kept: Kept, slots: Sequence[int], first: int, token_s: float) -> int:
         keys, parents, partial = kept.names(first)
-        chain = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+        chain = key_array(keys)
         known = pool.match(self._namespace, chain)
         pool.touch(self._namespace, chain[:known])
         if known == len(keys):
@@ -94,7 +95,7 @@ class HostDoor:
             self._namespace,
             self._memory.spec,
             chain[known:],
-            np.frombuffer(b"".join(parents[known:]), np.uint8).reshape(-1, 16),
+            key_array(parents[known:]),
             self._region_id,
             offsets,
             pool.digests(self._memory.spec, self._region_id, offsets, lengths),

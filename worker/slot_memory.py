@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvpool import KvSpec, layer_digests_at
 from messenger import Messenger, Region, SharedMemory
 
 
-class SlotMemory:
+class SlotMemory(ABC):
     """`num_slots` slots of every group of `spec`, group after group: as the engine's cache lays them out."""
 
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str) -> None:
@@ -64,10 +65,10 @@ class SlotMemory:
         size = self._slot_nbytes[group]
         return np.stack([self._memory.array[at : at + size] for at in self.offsets(group, slots).tolist()])
 
+    @abstractmethod
     def to_host(self, slots: Sequence[int]) -> None:
         """Make what the engine has in these slots readable by the messenger. Returns when the bytes are there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_device(self, slots: Sequence[int]) -> None:
         """Make what has landed in these slots readable by the engine."""
-        raise NotImplementedError

@@ -33,7 +33,7 @@ def copy_after(
     block_nbytes: int,
 ) -> Copy | None:
     """The copy to begin now that the request runs on candidate `chosen`, if one pays."""
-    if not prefixes.best:
+    if not prefixes.best or not state.config.max_copies:
         return None
     uses = state.heat.use(now_ns, request.match_key)
     if scores.fetches[chosen]:

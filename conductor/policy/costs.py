@@ -102,21 +102,19 @@ class TransferCosts:
 
     def fetch_s(self, nbytes: Floats, num_concurrent: int) -> Floats:
         """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
-        fixed, per_byte = self._fits["fetch"].coefficients
-        fetch_s = np.where(nbytes > 0, fixed + per_byte * nbytes * (1 + num_concurrent), 0.0)
-        return np.maximum(fetch_s, _LEAST_FETCH * self.load_s(nbytes))
+        return np.maximum(self._read_s("fetch", nbytes, num_concurrent), _LEAST_FETCH * self.load_s(nbytes))
 
     def load_s(self, nbytes: Floats) -> Floats:
         """Seconds to read `nbytes` from the memory of the host's own pool node."""
-        return self._alone_s("load", nbytes)
+        return self._read_s("load", nbytes)
 
     def ssd_read_s(self, nbytes: Floats) -> Floats:
         """Seconds for a pool node to bring `nbytes` from SSD to memory."""
-        return self._alone_s("ssd_read", nbytes)
+        return self._read_s("ssd_read", nbytes)
 
-    def _alone_s(self, path: str, nbytes: Floats) -> Floats:
+    def _read_s(self, path: str, nbytes: Floats, num_concurrent: int = 0) -> Floats:
         fixed, per_byte = self._fits[path].coefficients
-        return np.where(nbytes > 0, fixed + per_byte * nbytes, 0.0)
+        return fixed * (nbytes > 0) + per_byte * nbytes * (1 + num_concurrent)
 
     def summary(self) -> dict[str, Any]:
         """For export."""

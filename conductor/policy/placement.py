@@ -93,7 +93,7 @@ def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> 
     """What pool nodes that answer hold; never the whole prompt, so that at least one token is computed."""
     limit = (request.prompt_tokens - 1) // model.block_tokens
     return [
-        replace(match, blocks=min(match.blocks, limit), ssd_blocks=min(match.ssd_blocks, limit))
+        match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
         for match in request.matches
         if match.pool not in request.excluded and state.answers(match.pool)
     ]

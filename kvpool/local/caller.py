@@ -14,7 +14,6 @@ from typing import NoReturn, TypeVar
 from kvpool import errors
 from kvpool.errors import DoorClosed, KvPoolError
 from kvpool.local.frames import (
-    PREFIX,
     AskIndex,
     Hello,
     Index,
@@ -26,6 +25,7 @@ from kvpool.local.frames import (
     encode,
 )
 from messenger.errors import ProtocolError
+from messenger.framing import PREFIX
 from messenger.memory import PeerMemory
 
 __all__ = ["DoorCaller"]

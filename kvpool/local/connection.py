@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from kvpool.address import KEY_NBYTES
 from kvpool.errors import KvPoolError
 from kvpool.local.frames import (
-    PREFIX,
     AskIndex,
     Corrupt,
     Hello,
@@ -39,6 +38,7 @@ from kvpool.local.mapping import Mapped
 from kvpool.local.shared_index import SharedIndex
 from kvpool.node import PoolNode
 from messenger.errors import ProtocolError
+from messenger.framing import PREFIX
 from messenger.memory import PeerMemory
 
 __all__ = ["LANDING_NBYTES", "Connection"]

@@ -1,17 +1,14 @@
 """The messages of a pool node's door and their bytes; sans I/O.
 
-A frame is a 12-byte prefix (magic, version, kind, zeros, body length) and a msgpack array: the message's fields in
-order. The caller begins with Hello and sends one request at a time; requests marked "no answer" have none. Descriptors
-cross beside the first byte of their frame (SCM_RIGHTS).
+Frames are those of `messenger.framing`. The caller begins with Hello and sends one request at a time; requests marked
+"no answer" have none. Descriptors cross beside the first byte of their frame (SCM_RIGHTS).
 """
 
 import enum
-import struct
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable
+from typing import NamedTuple
 
-import msgpack
-
-from messenger.errors import ProtocolError
+from messenger.framing import Framing
 
 __all__ = [
     "MAX_BODY_NBYTES",
@@ -35,7 +32,6 @@ __all__ = [
 ]
 
 MAGIC, VERSION = b"MPDR", 1
-PREFIX = struct.Struct("<4sBBHI")
 MAX_BODY_NBYTES = 4 << 20
 
 
@@ -141,44 +137,12 @@ Message = (
     Hello | Welcome | AskIndex | Index | Offer | Offered | Withdraw | Put | Stored | Touch | Corrupt | Refused
 )  # fmt: skip
 
-_KINDS: dict[int, type[Any]] = dict(
-    enumerate(
-        (Hello, Welcome, AskIndex, Index, Offer, Offered, Withdraw, Put, Stored, Touch, Corrupt, Refused), start=1
-    )
+_FRAMING = Framing(
+    MAGIC,
+    VERSION,
+    (Hello, Welcome, AskIndex, Index, Offer, Offered, Withdraw, Put, Stored, Touch, Corrupt, Refused),
+    MAX_BODY_NBYTES,
 )
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
-_FIELD_TYPES = {kind: tuple(get_type_hints(kind).values()) for kind in _NUMBERS}
-
-
-def encode(message: Message) -> bytes:
-    """Prefix and body."""
-    body: bytes = msgpack.packb(tuple(message))
-    return PREFIX.pack(MAGIC, VERSION, _NUMBERS[type(message)], 0, len(body)) + body
-
-
-def decode_prefix(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """(kind, body length) of the frame that begins so. Raises ProtocolError, before anything is kept for the body."""
-    magic, version, kind, zero, length = PREFIX.unpack_from(prefix)
-    if magic != MAGIC:
-        raise ProtocolError(f"not this protocol: a frame begins with {MAGIC!r}, not {magic!r}")
-    if version != VERSION:
-        raise ProtocolError(f"protocol version {version} where this side speaks {VERSION}")
-    if kind not in _KINDS or zero:
-        raise ProtocolError(f"unknown kind of frame {kind}")
-    if length > MAX_BODY_NBYTES:
-        raise ProtocolError(f"a frame's body of {length} bytes is over the limit of {MAX_BODY_NBYTES}")
-    return kind, length
-
-
-def decode_body(kind: int, body: bytes | bytearray | memoryview) -> Message:
-    """The message; raises ProtocolError unless the fields are exactly those of its kind."""
-    message_type = _KINDS[kind]
-    types = _FIELD_TYPES[message_type]
-    try:
-        fields = msgpack.unpackb(body, use_list=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the body of a {message_type.__name__} frame is no msgpack: {error}") from error
-    if type(fields) is not tuple or tuple(map(type, fields)) != types:
-        raise ProtocolError(f"a {message_type.__name__} frame with fields of the wrong number or type")
-    message: Message = message_type._make(fields)
-    return message
+encode: Callable[[Message], bytes] = _FRAMING.encode
+decode_prefix = _FRAMING.decode_prefix
+decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body

@@ -18,7 +18,6 @@ from messenger.frames import (
     MAGIC,
     MAX_BODY_NBYTES,
     MAX_PART_NBYTES,
-    PREFIX,
     VERSION,
     Ack,
     Hello,
@@ -30,6 +29,7 @@ from messenger.frames import (
     Write,
     encode,
 )
+from messenger.framing import PREFIX
 from messenger.link import Link
 
 HELLO = Hello("raw", 9, "b", 1, b"s" * 16)
