@@ -4,7 +4,6 @@ Requests and events never wait for any of it.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from moonpool_proto.v1 import conductor_pb2
 __all__ = ["Contact", "Continuity", "first_contact"]
 
 log = logging.getLogger(__name__)
+_CANCEL_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class Continuity:
 
     async def close(self) -> None:
         """End the tasks. What is in Redis stays: the nodes live on, and the next conductor wants to know of them."""
-        if self._task is not None:
+        if self._keeper is not None:
+            self._keeper.close()
+        while self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task], timeout=_CANCEL_AGAIN_S)
 
     async def _run(self) -> None:
         restored: dict[str, str] = {}

@@ -43,6 +43,7 @@ class Keeper:
         self._trouble = trouble  # "": all is well
         self._written: set[str] = set()  # nodes whose record is ours
         self._errors: Counter[str] = Counter()
+        self._closing = False
         self.pointer: SnapshotPointer | None = None  # of the last snapshot written here
 
     def state(self) -> dict[str, Any]:
@@ -60,22 +61,28 @@ class Keeper:
         for reason, count in sorted(self._errors.items()):
             yield conductor_pb2.Sample(name="shared_store_errors_total", labels={"reason": reason}, value=count)
 
+    def close(self) -> None:
+        """Let `run` end with its round. To be cancelled is not enough: a call that is done just then swallows it."""
+        self._closing = True
+
     async def run(self) -> None:
-        """Keep the store up to date until cancelled."""
+        """Keep the store up to date until cancelled or closed."""
         pause_s = _FIRST_PAUSE_S
-        while True:
+        while not self._closing:
             try:
                 await self._round()
             except SharedStoreError as error:
                 self._failed(error)
-                await asyncio.sleep(pause_s)
+                if not self._closing:
+                    await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             if self._trouble:
                 log.warning("the shared store is back: %s", self._store.where)
                 self._trouble = ""
             pause_s = _FIRST_PAUSE_S
-            await asyncio.sleep(self._every_s)
+            if not self._closing:
+                await asyncio.sleep(self._every_s)
 
     async def _round(self) -> None:
         """All that is written is written anew each time: whatever the store has lost meanwhile, it has again."""
