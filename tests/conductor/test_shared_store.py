@@ -1,6 +1,7 @@
 """What conductors share, against real Redis servers: records, epochs, and every way in which Redis can be of no use."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from conductor.config import ConductorConfig
-from conductor.continuity import Contact, Continuity
+from conductor.continuity import Contact, Continuity, first_contact
 from conductor.errors import ConfigError, SharedStoreRefused, SharedStoreUnavailable
 from conductor.following import Following
 from conductor.redis_url import redacted
@@ -219,3 +220,30 @@ def test_what_a_killed_writer_of_a_snapshot_left_is_removed_at_the_next_start(tm
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(OSError, match="No such file"):
             writer.finish(SnapshotFacts("blue", 0.0, (), {}))
+
+
+async def test_a_call_to_redis_that_swallows_a_cancellation_holds_up_no_stop(
+    start_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    asked = asyncio.Event()
+
+    async def swallows(self: RedisStore) -> dict[str, NodeRecord]:
+        nonlocal calls
+        calls += 1
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return {}
+
+    monkeypatch.setattr(RedisStore, "nodes", swallows)
+    following = Following()
+    config = ConductorConfig(listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
+    contact = await first_contact(config)
+    continuity = Continuity(config, contact, following, Registry())
+    continuity.start()
+    await asyncio.wait_for(asked.wait(), 30)
+    await asyncio.wait_for(continuity.close(), 30)
+    assert calls == 1
+    await following.close()
+    await contact.close()
