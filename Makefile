@@ -22,7 +22,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
-	@echo "make check   format, lint, import rules, types, generated code"
+	@echo "make check   format, lint, import rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
@@ -51,6 +51,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/generate_protos.py check
 	$(BIN)/python .ci/check_types.py
+	$(BIN)/python -m pytest --collect-only -q >/dev/null || $(BIN)/python -m pytest --collect-only -q
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -26,7 +26,8 @@ import psutil
 import pytest
 
 from engine.random_model import write_random_model
-from messenger.frames import MAGIC, MAX_BODY_NBYTES, PREFIX, VERSION, Hello, Read, Refused, Reject, Welcome, encode
+from messenger.frames import MAGIC, MAX_BODY_NBYTES, VERSION, Hello, Read, Refused, Reject, Welcome, encode
+from messenger.framing import PREFIX
 from messenger.link import Link
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
 
