@@ -12,6 +12,7 @@ from messenger.config import Endpoint
 from messenger.errors import ProtocolError
 from messenger.frames import Hello, Reject, Welcome
 from messenger.link import Link
+from messenger.sockets import SocketLink
 from messenger.transport import Requester, Transport
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Dialer:
 
     def _dial(self, transport: Transport, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
         address = transport.address_of(self.endpoint)
-        link = Link(transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {address}")
+        link = SocketLink(transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {address}")
         try:
             opened(link)
             link.set_timeout(self.timeout_s)
@@ -65,14 +66,24 @@ class Dialer:
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
             link.send(
-                Hello(self.node_id, self.incarnation, self.endpoint.node_id, self.endpoint.incarnation, self.session)
+                Hello(
+                    self.node_id,
+                    self.incarnation,
+                    self.endpoint.node_id,
+                    self.endpoint.incarnation,
+                    self.session,
+                    transport.name,
+                )
             )
             self._check_answer(link)
-            link.set_timeout(None)
+            adopted = transport.adopt(link, caller=True)
+            adopted.set_timeout(None)
+            if adopted is not link:
+                opened(adopted)
         except BaseException:
             link.close()
             raise
-        return transport, link, transport.requester(link)
+        return transport, adopted, transport.requester(adopted)
 
     def _check_answer(self, link: Link) -> None:
         try:

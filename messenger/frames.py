@@ -10,7 +10,7 @@ from typing import NamedTuple
 from messenger.framing import Framing
 
 MAGIC = b"MPMS"
-VERSION = 1
+VERSION = 2
 MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768
@@ -18,13 +18,14 @@ MAX_PART_NBYTES = 8 << 20
 
 
 class Hello(NamedTuple):
-    """First message of a connection: who calls, whom it means to reach, and the session it starts or resumes."""
+    """First message of a connection: who calls, whom and by what, and the session it starts or resumes."""
 
     node_id: str
     incarnation: int
     peer_node_id: str
     peer_incarnation: int
     session: bytes
+    transport: str
 
 
 class Welcome(NamedTuple):
@@ -35,7 +36,7 @@ class Welcome(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Last message before the owner closes; `code` is "restarted", "full", "busy", "version" or "malformed"."""
+    """Last message before the owner closes; `code` is "restarted", "transport", "full", "busy" or "malformed"."""
 
     code: str
     reason: str

@@ -6,7 +6,7 @@ connection, with a logged reason, and touch nothing else.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,18 +43,23 @@ class Owner:
 
 
 class Inbound:
-    def __init__(self, owner: Owner, host: Host, transport: Transport, link: Link) -> None:
+    def __init__(self, owner: Owner, host: Host, transports: Mapping[str, Transport], link: Link) -> None:
         self._owner = owner
         self._host = host
-        self._transport = transport
+        self._transports = transports
         self._link = link
-        self._responder: Responder = transport.responder(link)
+        self._cutting = threading.Lock()
+        self._was_cut = False
+        self._transport: Transport
+        self._responder: Responder
         self._ended = threading.Event()
         self._hello: Hello | None = None
 
     def cut(self) -> None:
         """End the connection; its thread stops touching memory and ends soon after."""
-        self._link.cut()
+        with self._cutting:
+            self._was_cut = True
+            self._link.cut()
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Whether the thread has let go of everything."""
@@ -69,12 +74,12 @@ class Inbound:
                 in_peace = self._serve(session)
         except ProtocolError as error:
             self._owner.counters.add("malformed_frames")
-            _log.warning("closed the %s connection from %s: %s", self._transport.name, self._link.address, str(error))
+            _log.warning("closed the connection from %s: %s", self._link.address, str(error))
             self._reject("malformed", str(error))
         except OSError as error:
-            _log.debug("the %s connection from %s ended: %s", self._transport.name, self._link.address, str(error))
+            _log.debug("the connection from %s ended: %s", self._link.address, str(error))
         except Exception:
-            _log.exception("closed the %s connection from %s", self._transport.name, self._link.address)
+            _log.exception("closed the connection from %s", self._link.address)
         finally:
             self._link.cut()
             self._ended.set()
@@ -97,6 +102,10 @@ class Inbound:
             )
             self._reject("restarted", reason)
             return None
+        transport = self._transports.get(hello.transport)
+        if transport is None:
+            self._reject("transport", f"{hello.transport!r} is not spoken here, only {', '.join(self._transports)}")
+            return None
         self._hello = hello
         session = owner.sessions.attach(hello.session, self, owner.handshake_timeout_s)
         if session is None:
@@ -105,8 +114,18 @@ class Inbound:
         self._link.address = f"{hello.node_id} at {self._link.address}"
         self._host.greeted(hello)
         self._link.send(Welcome(owner.node_id, owner.incarnation))
+        self._adopt(transport)
         self._link.set_timeout(None)
         return session
+
+    def _adopt(self, transport: Transport) -> None:
+        link = transport.adopt(self._link, caller=False)
+        with self._cutting:
+            self._link = link
+            if self._was_cut:
+                link.cut()
+        self._transport = transport
+        self._responder = transport.responder(link)
 
     def _serve(self, session: Session) -> bool:
         """True when the peer said goodbye."""

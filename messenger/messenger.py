@@ -18,9 +18,9 @@ from messenger.memory import Region, SharedMemory
 from messenger.peer import Peer
 from messenger.server import Server
 from messenger.sessions import SessionTable
-from messenger.shm import ShmTransport
+from messenger.shm.transport import ShmTransport
 from messenger.stream import Stream
-from messenger.tcp import TcpTransport
+from messenger.tcp.transport import TcpTransport
 from messenger.transport import Transport
 
 NotifyHandler = Callable[[str, bytes, bytes], None]
@@ -82,10 +82,10 @@ class Messenger:
             if config.transport != "shm":
                 tcp = self._transports["tcp"] = TcpTransport(config)
                 tcp_host = config.advertise_host or config.listen_host
-                tcp_port = self._server.listen(tcp).getsockname()[1]
+                tcp_port = self._server.listen(tcp, {"tcp": tcp}).getsockname()[1]
             if config.transport != "tcp":
                 shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
-                self._server.listen(shm)
+                self._server.listen(shm, {"shm": shm})
                 shm_socket = os.fspath(shm.path)
         except BaseException:
             self.close()

@@ -4,13 +4,14 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from messenger.alarms import AlarmClock
 from messenger.frames import Hello, Reject
 from messenger.inbound import Inbound, Owner
 from messenger.link import Link
-from messenger.transport import Transport
+from messenger.sockets import SocketLink
+from messenger.transport import Door, Transport
 
 _BACKLOG = 128
 
@@ -44,16 +45,19 @@ class Server:
         self._lock = threading.Lock()
         self._connections: dict[Inbound, threading.Thread] = {}
         self._callers: Counter[Caller] = Counter()
-        self._listeners: list[tuple[Transport, socket.socket, threading.Thread]] = []
+        self._listeners: list[tuple[Door, socket.socket, threading.Thread]] = []
         self._closing = False
 
-    def listen(self, transport: Transport) -> socket.socket:
-        """Accept connections of the transport from now on; returns the listening socket, which stays the server's."""
-        listener = transport.listen(_BACKLOG)
+    def listen(self, door: Door, transports: Mapping[str, Transport]) -> socket.socket:
+        """Accept connections of the transports from now on; returns the listening socket, which stays the server's."""
+        listener = door.listen(_BACKLOG)
         thread = threading.Thread(
-            target=self._accept, args=(transport, listener), name=f"{self._owner.node_id}-{transport.name}", daemon=True
+            target=self._accept,
+            args=(door, listener, transports),
+            name=f"{self._owner.node_id}-{door.name}",
+            daemon=True,
         )
-        self._listeners.append((transport, listener, thread))
+        self._listeners.append((door, listener, thread))
         thread.start()
         return listener
 
@@ -67,12 +71,12 @@ class Server:
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
-        for transport, listener, thread in self._listeners:
+        for door, listener, thread in self._listeners:
             # Closing alone would leave the thread in accept.
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
             listener.close()
-            transport.unlisten()
+            door.unlisten()
         for connection in connections:
             connection.cut()
         for thread in connections.values():
@@ -104,7 +108,7 @@ class Server:
                 return
         self._on_lost(*caller)
 
-    def _accept(self, transport: Transport, listener: socket.socket) -> None:
+    def _accept(self, door: Door, listener: socket.socket, transports: Mapping[str, Transport]) -> None:
         while True:
             try:
                 sock, address = listener.accept()
@@ -113,14 +117,14 @@ class Server:
                     if self._closing:
                         return
                 # Out of descriptors, or a caller that left at once: neither ends the service.
-                _log.warning("accepting a %s connection failed: %s", transport.name, str(error))
+                _log.warning("accepting a %s connection failed: %s", door.name, str(error))
                 threading.Event().wait(0.05)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
-            self._begin(transport, Link(sock, name))
+            self._begin(transports, SocketLink(sock, name))
 
-    def _begin(self, transport: Transport, link: Link) -> None:
-        connection = Inbound(self._owner, self, transport, link)
+    def _begin(self, transports: Mapping[str, Transport], link: Link) -> None:
+        connection = Inbound(self._owner, self, transports, link)
         thread = threading.Thread(target=connection.run, name=f"{self._owner.node_id}-inbound", daemon=True)
         with self._lock:
             admitted = not self._closing and len(self._connections) < self._max_connections

@@ -1,7 +1,7 @@
-"""The seam between what a messenger promises and how bytes move. tcp.py and shm.py are its two sides' implementations.
+"""The seam between what a messenger promises and how bytes move; the transports are the sub-packages tcp and shm.
 
-A transport opens links to peers and listens for theirs. On each link there is a Requester (the side that calls write,
-read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
+A transport opens links to peers, and a door takes in theirs. On each link there is a Requester (the side that calls
+write, read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
 notifications are the same for every transport, and live in stream.py and server.py.
 """
 
@@ -94,14 +94,6 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def listen(self, backlog: int) -> socket.socket:
-        """Bind and listen. Raises AddressInUse or BindFailed."""
-
-    @abstractmethod
-    def unlisten(self) -> None:
-        """Remove what `listen` left in the file system."""
-
-    @abstractmethod
     def address_of(self, endpoint: Endpoint) -> str:
         """Where the endpoint is sought, for errors and logs."""
 
@@ -113,11 +105,33 @@ class Transport(ABC):
     def new_socket(self, endpoint: Endpoint) -> socket.socket:
         """A socket of the family that reaches the endpoint."""
 
+    def adopt(self, link: Link, *, caller: bool) -> Link:
+        """What the greeted link becomes, on both sides: itself, unless the transport goes on by other means.
+
+        Runs under the handshake's time limit. Raises OSError, or ProtocolError, when it cannot; `link` is then the
+        caller's to close, and afterwards it belongs to what is returned.
+        """
+        return link
+
     @abstractmethod
     def requester(self, link: Link) -> Requester: ...
 
     @abstractmethod
     def responder(self, link: Link) -> Responder: ...
+
+
+class Door(ABC):
+    """Where callers knock: one listening socket, which may serve several transports."""
+
+    name: str
+
+    @abstractmethod
+    def listen(self, backlog: int) -> socket.socket:
+        """Bind and listen. Raises AddressInUse or BindFailed."""
+
+    @abstractmethod
+    def unlisten(self) -> None:
+        """Remove what `listen` left in the file system."""
 
 
 def parse_rows(packed: bytes, columns: int, nbytes: int) -> Rows:

@@ -28,7 +28,7 @@ import pytest
 from engine.random_model import write_random_model
 from messenger.frames import MAGIC, MAX_BODY_NBYTES, VERSION, Hello, Read, Refused, Reject, Welcome, encode
 from messenger.framing import PREFIX
-from messenger.link import Link
+from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
 
 TRACE_ROW = '{"timestamp": 0, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}'
@@ -286,7 +286,7 @@ def service(name: str) -> str:
     return f"/moonpool.v1.{name}"
 
 
-GREETING = Hello("stranger", 9, "elsewhere", 1, b"s" * 16)
+GREETING = Hello("stranger", 9, "elsewhere", 1, b"s" * 16, "tcp")
 KIND_OF_HELLO = encode(GREETING)[5]
 NOISES = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -334,8 +334,8 @@ def dialled(address: int | str) -> Iterator[socket.socket]:
         yield raw
 
 
-def greeted(raw: socket.socket, greeting: Hello) -> Link:
-    link = Link(raw, "node")
+def greeted(raw: socket.socket, greeting: Hello) -> SocketLink:
+    link = SocketLink(raw, "node")
     link.send(greeting)
     assert isinstance(link.receive(), Welcome)
     return link
@@ -345,7 +345,7 @@ def rows(offset: int, nbytes: int) -> bytes:
     return np.array([[offset, nbytes]], dtype=np.int64).tobytes()
 
 
-def reason_of_rejection(link: Link) -> str:
+def reason_of_rejection(link: SocketLink) -> str:
     """What the node says before it closes the connection."""
     reject = link.receive()
     assert isinstance(reject, Reject)
@@ -361,7 +361,7 @@ async def test_garbage_on_every_messenger_socket_ends_its_own_connection_with_a_
         for noise in NOISES.values():
             with dialled(address) as raw:
                 raw.sendall(noise)
-                assert reason_of_rejection(Link(raw, "node"))
+                assert reason_of_rejection(SocketLink(raw, "node"))
         with dialled(address) as raw:
             link = greeted(raw, greeting)
             link.send(Read(1, 1, 1, -4, rows(0, -4)))

@@ -11,7 +11,7 @@ import pytest
 
 from messenger import InvalidArgument, MessengerConfig, RemoteAccessError, RemoteKey
 from messenger.frames import Ack, Hello, Refused, Welcome, Write, encode
-from messenger.link import Link
+from messenger.sockets import SocketLink
 
 NBYTES = 1 << 16
 
@@ -176,8 +176,8 @@ def test_revoke_cuts_a_write_that_is_stuck_in_the_middle(make_node: Any) -> None
     owner = make_node("b", NBYTES, revoke_grace_s=0.05)
     key = owner.grant()
     sock = socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port))
-    link = Link(sock, "owner")
-    link.send(Hello("raw", 9, "b", 1, b"s" * 16))
+    link = SocketLink(sock, "owner")
+    link.send(Hello("raw", 9, "b", 1, b"s" * 16, "tcp"))
     assert isinstance(link.receive(), Welcome)
     rows = np.array([[0, 1000]], dtype=np.int64).tobytes()
     sock.sendall(encode(Write(1, 1, key.region_id, key.token, 0, 1000, rows, False, b"", b"")) + b"\x05" * 400)
@@ -200,8 +200,8 @@ def test_a_refused_payload_is_passed_over(make_node: Any) -> None:
     owner = make_node("b", NBYTES)
     key = owner.messenger.grant(owner.region, 0, 100, read=False, write=True)
     sock = socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port))
-    link = Link(sock, "owner")
-    link.send(Hello("raw", 9, "b", 1, b"s" * 16))
+    link = SocketLink(sock, "owner")
+    link.send(Hello("raw", 9, "b", 1, b"s" * 16, "tcp"))
     assert isinstance(link.receive(), Welcome)
     payload = memoryview(b"\x05" * 200_000)
     for seq, (token, offset, nbytes) in enumerate([(1, 0, 200_000), (key.token, 50, 51), (key.token, 50, 50)], start=1):

@@ -30,9 +30,9 @@ from messenger.frames import (
     encode,
 )
 from messenger.framing import PREFIX
-from messenger.link import Link
+from messenger.sockets import SocketLink
 
-HELLO = Hello("raw", 9, "b", 1, b"s" * 16)
+HELLO = Hello("raw", 9, "b", 1, b"s" * 16, "tcp")
 KIND_OF_HELLO, KIND_OF_NOTIFY = encode(HELLO)[5], encode(Notify(1, b"", b""))[5]
 
 
@@ -69,15 +69,15 @@ def dial(owner: Any, transport: str) -> Iterator[Callable[[], socket.socket]]:
         sock.close()
 
 
-def greeted(sock: socket.socket) -> Link:
-    link = Link(sock, "owner")
+def greeted(sock: socket.socket) -> SocketLink:
+    link = SocketLink(sock, "owner")
     link.set_timeout(10)
-    link.send(HELLO)
+    link.send(HELLO._replace(transport="shm" if sock.family == socket.AF_UNIX else "tcp"))
     assert isinstance(link.receive(), Welcome)
     return link
 
 
-def ends(link: Link) -> str:
+def ends(link: SocketLink) -> str:
     """The reason of the rejection after which the owner closed."""
     reject = link.receive()
     assert isinstance(reject, Reject)
@@ -106,7 +106,7 @@ def test_a_malformed_greeting_is_rejected_with_its_reason_and_logged(
 ) -> None:
     sock = dial()
     sock.sendall(greeting)
-    reason = ends(Link(sock, "owner"))
+    reason = ends(SocketLink(sock, "owner"))
     assert owner.messenger.counters()["malformed_frames"] == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert reason in caplog.text
@@ -217,5 +217,5 @@ def test_prefixes_are_twelve_bytes() -> None:
     """The wire's layout, spelled out: another implementation must find it here."""
     frame = encode(Notify(3, b"t", b"p"))
     magic, version, kind, zero, length = struct.unpack("<4sBBHI", frame[:12])
-    assert (magic, version, kind, zero, length) == (b"MPMS", 1, 5, 0, len(frame) - 12)
+    assert (magic, version, kind, zero, length) == (b"MPMS", 2, 5, 0, len(frame) - 12)
     assert msgpack.unpackb(frame[12:]) == [3, b"t", b"p"]

@@ -1,0 +1,19 @@
+"""Descriptors of regions, each sent once over a link."""
+
+from messenger.frames import Offer
+from messenger.memory import Region
+from messenger.sockets import SocketLink
+
+
+class Offers:
+    """Regions whose descriptor one side of a link has sent already."""
+
+    def __init__(self, link: SocketLink) -> None:
+        self._link = link
+        self._sent: set[int] = set()
+
+    def make(self, region: Region) -> None:
+        """Send the region's descriptor unless the other side has it."""
+        if region.region_id not in self._sent:
+            self._link.send(Offer(region.region_id, region.nbytes), fd=region.memory.fd)
+            self._sent.add(region.region_id)

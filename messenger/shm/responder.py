@@ -1,0 +1,49 @@
+"""The owner's side of shm: copies what a caller writes out of the caller's memory into its own."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from messenger.errors import ProtocolError
+from messenger.frames import Ack, Offer, Read, Write
+from messenger.memory import PeerMemory, Region
+from messenger.shm.offers import Offers
+from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
+from messenger.sockets import SocketLink
+from messenger.transport import Responder, parse_rows
+
+if TYPE_CHECKING:
+    from messenger.copying import CopyRows
+
+
+class ShmResponder(Responder):
+    _link: SocketLink
+
+    def __init__(self, link: SocketLink, copy_rows: "CopyRows") -> None:
+        super().__init__(link)
+        self._copy_rows = copy_rows
+        self._offers = Offers(link)
+        self._mappings: dict[int, PeerMemory] = {}
+
+    def offered(self, offer: Offer) -> None:
+        self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+
+    def target_rows(self, message: Write) -> Rows:
+        rows = parse_rows(message.rows, 3, message.nbytes)
+        source = self._mappings.get(message.source_id)
+        if source is None:
+            raise ProtocolError(f"a write from region {message.source_id}, which was never offered")
+        if not within(rows[:, 0], rows[:, NBYTES], 0, source.nbytes):
+            raise ProtocolError(f"a write from beyond the {source.nbytes} bytes of region {message.source_id}")
+        return rows[:, REMOTE:]
+
+    def land(self, message: Write, rows: Rows, region: Region) -> None:
+        both = np.frombuffer(message.rows, dtype=np.int64).reshape(-1, 3)
+        self._copy_rows(region.address, self._mappings[message.source_id].address, both, REMOTE, LOCAL)
+
+    def skip(self, message: Write) -> None:
+        """The frame carries no bytes."""
+
+    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+        self._offers.make(region)
+        self._link.send(Ack(message.seq, message.nbytes))

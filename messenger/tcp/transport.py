@@ -1,0 +1,58 @@
+"""The tcp transport: where it listens and how it connects."""
+
+import errno
+import socket
+
+from messenger.config import Endpoint, MessengerConfig
+from messenger.errors import AddressInUse, BindFailed
+from messenger.link import Link
+from messenger.sockets import SocketLink
+from messenger.tcp.requester import TcpRequester
+from messenger.tcp.responder import TcpResponder
+from messenger.transport import Door, Requester, Responder, Transport
+
+
+class TcpTransport(Transport, Door):
+    name = "tcp"
+
+    def __init__(self, config: MessengerConfig) -> None:
+        self._host = config.listen_host
+        self._port = config.tcp_port
+
+    def listen(self, backlog: int) -> socket.socket:
+        where = f"{self._host}:{self._port}"
+        try:
+            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUse(f"{where} is in use: stop its owner or take another tcp_port") from error
+            raise BindFailed(f"cannot listen at {where}: {error}") from error
+
+    def unlisten(self) -> None:
+        """A port leaves nothing behind."""
+
+    def address_of(self, endpoint: Endpoint) -> str:
+        return f"{endpoint.tcp_host}:{endpoint.tcp_port}"
+
+    def new_socket(self, endpoint: Endpoint) -> socket.socket:
+        family, kind, protocol, _, _ = _resolve(endpoint)
+        return socket.socket(family, kind, protocol)
+
+    def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        sock.connect(_resolve(endpoint)[4])
+
+    def requester(self, link: Link) -> Requester:
+        return TcpRequester(_of_sockets(link))
+
+    def responder(self, link: Link) -> Responder:
+        return TcpResponder(_of_sockets(link))
+
+
+def _of_sockets(link: Link) -> SocketLink:
+    assert isinstance(link, SocketLink)
+    return link
+
+
+def _resolve(endpoint: Endpoint) -> tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]:
+    return socket.getaddrinfo(endpoint.tcp_host, endpoint.tcp_port, type=socket.SOCK_STREAM)[0]  # type: ignore[return-value]
