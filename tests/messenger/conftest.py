@@ -1,9 +1,15 @@
-"""Messengers in this process and in child processes, with a check after each test that nothing was left behind."""
+"""Messengers in this process and in child processes, with a check after each test that nothing was left behind.
+
+Every test that takes the fixture `transport`, itself or by `make_node` and `make_child`, runs over each transport that
+the machine has, or over those alone that `@pytest.mark.transports(...)` names. `--transport NAME` runs only what can be
+run over that one, and fails where the machine lacks it.
+"""
 
 import dataclasses
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,26 +23,88 @@ import numpy as np
 import pytest
 
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
-from messenger.copying import copy_rows
 
 CHILD = Path(__file__).with_name("child.py")
+VERBS_DEVICES = Path("/sys/class/infiniband")
 
 
-@pytest.fixture(scope="session", autouse=True)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("messenger")
+    group.addoption("--transport", choices=("tcp", "shm", "rdma"), help="run what can be run over this transport")
+    group.addoption("--patience", type=float, default=1.0, help="factor for every time limit of the messenger's tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "transports(*names): the transports that the test is about; all without it")
+    if config.getoption("transport", None) == "rdma" and not _has_verbs_device():
+        raise pytest.UsageError("--transport rdma: this machine has no verbs device (rdma link add ... type rxe)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "transport" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("transports")
+        wanted = marker.args if marker else ("tcp", "shm", *(["rdma"] if _has_verbs_device() else []))
+        only = metafunc.config.getoption("transport", None)
+        metafunc.parametrize("transport", [name for name in wanted if only in (None, name)], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only = config.getoption("transport", None)
+    if only is not None:
+        config.hook.pytest_deselected(items=[item for item in items if _transport_of(item) != only])
+        items[:] = [item for item in items if _transport_of(item) == only]
+
+
+def _transport_of(item: pytest.Item) -> Any:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("transport")
+
+
+def _has_verbs_device() -> bool:
+    return VERBS_DEVICES.is_dir() and any(VERBS_DEVICES.iterdir())
+
+
+@pytest.fixture(scope="session")
+def patience(pytestconfig: pytest.Config) -> float:
+    """Factor for time limits: 1 on a machine that runs at its own speed."""
+    factor: float = pytestconfig.getoption("patience", 1.0)
+    return factor
+
+
+@pytest.fixture(scope="session")
 def _compiled() -> None:
     """So that no test measures the compiler."""
+    from messenger.copying import copy_rows
+
     copy_rows()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
     """Every behaviour holds over every transport."""
     name: str = request.param
+    if name in ("shm", "auto"):
+        request.getfixturevalue("_compiled")
     return name
 
 
+WaitUntil = Callable[..., None]
+
+
 @pytest.fixture
-def nothing_left_behind() -> Iterator[None]:
+def wait_until(patience: float) -> WaitUntil:
+    """`wait_until(condition, what, timeout_s=10.0)`: for something that another thread or process brings about."""
+
+    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+        end_s = time.monotonic() + timeout_s * patience
+        while not condition():
+            assert time.monotonic() < end_s, f"not within {timeout_s * patience} s: {what}"
+            time.sleep(0.002)
+
+    return wait
+
+
+@pytest.fixture
+def nothing_left_behind(wait_until: WaitUntil) -> Iterator[None]:
     """Threads and descriptors after each test are those before it."""
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield
@@ -78,13 +146,20 @@ MakeNode = Callable[..., Node]
 
 
 @pytest.fixture
-def make_node(nothing_left_behind: None, transport: str, tmp_path: Path) -> Iterator[MakeNode]:
+def make_node(
+    nothing_left_behind: None, transport: str, tmp_path: Path, patience: float, wait_until: WaitUntil
+) -> Iterator[MakeNode]:
     """`make_node(node_id, nbytes=..., incarnation=..., **config)`; all are idle at the end, and then closed."""
     nodes: list[Node] = []
 
     def make(node_id: str, nbytes: int = 1 << 20, incarnation: int = 1, **config: Any) -> Node:
-        settings = MessengerConfig(**{"transport": transport, "run_dir": tmp_path, "default_deadline_s": 20.0} | config)
-        messenger = Messenger(settings, node_id=node_id, incarnation=incarnation)
+        settings: dict[str, Any] = {
+            "transport": transport,
+            "run_dir": tmp_path,
+            "default_deadline_s": 20.0 * patience,
+            "handshake_timeout_s": 5.0 * patience,
+        }
+        messenger = Messenger(MessengerConfig(**settings | config), node_id=node_id, incarnation=incarnation)
         memory = SharedMemory.create(nbytes, node_id)
         node = Node(messenger, messenger.start(), messenger.register(memory))
         messenger.on_notify(lambda *note: node.notes.append(note))
@@ -109,6 +184,22 @@ class Child:
     process: subprocess.Popen[str]
     endpoint: Endpoint
     key: RemoteKey
+
+    def stop(self) -> None:
+        """Returns once every thread of the process stands still."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        end_s = time.monotonic() + 60
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks.glob("*/stat")):
+            assert time.monotonic() < end_s, "the process does not stop"
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Returns once the process is gone."""
+        self.process.kill()
+        self.process.wait()
 
     def ask(self, command: str) -> Any:
         assert self.process.stdin is not None
@@ -145,19 +236,6 @@ def make_child(transport: str, tmp_path: Path) -> Iterator[MakeChild]:
     for child in children:
         child.process.kill()
         child.process.communicate()
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Wait for something that another thread or process brings about."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.002)
-
-
-@pytest.fixture(name="wait_until")
-def wait_until_fixture() -> Callable[..., None]:
-    return wait_until
 
 
 def _descriptors() -> set[int]:

@@ -171,7 +171,7 @@ def test_reads_that_were_confirmed_saw_only_what_was_there_before_the_revoke(mak
             assert isinstance(read.exception(), RemoteAccessError)
 
 
-@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+@pytest.mark.transports("tcp")
 def test_revoke_cuts_a_write_that_is_stuck_in_the_middle(make_node: Any) -> None:
     owner = make_node("b", NBYTES, revoke_grace_s=0.05)
     key = owner.grant()
@@ -195,7 +195,7 @@ def test_revoke_cuts_a_write_that_is_stuck_in_the_middle(make_node: Any) -> None
     link.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+@pytest.mark.transports("tcp")
 def test_a_refused_payload_is_passed_over(make_node: Any) -> None:
     owner = make_node("b", NBYTES)
     key = owner.messenger.grant(owner.region, 0, 100, read=False, write=True)

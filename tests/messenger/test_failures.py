@@ -1,11 +1,9 @@
 """Peers that stop, die, come back or were never there: every operation ends, with an error that says what to do."""
 
 import dataclasses
-import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,21 +22,12 @@ from messenger import (
 LARGE = 16 << 20
 
 
-def stop(process: Any) -> None:
-    """Returns once every thread of the process stands still."""
-    process.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{process.pid}/task")
-    deadline_s = time.monotonic() + 10
-    while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks.glob("*/stat")):
-        assert time.monotonic() < deadline_s, "the process does not stop"
-
-
 def test_a_stopped_peer_exceeds_the_deadline_and_is_used_again_once_it_goes_on(make_node: Any, make_child: Any) -> None:
     a, child = make_node("a", LARGE), make_child("b", LARGE)
     a.array[:] = 1
     peer = a.messenger.connect(child.endpoint)
     peer.write(child.key, a.region, [[0, 0, 10]]).result()
-    stop(child.process)
+    child.stop()
     started_s = time.monotonic()
     operations = [
         peer.write_notify(child.key, a.region, [[0, 0, LARGE]], b"late", b"", deadline_s=0.3),
@@ -51,7 +40,7 @@ def test_a_stopped_peer_exceeds_the_deadline_and_is_used_again_once_it_goes_on(m
         assert isinstance(caught.value, DeadlineExceeded)
     assert 0.3 < time.monotonic() - started_s < 2.0
     assert a.messenger.validate() == []
-    child.process.send_signal(signal.SIGCONT)
+    child.go_on()
     peer.write_notify(child.key, a.region, [[0, 0, 100]], b"in time", b"").result()
     assert child.ask("notes") == ["in time"]
 
@@ -60,7 +49,7 @@ def test_a_write_to_a_stopped_peer_is_given_up_long_before_its_deadline(make_nod
     a, child = make_node("a", LARGE), make_child("b", LARGE)
     peer = a.messenger.connect(child.endpoint)
     peer.write(child.key, a.region, [[0, 0, 10]]).result()
-    stop(child.process)
+    child.stop()
     started_s = time.monotonic()
     operations = [
         peer.write_notify(child.key, a.region, [[0, 0, nbytes]], b"kv", b"", deadline_s=600, stall_s=0.3)
@@ -70,7 +59,7 @@ def test_a_write_to_a_stopped_peer_is_given_up_long_before_its_deadline(make_nod
         with pytest.raises(TransferDeadlineExceeded, match=r"nothing was acknowledged for 0\.3 s"):
             operation.result(30)
     assert time.monotonic() - started_s > 0.3
-    child.process.send_signal(signal.SIGCONT)
+    child.go_on()
     assert peer.write_notify(child.key, a.region, [[0, 0, 100]], b"again", b"").result().nbytes == 100
 
 
@@ -97,10 +86,10 @@ def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_go
     a.array[:] = 1
     peer = a.messenger.connect(child.endpoint)
     peer.write(child.key, a.region, [[0, 0, 10]]).result()
-    stop(child.process)
+    child.stop()
     with pytest.raises(TransferDeadlineExceeded):
         peer.write_notify(child.key, a.region, [[0, 0, 1000]], b"late", b"", deadline_s=0.2).result()
-    child.process.send_signal(signal.SIGCONT)
+    child.go_on()
     peer.notify(b"in time", b"").result()
     assert child.ask("notes") == ["in time"]
     assert child.ask("sum") == 10
@@ -113,13 +102,13 @@ def test_operations_behind_one_that_missed_its_deadline_are_still_done_in_order(
     a.array[:] = 1
     peer = a.messenger.connect(child.endpoint)
     peer.notify(b"0", b"").result()
-    stop(child.process)
+    child.stop()
     patient = [peer.notify(b"1", b"")]
     hasty = peer.write_notify(child.key, a.region, [[0, 0, 1000]], b"never", b"", deadline_s=0.2)
     patient += [peer.write_notify(child.key, a.region, [[0, i, 1]], b"%d" % i, b"") for i in range(2, 6)]
     with pytest.raises(TransferDeadlineExceeded):
         hasty.result()
-    child.process.send_signal(signal.SIGCONT)
+    child.go_on()
     for future in patient:
         future.result()
     assert child.ask("notes") == ["0", "1", "2", "3", "4", "5"]
@@ -134,7 +123,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     first = peer.write(child.key, a.region, [[0, 0, LARGE]])
     under_way = [peer.write(child.key, a.region, [[0, 0, LARGE]]) for _ in range(10)]
     first.result()
-    stop(child.process)
+    child.stop()
     doomed = [transfer(child.key, a.region, [[0, 0, LARGE]]) for transfer in (peer.write, peer.read)]
     child.process.kill()
     killed_s = time.monotonic()
@@ -254,7 +243,7 @@ def test_closing_fails_what_is_pending(make_node: Any, make_child: Any) -> None:
     a, child = make_node("a", LARGE), make_child("b", LARGE)
     peer = a.messenger.connect(child.endpoint)
     peer.notify(b"t", b"").result()
-    stop(child.process)
+    child.stop()
     pending = [peer.write(child.key, a.region, [[0, 0, LARGE]]) for _ in range(3)] + [peer.notify(b"t", b"")]
     started_s = time.monotonic()
     a.messenger.close()

@@ -15,11 +15,8 @@ from messenger import PeerUnreachable
 
 NBYTES = 1 << 20
 
-
-@pytest.fixture
-def transport() -> str:
-    """Messengers and child processes of this file choose for themselves."""
-    return "auto"
+# Messengers and child processes of this file choose for themselves.
+pytestmark = pytest.mark.transports("auto")
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_a_frame_cut_off_in_the_middle_ends_quietly(
     assert not [record for record in caplog.records if "closed the" in record.message]
 
 
-@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+@pytest.mark.transports("shm")
 @pytest.mark.parametrize("what", ["a pipe", "unsealed memory", "memory of another size"])
 def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, dial: Any, what: str) -> None:
     """Memory that its owner could shrink would kill this process with SIGBUS."""
@@ -191,7 +191,7 @@ def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, dial: Any,
     assert "offered" in ends(link)
 
 
-@pytest.mark.parametrize("transport", ["shm"], indirect=True)
+@pytest.mark.transports("shm")
 def test_descriptors_without_offers_do_not_pile_up(owner: Any, dial: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     link = greeted(dial())
