@@ -1,1 +1,4 @@
-"""The rdma transport: one-sided moves by RDMA verbs. Only the verbs shell imports pyverbs, and only when rdma is used."""
+"""The rdma transport: one-sided moves by RDMA verbs.
+
+Only the modules that speak verbs import pyverbs, and they are imported only when rdma is chosen or looked for.
+"""

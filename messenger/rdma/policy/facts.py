@@ -15,7 +15,7 @@ ACTIVE: Final = "ACTIVE"
 PATH_MTUS: Final = (256, 512, 1024, 2048, 4096)
 """Bytes of payload that a packet can have."""
 ROCE_OVERHEAD_NBYTES: Final = 104
-"""What an Ethernet interface's MTU must exceed the path MTU by: the kernel's drivers take 80 to 96, and 4200 is usual."""
+"""By so much an Ethernet interface's MTU must exceed the path MTU: drivers take 80 to 96, and 4200 is usual."""
 
 
 class Nearness(IntEnum):
@@ -50,6 +50,9 @@ class Place:
     numa_node: int = -1
 
 
+ANYWHERE: Final = Place()
+
+
 def nearness(one: Place, other: Place) -> Nearness:
     """Of two places, by their PCI paths and NUMA nodes."""
     if one.pci_path and other.pci_path and one.pci_path[0] == other.pci_path[0]:
@@ -65,7 +68,7 @@ def nearness(one: Place, other: Place) -> Nearness:
 
 @dataclass(frozen=True)
 class Gid:
-    """An entry of a port's GID table; `prefix_bits` is the length of its subnet's prefix (IPv6 counting), 0: unknown."""
+    """An entry of a port's GID table; `prefix_bits` is the length of its subnet's prefix, counted as in IPv6, or 0."""
 
     index: int
     address: IPv6Address
@@ -78,13 +81,7 @@ class Gid:
         """IPv4-mapped or global: neither link-local, nor of this host alone."""
         mapped = self.address.ipv4_mapped
         address = mapped if mapped is not None else self.address
-        return not (
-            address.is_link_local or address.is_unspecified or address.is_loopback or address.is_multicast
-        )
-
-    @property
-    def is_v4(self) -> bool:
-        return self.address.ipv4_mapped is not None
+        return not (address.is_link_local or address.is_unspecified or address.is_loopback or address.is_multicast)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class DeviceFacts:
     link_layer: str
     speed_gbit: float
     active_mtu: int
-    place: Place = Place()
+    place: Place = ANYWHERE
     lid: int = 0
     gids: tuple[Gid, ...] = ()
     netdev: str = ""
@@ -165,10 +162,10 @@ def rail_to_wire(rail: Rail) -> WireRail:
 
 def rail_from_wire(value: object) -> Rail:
     """Raises ProtocolError for what is no rail."""
-    kinds = (str, int, str, int, bytes, int, int, int, (float, int), int, bool)
+    kinds = (str, int, str, int, bytes, int, int, int, float, int, bool)
     if not isinstance(value, list | tuple) or len(value) != len(kinds):
         raise ProtocolError(f"a rail must have {len(kinds)} fields")
-    if not all(isinstance(field, kind) for field, kind in zip(value, kinds, strict=True)):
+    if any(type(field) is not kind for field, kind in zip(value, kinds, strict=True)):
         raise ProtocolError("a rail has fields of wrong types")
     rail = Rail(*value)
     if len(rail.gid) != 16 or rail.link_layer not in (ETHERNET, INFINIBAND) or not 0 <= rail.prefix_bits <= 128:

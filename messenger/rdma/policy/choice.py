@@ -1,0 +1,237 @@
+"""Which ports become rails, in which order and why, and which of the peer's each of them talks to."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from messenger.rdma.policy.facts import (
+    ACTIVE,
+    ANYWHERE,
+    ETHERNET,
+    INFINIBAND,
+    ROCE_V2,
+    DeviceFacts,
+    Gid,
+    Nearness,
+    Place,
+    Rail,
+    can_reach,
+    nearness,
+    same_subnet,
+)
+
+SLOW_FRACTION: Final = 0.25
+"""A port slower than this part of the fastest is left out unless it is asked for: a management port beside 400 Gb/s."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked of the choice.
+
+    `devices`: exactly these ("mlx5_0", or "mlx5_0/1" for one port), in this order; () to choose. `memory`: where the
+    registered memory sits, of a GPU or of a NUMA node; ANYWHERE if it may be anywhere.
+    """
+
+    devices: tuple[str, ...] = ()
+    memory: Place = ANYWHERE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a port is a rail, or is none: `reason` reads on from its name."""
+
+    device: str
+    port: int
+    is_taken: bool
+    reason: str
+
+    @property
+    def text(self) -> str:
+        where = f"{self.device}/{self.port}" if self.port else self.device
+        return f"{where} {'taken' if self.is_taken else 'left out'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rails, the nearest and those asked for first, spares last; a verdict for every port found or asked for."""
+
+    rails: tuple[Rail, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def why_none(self) -> str:
+        """One line for the error that says that there is no rail."""
+        if not self.verdicts:
+            return "this machine shows no RDMA device"
+        return "; ".join(verdict.text for verdict in self.verdicts if not verdict.is_taken)
+
+
+def choose(ports: Sequence[DeviceFacts], wish: Wish) -> Choice:
+    """The rails of this process.
+
+    Asked for by name: those that work, in the order of the names. Else: of the ports that work and are not far
+    slower than the fastest, those nearest to the memory, and the farther ones as spares. Among equals by name and
+    number, so that every process of a host comes to the same order.
+    """
+    ordered = sorted(ports, key=lambda facts: (_natural(facts.name), facts.port))
+    return _named(ordered, wish) if wish.devices else _nearest(ordered, wish.memory)
+
+
+def usable_gid(facts: DeviceFacts) -> Gid | None:
+    """The RoCE v2 GID to use: routable, of IPv4 before IPv6, of a known subnet before others; None without any."""
+    usable = [gid for gid in facts.gids if gid.kind == ROCE_V2 and gid.is_routable]
+    return min(usable, key=lambda gid: (gid.address.ipv4_mapped is None, not gid.prefix_bits, gid.index), default=None)
+
+
+def pair(local: Sequence[Rail], remote: Sequence[Rail]) -> tuple[tuple[int, int], ...]:
+    """Which rail talks to which of the peer's, as indices: as many pairs as the side with more rails has.
+
+    Rails of one subnet go together first, then those of equal number (in rail-optimised networks rail n of every host
+    hangs at the same switch), then in order; on the side with fewer rails the pairs are spread evenly. A rail that
+    reaches nothing of the other side is in no pair. Pairs of spares come last.
+    """
+    reachable = sorted(
+        (not same_subnet(mine, theirs), mine.is_spare + theirs.is_spare, abs(i - j), i, j)
+        for i, mine in enumerate(local)
+        for j, theirs in enumerate(remote)
+        if can_reach(mine, theirs)
+    )
+    num_pairs = max(len({i for *_, i, _ in reachable}), len({j for *_, j in reachable}))
+    pairs: list[tuple[int, int]] = []
+    local_uses: Counter[int] = Counter()
+    remote_uses: Counter[int] = Counter()
+    for most_uses in range(1, num_pairs + 1):  # one each first: no rail is used twice while another is idle
+        for *_, i, j in reachable:
+            fewer, more = sorted((local_uses[i], remote_uses[j]))
+            if fewer == 0 and more < most_uses:
+                local_uses[i] += 1
+                remote_uses[j] += 1
+                pairs.append((i, j))
+    return tuple(sorted(pairs, key=lambda each: (local[each[0]].is_spare or remote[each[1]].is_spare, *each)))
+
+
+def pair_mtu(local: Rail, remote: Rail) -> int:
+    """The path MTU of a connection between the two."""
+    return min(local.mtu, remote.mtu)
+
+
+def _named(ports: Sequence[DeviceFacts], wish: Wish) -> Choice:
+    rails: list[Rail] = []
+    verdicts: list[Verdict] = []
+    for name in dict.fromkeys(wish.devices):
+        asked = [facts for facts in ports if name in (facts.name, facts.key)]
+        if not asked:
+            there = ", ".join(facts.key for facts in ports) or "no device at all"
+            verdicts.append(Verdict(name, 0, False, f"there is no such device; this machine has {there}"))
+        for facts in asked:
+            problem = _problem(facts) or _shared_address(facts, rails)
+            if not problem:
+                rails.append(_rail(facts))
+            verdicts.append(_verdict(facts, problem, f"asked for, {_what(facts)}"))
+    named = {(verdict.device, verdict.port) for verdict in verdicts}
+    verdicts += [
+        Verdict(facts.name, facts.port, False, "others are asked for by name (rdma_devices)")
+        for facts in ports
+        if (facts.name, facts.port) not in named
+    ]
+    return Choice(tuple(rails), tuple(verdicts))
+
+
+def _nearest(ports: Sequence[DeviceFacts], memory: Place) -> Choice:
+    working = [facts for facts in ports if not _problem(facts)]
+    fastest_gbit = max((facts.speed_gbit for facts in working), default=0.0)
+    fast = [facts for facts in working if facts.speed_gbit >= SLOW_FRACTION * fastest_gbit]
+    distances = {facts.key: _distance(facts, memory) for facts in fast}
+    nearest = min(distances.values(), default=Nearness.UNKNOWN)
+    rails: list[Rail] = []
+    verdicts: dict[str, Verdict] = {}
+    for facts in sorted(fast, key=lambda each: distances[each.key]):  # stable: names decide among equals
+        distance = distances[facts.key]
+        problem = _shared_address(facts, rails)
+        if not problem:
+            rails.append(replace(_rail(facts), is_spare=distance > nearest))
+        where = "" if memory == ANYWHERE else f", {distance.text} as the memory"
+        role = "as a spare, " if distance > nearest else ""
+        verdicts[facts.key] = _verdict(facts, problem, f"{role}{_what(facts)}{where}")
+    slow = f"slower than a quarter of the fastest ({fastest_gbit:g} Gb/s); ask for it in rdma_devices if it is meant"
+    for facts in ports:
+        if facts.key not in verdicts:
+            verdicts[facts.key] = _verdict(facts, _problem(facts) or slow, "")
+    return Choice(tuple(rails), tuple(verdicts[facts.key] for facts in ports))
+
+
+def _distance(facts: DeviceFacts, memory: Place) -> Nearness:
+    """From memory that may be anywhere all ports are equally far."""
+    return Nearness.UNKNOWN if memory == ANYWHERE else nearness(facts.place, memory)
+
+
+def _problem(facts: DeviceFacts) -> str:
+    """Why the port cannot be a rail; "" if it can."""
+    if facts.link_layer not in (ETHERNET, INFINIBAND):
+        return f"its link layer is {facts.link_layer or 'not told'}"
+    if facts.state != ACTIVE:
+        return f"its link is {facts.state}: check cable and switch{_interface_hint(facts)}"
+    if facts.link_layer == INFINIBAND:
+        return "" if facts.lid else "it has no LID: no subnet manager answers"
+    if usable_gid(facts) is not None:
+        return ""
+    if not facts.gids:
+        return f"its GID table is empty: give {_interface(facts)} an IP address"
+    if all(gid.kind != ROCE_V2 for gid in facts.gids):
+        return "it has GIDs of RoCE v1 only, which no router passes on: switch it to RoCE v2"
+    return f"its RoCE v2 GIDs are all link-local: give {_interface(facts)} a routable IP address"
+
+
+def _interface_hint(facts: DeviceFacts) -> str:
+    return f", and that {facts.netdev} is up" if facts.netdev else ""
+
+
+def _interface(facts: DeviceFacts) -> str:
+    return facts.netdev or "its interface"
+
+
+def _shared_address(facts: DeviceFacts, rails: Sequence[Rail]) -> str:
+    """Two ports of a bond can show the bond's address: what is sent to it arrives at one of them only."""
+    gid = usable_gid(facts)
+    if facts.link_layer == INFINIBAND or gid is None:
+        return ""
+    for rail in rails:
+        if rail.gid == gid.address.packed:
+            bond = f" of {facts.bond}" if facts.bond else ""
+            return f"it shares the address {rail.address}{bond} with {rail.name}"
+    return ""
+
+
+def _rail(facts: DeviceFacts) -> Rail:
+    gid = usable_gid(facts) if facts.link_layer == ETHERNET else next((g for g in facts.gids if g.index == 0), None)
+    return Rail(
+        device=facts.name,
+        port=facts.port,
+        link_layer=facts.link_layer,
+        gid_index=gid.index if gid is not None else 0,
+        gid=gid.address.packed if gid is not None else bytes(16),
+        prefix_bits=gid.prefix_bits if gid is not None else 0,
+        lid=facts.lid if facts.link_layer == INFINIBAND else 0,
+        mtu=facts.active_mtu,
+        speed_gbit=facts.speed_gbit,
+        numa_node=facts.place.numa_node,
+    )
+
+
+def _what(facts: DeviceFacts) -> str:
+    speed = f"{facts.speed_gbit:g} Gb/s"
+    if facts.link_layer == INFINIBAND:
+        return f"InfiniBand LID {facts.lid}, {speed}"
+    rail = _rail(facts)
+    return f"RoCE v2 at {rail.address} (GID {rail.gid_index}), {speed}"
+
+
+def _verdict(facts: DeviceFacts, problem: str, reason: str) -> Verdict:
+    return Verdict(facts.name, facts.port, not problem, problem or reason)
+
+
+def _natural(name: str) -> tuple[tuple[str, int], ...]:
+    """ "mlx5_10" comes after "mlx5_9"."""
+    return tuple((text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name))

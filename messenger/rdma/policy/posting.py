@@ -1,0 +1,61 @@
+"""What `Rails` is made with, and the instructions that it gives."""
+
+from dataclasses import dataclass
+
+from messenger.errors import InvalidArgument
+from messenger.rdma.policy.shares import CUT_NBYTES
+from messenger.slices import Rows
+
+
+@dataclass(frozen=True)
+class RailSpec:
+    """One rail as it is given: its nominal speed, and whether it is used only when no other works."""
+
+    name: str
+    speed_gbit: float
+    is_spare: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what is posted. Raises InvalidArgument for what cannot work.
+
+    `least_share_nbytes`: a batch is spread over so many rails only that each gets as much. `window_nbytes` and
+    `window_rows`: bytes and slices under way on one rail. `post_nbytes` and `post_rows`: of one Post, which completes
+    as one.
+    """
+
+    least_share_nbytes: int = 256 << 10
+    window_nbytes: int = 16 << 20
+    window_rows: int = 4096
+    post_nbytes: int = 4 << 20
+    post_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        sizes_fit = CUT_NBYTES <= self.least_share_nbytes <= self.post_nbytes <= self.window_nbytes
+        if not sizes_fit or not 1 <= self.post_rows <= self.window_rows:
+            raise InvalidArgument(f"limits must grow from {CUT_NBYTES} bytes by share and post to the window: {self}")
+
+
+@dataclass(frozen=True, eq=False)
+class Post:
+    """Post these slices on the rail, the last signalled, and tell `completed(number)`."""
+
+    number: int
+    batch: int
+    rail: int
+    rows: Rows
+    nbytes: int
+    posted_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Announce:
+    """Send the batch's frame on the rail, behind all that is posted there, and tell `completed(number)`."""
+
+    number: int
+    batch: int
+    rail: int
+
+
+Instruction = Post | Announce

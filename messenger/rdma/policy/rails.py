@@ -1,0 +1,351 @@
+"""The rails towards one peer: which slices go on which of them and when, and what becomes of them when rails fail.
+
+Events in, instructions out. The shell submits batches, asks what is `due`, posts it, and tells what completed and what
+failed; after every event more may be due. Any thread, one at a time.
+
+Order. Bytes of a batch land in any order. A batch that is to be announced (its notify, or the frame that says that it
+is done) has its Announce due only when nothing of it or of an earlier batch is unposted or under way on another rail
+than that of the frames; what is under way on that rail is ahead of the frame in the same queue pair and lands first.
+Announces come in the order of submission, and the frames' rail changes only when it fails.
+
+Failure. `rail_failed` gives every unfinished slice of the rail back to be posted again, on another rail. The shell
+calls it only when the queue pair cannot write any more, at neither end: bytes that land after those sent again would
+be the worst of errors. If frames were under way on the rail, nobody here knows whether the peer has them, and the peer
+may have given the memory to something else since: then nothing is due until the shell has asked the peer and says so
+with `resolve`. A rail that failed rests, ever longer, is probed by the shell and returns.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from messenger.errors import InvalidArgument
+from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
+from messenger.rdma.policy.resting import Health, RailState
+from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
+from messenger.rdma.policy.speed import Speed
+from messenger.slices import NBYTES, Rows
+
+_SAMPLE_NBYTES: Final = 1 << 20
+_SAMPLE_NS: Final = 100_000
+ANNOUNCE_DELAY_NS: Final = 20_000
+"""What it costs to wait for another rail's completion before a frame: by so much the frames' rail is preferred."""
+DEFAULT_GBIT: Final = 10.0
+"""Taken for a link that does not tell its speed."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    number: int
+    waiting: Rows
+    waiting_nbytes: int
+    is_unannounced: bool
+    announce: Announce | None = None
+    posts: dict[int, Post] = field(default_factory=dict)
+    num_elsewhere: int = 0  # posts on other rails than that of the frames
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.posts or self.waiting_nbytes or self.is_unannounced or self.announce)
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether no frame of this or a later batch may go."""
+        return bool(self.waiting_nbytes or self.num_elsewhere)
+
+
+@dataclass(eq=False)
+class _Rail:
+    spec: RailSpec
+    speed: Speed
+    health: Health = field(default_factory=Health)
+    in_flight_nbytes: int = 0
+    in_flight_rows: int = 0
+    posts: dict[int, Post] = field(default_factory=dict)
+    done_ns: int = 0
+    sampled_nbytes: int = 0
+    sampled_ns: int = 0
+
+
+class Rails:
+    """See the module. Rails are named by their index in `specs`."""
+
+    def __init__(self, specs: Sequence[RailSpec], limits: Limits, now_ns: int) -> None:
+        if not specs:
+            raise InvalidArgument("a peer needs at least one rail")
+        self._limits = limits
+        self._rails = [_Rail(spec, Speed((spec.speed_gbit or DEFAULT_GBIT) * 1e9 / 8)) for spec in specs]
+        for rail in self._rails:
+            rail.health.since_ns = now_ns
+        self._batches: dict[int, _Batch] = {}
+        self._to_post: list[int] = []  # heaps of batch numbers; stale ones are dropped when they come up
+        self._holding_up: list[int] = []
+        self._to_announce: deque[int] = deque()
+        self._announced: dict[int, _Batch] = {}  # by the number of the Announce that is under way
+        self._doubts: list[Announce] = []
+        self._num_batches = 0
+        self._num_instructions = 0
+        self._frame_rail: int | None = None
+        self._elect_frame_rail()
+
+    # What the shell asks.
+
+    @property
+    def frame_rail(self) -> int | None:
+        """The rail that frames go on; None while no rail is up."""
+        return self._frame_rail
+
+    @property
+    def is_stranded(self) -> bool:
+        """No rail is up: what is unfinished waits for a probe to succeed, or for the shell to give the peer up."""
+        return self._frame_rail is None
+
+    @property
+    def doubts(self) -> tuple[int, ...]:
+        """Batches whose frames may or may not have reached the peer; nothing is due until `resolve`."""
+        return tuple(announce.batch for announce in self._doubts)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Batches that are not done."""
+        return len(self._batches)
+
+    def state(self, rail: int) -> RailState:
+        return self._rails[rail].health.state
+
+    def bytes_s(self, rail: int, now_ns: int) -> float:
+        """The rail's speed as it is believed to be."""
+        return self._rails[rail].speed.bytes_s(now_ns)
+
+    def in_flight_nbytes(self, rail: int) -> int:
+        return self._rails[rail].in_flight_nbytes
+
+    # Events.
+
+    def submit(self, rows: Rows, *, announce: bool) -> int:
+        """Take a batch in; the number it has from now on. `rows` are int64 [n, 3], as `messenger.slices` has them,
+        without empty ones. A batch without rows is a frame alone. Raises InvalidArgument for one that is nothing."""
+        nbytes = int(rows[:, NBYTES].sum())
+        if not (nbytes or announce):
+            raise InvalidArgument("a batch needs slices, or something to announce")
+        self._num_batches += 1
+        batch = _Batch(self._num_batches, rows, nbytes, is_unannounced=announce)
+        self._batches[batch.number] = batch
+        if nbytes:
+            heapq.heappush(self._to_post, batch.number)
+            heapq.heappush(self._holding_up, batch.number)
+        if announce:
+            self._to_announce.append(batch.number)
+        return batch.number
+
+    def due(self, now_ns: int) -> list[Instruction]:
+        """What is to be posted now, in this order; it counts as under way."""
+        if self._doubts or self._frame_rail is None:
+            return []
+        instructions: list[Instruction] = []
+        while (batch := self._first(self._to_post)) is not None:
+            instructions += self._announces()
+            if not self._post(batch, instructions, now_ns):
+                break
+        return instructions + self._announces()
+
+    def completed(self, number: int, rail: int, now_ns: int) -> int | None:
+        """An instruction was done. The batch, if that was its last. Raises InvalidArgument for one not under way."""
+        post = self._rails[rail].posts.get(number)
+        if post is not None:
+            batch = self._batches[post.batch]
+            self._release(post)
+            self._sample(self._rails[rail], post, now_ns)
+        elif number in self._announced and not self._doubts:
+            batch = self._announced.pop(number)
+            batch.announce = None
+        else:
+            raise InvalidArgument(f"instruction {number} is not under way on rail {self._rails[rail].spec.name}")
+        return self._finish(batch)
+
+    def rail_failed(self, rail: int, now_ns: int) -> None:
+        """The rail's queue pair is dead at both ends, or its probe failed: what it had comes back, and it rests."""
+        failed = self._rails[rail]
+        failed.health.failed(now_ns)
+        for post in list(failed.posts.values()):
+            self._release(post)
+            self._give_back(self._batches[post.batch], post)
+        if rail == self._frame_rail:
+            self._doubts = [batch.announce for batch in self._announced.values() if batch.announce is not None]
+            self._elect_frame_rail()
+
+    def resolve(self, last_delivered: int) -> list[int]:
+        """The peer has the frames of the doubtful batches up to this one (0: of none). The batches that are done by it;
+        the other frames are sent again. Raises InvalidArgument for a batch that is not in doubt."""
+        if last_delivered and last_delivered not in self.doubts:
+            raise InvalidArgument(f"batch {last_delivered} is not in doubt")
+        for announce in reversed(self._doubts):
+            batch = self._announced.pop(announce.number)
+            batch.announce, batch.is_unannounced = None, True
+            self._to_announce.appendleft(batch.number)
+        self._doubts = []
+        # All that was submitted before a frame had landed when the frame was sent.
+        done = [number for number in self._batches if number <= last_delivered]
+        for number in done:
+            batch = self._batches.pop(number)
+            assert not batch.posts
+        return done
+
+    def probes_due(self, now_ns: int) -> list[int]:
+        """Rails whose rest is over: rebuild each and tell `rail_returned` or `rail_failed`."""
+        rested = [rail for rail, each in enumerate(self._rails) if each.health.is_rested(now_ns)]
+        for rail in rested:
+            self._rails[rail].health.probe(now_ns)
+        return rested
+
+    def next_probe_ns(self) -> int | None:
+        """When the next rest ends; None if no rail rests."""
+        resting = [rail.health for rail in self._rails if rail.health.state is RailState.RESTING]
+        return min((health.rested_ns for health in resting), default=None)
+
+    def rail_returned(self, rail: int, now_ns: int) -> None:
+        """The probe succeeded: the rail is used again."""
+        returned = self._rails[rail]
+        if returned.health.state is not RailState.PROBING:
+            raise InvalidArgument(f"rail {returned.spec.name} was not being probed")
+        returned.health.returned(now_ns)
+        returned.speed.forget()
+        returned.sampled_nbytes = returned.sampled_ns = 0
+        if self._frame_rail is None:
+            self._elect_frame_rail()
+
+    def validate(self) -> None:
+        """Raise AssertionError if the books do not agree: for tests, and when idle."""
+        for index, rail in enumerate(self._rails):
+            assert rail.in_flight_nbytes == sum(post.nbytes for post in rail.posts.values())
+            assert rail.in_flight_rows == sum(len(post.rows) for post in rail.posts.values())
+            assert rail.health.state is RailState.UP or not rail.posts
+            assert all(self._batches[post.batch].posts[post.number] is post for post in rail.posts.values())
+            assert all(post.rail == index for post in rail.posts.values())
+        for batch in self._batches.values():
+            assert not batch.is_done
+            elsewhere = sum(post.rail != self._frame_rail for post in batch.posts.values())
+            assert batch.num_elsewhere == elsewhere
+            assert batch.waiting_nbytes == int(batch.waiting[:, NBYTES].sum())
+            assert batch.announce is None or not batch.holds_up or self._doubts
+        assert all(batch.announce is not None for batch in self._announced.values())
+
+    # Posting.
+
+    def _post(self, batch: _Batch, instructions: list[Instruction], now_ns: int) -> bool:
+        """Post what has room of the batch's slices. False when some of them must wait."""
+        up = self._usable()
+        speeds = [self._rails[rail].speed.bytes_s(now_ns) for rail in up]
+        delay_ns = ANNOUNCE_DELAY_NS if batch.is_unannounced else 0
+        backlogs = [
+            self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
+            for rail, speed in zip(up, speeds, strict=True)
+        ]
+        wanted = shares(batch.waiting_nbytes, backlogs, speeds, self._limits.least_share_nbytes)
+        served = [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
+        spilt = 0  # what cutting slices at whole pages leaves over goes with the next rail's
+        for rail, nbytes in served:
+            left = min(nbytes + spilt, batch.waiting_nbytes)
+            spilt = 0
+            while left > 0 and (room := self._room(rail, left)):
+                if left < CUT_NBYTES and left < batch.waiting_nbytes:
+                    spilt = left
+                    break
+                post = self._begin(batch, rail, min(room, left), now_ns)
+                instructions.append(post)
+                left -= post.nbytes
+        return not batch.waiting_nbytes
+
+    def _room(self, rail: int, nbytes: int) -> int:
+        """How much of `nbytes` may be posted on the rail in one Post; 0: wait."""
+        limits, state = self._limits, self._rails[rail]
+        room = min(limits.window_nbytes - state.in_flight_nbytes, limits.post_nbytes)
+        has_rows = state.in_flight_rows < limits.window_rows
+        return room if has_rows and room >= min(nbytes, limits.least_share_nbytes) else 0
+
+    def _begin(self, batch: _Batch, rail: int, nbytes: int, now_ns: int) -> Post:
+        state = self._rails[rail]
+        max_rows = min(self._limits.post_rows, self._limits.window_rows - state.in_flight_rows)
+        rows, batch.waiting = take(batch.waiting, nbytes, max_rows)
+        self._num_instructions += 1
+        post = Post(self._num_instructions, batch.number, rail, rows, int(rows[:, NBYTES].sum()), now_ns)
+        batch.waiting_nbytes -= post.nbytes
+        batch.posts[post.number] = state.posts[post.number] = post
+        batch.num_elsewhere += rail != self._frame_rail
+        state.in_flight_nbytes += post.nbytes
+        state.in_flight_rows += len(rows)
+        return post
+
+    def _announces(self) -> list[Instruction]:
+        """The frames that nothing holds up any more."""
+        found: list[Instruction] = []
+        while self._to_announce:
+            number = self._to_announce[0]
+            batch = self._batches.get(number)
+            holding_up = self._first(self._holding_up)
+            if batch is not None and holding_up is not None and holding_up.number <= number:
+                break
+            self._to_announce.popleft()
+            if batch is not None and self._frame_rail is not None:
+                self._num_instructions += 1
+                batch.announce = Announce(self._num_instructions, number, self._frame_rail)
+                batch.is_unannounced = False
+                self._announced[batch.announce.number] = batch
+                found.append(batch.announce)
+        return found
+
+    def _first(self, heap: list[int]) -> _Batch | None:
+        """The oldest batch of the heap that still belongs there."""
+        while heap:
+            batch = self._batches.get(heap[0])
+            belongs = batch is not None and (batch.waiting_nbytes > 0 if heap is self._to_post else batch.holds_up)
+            if belongs:
+                return batch
+            heapq.heappop(heap)
+        return None
+
+    # Books.
+
+    def _release(self, post: Post) -> None:
+        rail, batch = self._rails[post.rail], self._batches[post.batch]
+        del rail.posts[post.number], batch.posts[post.number]
+        rail.in_flight_nbytes -= post.nbytes
+        rail.in_flight_rows -= len(post.rows)
+        batch.num_elsewhere -= post.rail != self._frame_rail
+
+    def _give_back(self, batch: _Batch, post: Post) -> None:
+        batch.waiting = np.concatenate((post.rows, batch.waiting)) if batch.waiting_nbytes else post.rows
+        batch.waiting_nbytes += post.nbytes
+        heapq.heappush(self._to_post, batch.number)
+        heapq.heappush(self._holding_up, batch.number)
+
+    def _finish(self, batch: _Batch) -> int | None:
+        if not batch.is_done:
+            return None
+        del self._batches[batch.number]
+        return batch.number
+
+    def _sample(self, rail: _Rail, post: Post, now_ns: int) -> None:
+        """Completions that are found at once say nothing one by one: bytes and busy time are gathered."""
+        rail.sampled_ns += max(0, now_ns - max(post.posted_ns, rail.done_ns))
+        rail.sampled_nbytes += post.nbytes
+        rail.done_ns = now_ns
+        if rail.sampled_nbytes >= _SAMPLE_NBYTES and rail.sampled_ns >= _SAMPLE_NS:
+            rail.speed.sample(rail.sampled_nbytes, rail.sampled_ns, now_ns)
+            rail.sampled_nbytes = rail.sampled_ns = 0
+
+    def _usable(self) -> list[int]:
+        """The rails that are up; spares only where no other is."""
+        up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
+        return [rail for rail in up if not self._rails[rail].spec.is_spare] or up
+
+    def _elect_frame_rail(self) -> None:
+        self._frame_rail = next(iter(self._usable()), None)
+        for batch in self._batches.values():
+            batch.num_elsewhere = sum(post.rail != self._frame_rail for post in batch.posts.values())
+            if batch.num_elsewhere:
+                heapq.heappush(self._holding_up, batch.number)

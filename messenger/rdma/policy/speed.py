@@ -1,0 +1,48 @@
+"""How fast a rail is, learnt from its completions; robust to the odd one that was late for other reasons."""
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+_NS: Final = 1_000_000_000
+WEIGHT: Final = 0.3
+"""Of a new sample in the moving average."""
+MEDIAN_OF: Final = 5
+"""Samples of which the median is taken in: one or two late completions in five change nothing."""
+FORGET_NS: Final = 2 * _NS
+"""Time without a sample after which half of the distance to the nominal speed is taken to be gone."""
+
+
+class Speed:
+    """Bytes per second of one rail: a moving average of medians. Until the first sample it is the nominal speed.
+
+    What is not measured is forgotten slowly, towards the nominal speed: a rail that got no work because it was slow
+    once is tried again.
+    """
+
+    def __init__(self, nominal_bytes_s: float) -> None:
+        self.nominal_bytes_s = nominal_bytes_s
+        self._average: float | None = None
+        self._recent: deque[float] = deque(maxlen=MEDIAN_OF)
+        self._sampled_ns = 0
+
+    def sample(self, nbytes: int, took_ns: int, now_ns: int) -> None:
+        """So many bytes were done in so long a time, in which the rail was never idle."""
+        before = self.bytes_s(now_ns)
+        self._recent.append(nbytes * _NS / max(took_ns, 1))
+        # Until there is a median to trust, a sample may move the average by a factor of four at most.
+        typical = min(max(median(self._recent), before / 4), before * 4)
+        self._average = before + WEIGHT * (typical - before)
+        self._sampled_ns = now_ns
+
+    def bytes_s(self, now_ns: int) -> float:
+        """The estimate at this time; always above zero."""
+        if self._average is None:
+            return self.nominal_bytes_s
+        kept: float = 0.5 ** (max(0, now_ns - self._sampled_ns) / FORGET_NS)
+        return max(1.0, self.nominal_bytes_s + kept * (self._average - self.nominal_bytes_s))
+
+    def forget(self) -> None:
+        """The rail was rebuilt: nothing measured before says anything of it."""
+        self._average = None
+        self._recent.clear()
