@@ -8,6 +8,8 @@ from kvpool import digest, directory_table
 from kvpool.local.copy_kernels import copy_kernel, digest_kernel
 from kvpool.local.index_kernels import index_kernels
 from kvpool.ssd.kernels import kernels as ssd_kernels
+from messenger.copying import copy_rows
+from messenger.shm.page_kernels import page_kernels
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 
@@ -20,4 +22,6 @@ if __name__ == "__main__":
     index_kernels()
     copy_kernel()
     digest_kernel()
+    copy_rows()
+    page_kernels()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")

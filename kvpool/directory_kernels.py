@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from numba import types
 
 from kvpool import directory_changes, directory_reading
-from kvpool.compiling import compiled
 from kvpool.directory_layout import Table
+from messenger.native.compiling import compiled
 
 __all__ = ["Kernels", "directory_kernels"]
 

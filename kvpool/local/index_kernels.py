@@ -11,8 +11,6 @@ import numba
 import numpy as np
 from numba import types
 
-from kvpool.compiling import compiled
-from kvpool.local.atomics import fence_acquire, fence_release, load_acquire, store_release
 from kvpool.local.copy_kernels import BYTES, WORDS, memcpy, move_group, rows_in_words, within
 from kvpool.local.layout import (
     AT_BUCKETS_VERSION,
@@ -34,6 +32,8 @@ from kvpool.local.layout import (
     SHAPE_TOKENS_SHIFT,
     STALE,
 )
+from messenger.native.atomics import fence_acquire, fence_release, load_acquire, store_release
+from messenger.native.compiling import compiled
 
 __all__ = ["IndexKernels", "index_kernels"]
 

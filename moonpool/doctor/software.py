@@ -29,6 +29,7 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "kvpool/local/index_kernels.py",
     "kvpool/ssd/kernels.py",
     "messenger/copying.py",
+    "messenger/shm/page_kernels.py",
 )
 
 

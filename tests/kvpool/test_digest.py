@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import KvGroup, KvSpec, layer_digests, layer_digests_at, seal_digest
-from kvpool.compiling import compiled
+from messenger.native.compiling import compiled
 from kvpool.errors import SpecError
 
 DTYPES = ["float32", "bfloat16", "int8"]

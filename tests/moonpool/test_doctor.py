@@ -208,9 +208,9 @@ def test_every_module_that_numba_compiles_is_known() -> None:
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob("*.py")
-        if any(line.startswith(("import numba", "from kvpool.compiling")) for line in path.read_text().splitlines())
+        if any(line.startswith(("import numba", "from messenger.native.compiling")) for line in path.read_text().splitlines())
     }
-    assert compiling - {"kvpool/compiling.py", "engine/vector_ops.py"} == set(software.KERNELS)
+    assert compiling - {"messenger/native/compiling.py", "engine/vector_ops.py"} == set(software.KERNELS)
 
 
 def test_the_kernels_cache_is_sought_where_numba_keeps_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How this package's kernels are compiled: for one signature, without the GIL, cached on disk where a cache can be."""
+"""How kernels are compiled: for one signature, without the GIL, cached on disk where a cache can be."""
 
 from typing import Any
 

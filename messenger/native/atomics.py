@@ -6,7 +6,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["fence_acquire", "fence_release", "load_acquire", "store_release"]
+__all__ = ["fence_acquire", "fence_all", "fence_release", "load_acquire", "store_release"]
 
 # Numba wants of an intrinsic a function of the arguments' types that returns its signature and a generator of code.
 
@@ -34,6 +34,10 @@ def _fence_release(typingctx: Any) -> Any:
     return types.void(), _fence("release")
 
 
+def _fence_all(typingctx: Any) -> Any:
+    return types.void(), _fence("seq_cst")
+
+
 def _fence(ordering: str) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence(ordering)
@@ -55,3 +59,5 @@ fence_acquire: Any = intrinsic(_fence_acquire)
 """`()`: what was read before is read before anything after it."""
 fence_release: Any = intrinsic(_fence_release)
 """`()`: what is written after is written after anything before it."""
+fence_all: Any = intrinsic(_fence_all)
+"""`()`: what was written before is seen by everyone before anything after it is read."""

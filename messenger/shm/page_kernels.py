@@ -1,0 +1,85 @@
+"""The compiled side of the grant page: looking a fingerprint up, and copying while it is held; without the GIL.
+
+Words are uint64 [n], in buckets of `WAYS`; a fingerprint stands in the bucket that its remainder names, or nowhere.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+
+from messenger.native.atomics import fence_acquire, fence_all, load_acquire, store_release
+from messenger.native.compiling import compiled
+
+WAYS = 8
+
+_memcpy: Any = types.ExternalFunction("memcpy", types.uint64(types.uint64, types.uint64, types.uint64))
+
+
+class PageKernels(NamedTuple):
+    """`holds(words, fingerprint) -> bool`: what was read before is read before this, what comes after, after it.
+    `replace(words, old, new) -> bool`: put `new` where `old` stands in the bucket of the one that is not 0, and let
+    everybody see it before anything that is done later.
+    `copy_held(words, fingerprint, destination, source, rows, destination_column, source_column) -> bool`: as
+    `messenger.copying.CopyRows`; False when the fingerprint was not there before, or not after, the copy.
+    """
+
+    holds: Any
+    replace: Any
+    copy_held: Any
+
+
+@functools.cache
+def page_kernels() -> PageKernels:
+    """Compiled, or loaded from the cache, at the first call."""
+    words, own_words = types.Array(types.uint64, 1, "C", readonly=True), types.Array(types.uint64, 1, "C")
+    rows = types.Array(types.int64, 2, "C", readonly=True)
+    u64, i64 = types.uint64, types.int64
+    return PageKernels(
+        compiled(_holds, types.boolean(words, u64)),
+        compiled(_replace, types.boolean(own_words, u64, u64)),
+        compiled(_copy_held, types.boolean(words, u64, u64, u64, rows, i64, i64)),
+    )
+
+
+@numba.njit(inline="always")
+def _bucket(words: Any, fingerprint: Any) -> Any:
+    return np.int64(fingerprint % np.uint64(len(words) // WAYS)) * WAYS
+
+
+@numba.njit
+def _is_held(words: Any, fingerprint: Any) -> Any:
+    first = _bucket(words, fingerprint)
+    fence_acquire()
+    found = False
+    for place in range(first, first + WAYS):
+        found |= load_acquire(words, place) == fingerprint
+    return found
+
+
+def _holds(words, fingerprint):  # type: ignore[no-untyped-def]
+    return _is_held(words, fingerprint)
+
+
+def _replace(words, old, new):  # type: ignore[no-untyped-def]
+    first = _bucket(words, max(old, new))
+    for place in range(first, first + WAYS):
+        if words[place] == old:
+            store_release(words, place, new)
+            fence_all()
+            return True
+    return False
+
+
+def _copy_held(words, fingerprint, destination, source, rows, destination_column, source_column):  # type: ignore[no-untyped-def]
+    if not _is_held(words, fingerprint):
+        return False
+    for row in range(rows.shape[0]):
+        _memcpy(
+            np.uint64(destination + np.uint64(rows[row, destination_column])),
+            np.uint64(source + np.uint64(rows[row, source_column])),
+            np.uint64(rows[row, 2]),
+        )
+    return _is_held(words, fingerprint)
