@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from messenger.errors import InvalidArgument
+from messenger.tls import TlsFiles
 from moonpool_proto.v1 import common_pb2
 
-TransportChoice = Literal["auto", "tcp", "shm"]
+TransportChoice = Literal["auto", "rdma", "tcp", "shm"]
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -21,7 +22,8 @@ class MessengerConfig:
     tcp_port: int = 0
     """Port the tcp listener binds; 0 takes a free one."""
     transport: TransportChoice = "auto"
-    """auto: shm towards peers of the same host whose socket is in sight, else tcp; tcp or shm: only that one."""
+    """auto: shm towards peers of the same host whose socket is in sight, else rdma where both sides have it and nothing
+    is to be encrypted, else tcp. Any other: only that one."""
     run_dir: Path | None = None
     """Directory of the unix socket that shm uses; None makes a private one."""
     host_id: str | None = None
@@ -34,6 +36,18 @@ class MessengerConfig:
     """Address told to peers; needed when listen_host is a wildcard, which nobody can connect to."""
     max_connections: int = 256
     """Inbound connections served at a time; more are turned away with a named reason."""
+    max_connections_per_peer: int = 16
+    """Of these, those of one incarnation of one peer."""
+    rdma_devices: tuple[str, ...] = ()
+    """Names of the RDMA devices to use; empty: chosen by topology."""
+    tls_cert: Path | None = None
+    """PEM file with this node's certificate; with it tcp is encrypted, and only nodes of the same CA are talked to."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+    tls_ca: Path | None = None
+    """PEM file with the CA that signs the certificates of all nodes."""
+    tls_name: str = "moonpool"
+    """DNS name that the certificates of all nodes carry."""
     handshake_timeout_s: float = 5.0
     """How long connecting, and the greeting after it, may take."""
     revoke_grace_s: float = 0.2
@@ -42,20 +56,34 @@ class MessengerConfig:
     """How long a broken inbound connection may take to come back before its peer is reported lost."""
 
     def __post_init__(self) -> None:
-        if self.transport not in ("auto", "tcp", "shm"):
-            raise InvalidArgument(f"transport {self.transport!r} is none of auto, tcp, shm")
+        if self.transport not in get_args(TransportChoice):
+            raise InvalidArgument(f"transport {self.transport!r} is none of {', '.join(get_args(TransportChoice))}")
         if not 0 <= self.tcp_port <= 65535:
             raise InvalidArgument(f"tcp_port {self.tcp_port} is no port")
         for name in ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgument(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
-        for name in ("streams_per_peer", "max_connections"):
+        for name in ("streams_per_peer", "max_connections", "max_connections_per_peer"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, not {getattr(self, name)!r}")
+        if self.streams_per_peer > self.max_connections_per_peer:
+            raise InvalidArgument(
+                f"streams_per_peer {self.streams_per_peer} is over max_connections_per_peer "
+                f"{self.max_connections_per_peer}: peers of this configuration would turn away some of the streams"
+            )
+        if len({self.tls_cert is None, self.tls_key is None, self.tls_ca is None}) > 1:
+            raise InvalidArgument("tls_cert, tls_key and tls_ca are given all three or not at all")
         if self.transport != "shm" and self.listen_host in _WILDCARDS and self.advertise_host is None:
             raise InvalidArgument(
                 f"listen_host {self.listen_host!r} is a wildcard: set advertise_host to what peers dial"
             )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Where the key material lies; None: tcp is not encrypted."""
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
-from moonpool.config.slices import HostSettings, NodeSettings, TransportSettings
+from moonpool.config.slices import HostSettings, NodeSettings
+from moonpool.config.transport import TlsSettings, TransportSettings
 from moonpool.run_dir import default_run_dir, make_run_dir
 from moonpool.threads import engine_threads, usable_cores
 
@@ -67,7 +68,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
         ssd_bytes=config.pool.ssd_bytes,
         ssd_depth=config.pool.pool_ssd_depth,
         host_id=config.host.host_id,
-        messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
+        messenger=_messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
     )
 
 
@@ -98,7 +99,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         kv_parity_sample=config.pool.kv_parity_sample,
         kv_storage=cast("Literal['exact', 'int8']", config.pool.kv_storage),
         push_timeout_s=config.transport.push_timeout,
-        messenger=_messenger_config(config.transport, config.host, _socket_dir(config.node, node_id)),
+        messenger=_messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
     )
 
 
@@ -132,7 +133,9 @@ def choose_device(device: str, worker_index: int) -> str:
     return "cpu" if device == "auto" else device
 
 
-def _messenger_config(transport: TransportSettings, host: HostSettings, socket_dir: Path) -> "MessengerConfig":
+def _messenger_config(
+    transport: TransportSettings, tls: TlsSettings, host: HostSettings, socket_dir: Path
+) -> "MessengerConfig":
     from messenger import MessengerConfig
 
     return MessengerConfig(
@@ -142,6 +145,13 @@ def _messenger_config(transport: TransportSettings, host: HostSettings, socket_d
         host_id=host.host_id or None,
         tcp_port=host.data_port,
         advertise_host=host.data_advertise or None,
+        streams_per_peer=transport.streams_per_peer,
+        max_connections_per_peer=transport.max_connections_per_peer,
+        rdma_devices=transport.rdma_devices,
+        tls_cert=tls.tls_cert,
+        tls_key=tls.tls_key,
+        tls_ca=tls.tls_ca,
+        tls_name=tls.tls_name,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from moonpool.config.fields import Setting, composite_settings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
+from moonpool.config.pool import PoolSettings
 from moonpool.config.shared_store import SharedStoreSettings
 from moonpool.config.slices import (
     ConductorTarget,
@@ -14,15 +15,14 @@ from moonpool.config.slices import (
     LogSettings,
     ModelSettings,
     NodeSettings,
-    PoolSettings,
     SchedulingSettings,
     TopologySettings,
-    TransportSettings,
     WorkerSettings,
     is_wildcard,
     target_host,
 )
 from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
+from moonpool.config.transport import TlsSettings, TransportSettings
 from moonpool.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ class ServeConfig:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     supervisor: SupervisorSettings = field(default_factory=SupervisorSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     logs: LogSettings = field(default_factory=LogSettings)
@@ -77,6 +78,7 @@ class ConductorRole:
     further: FurtherModels
     scheduling: SchedulingSettings
     shared: SharedStoreSettings
+    tls: TlsSettings
     logs: LogSettings
 
 
@@ -90,6 +92,7 @@ class PoolNodeRole:
     conductor: ConductorTarget
     pool: PoolSettings
     transport: TransportSettings
+    tls: TlsSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class WorkerRole:
     engine: EngineSettings
     pool: PoolSettings
     transport: TransportSettings
+    tls: TlsSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:
@@ -125,6 +129,7 @@ class FrontendRole:
     http: HttpSettings
     model: ModelSettings
     further: FurtherModels
+    tls: TlsSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:

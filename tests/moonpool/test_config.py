@@ -72,7 +72,7 @@ def test_the_environment_can_name_the_file(config_file: Path) -> None:
         ("port: 70000", r"cluster.yaml: port is 70000: expected 0 to 65535"),
         ("port: true", r"port is True: expected a whole number"),
         ("port: 1.5", r"port is 1.5: expected a whole number"),
-        ("transport: rdma", r"transport is 'rdma': expected one of auto, tcp, shm"),
+        ("transport: ucx", r"transport is 'ucx': expected one of auto, rdma, tcp, shm"),
         ("api_key: [1]", r"api_key is \[1\]: expected a list of texts"),
         ("port: null", r"port is None: expected a whole number"),
     ],

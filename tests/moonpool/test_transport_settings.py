@@ -1,0 +1,52 @@
+"""How traffic goes, and how it is encrypted: from keys to what the messenger is given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from messenger import MessengerConfig
+from messenger.errors import InvalidArgument
+from messenger.tls import TlsFiles
+from moonpool.config import PoolNodeRole, ServeConfig, WorkerRole, all_settings, load
+from moonpool.errors import ConfigError
+from moonpool.role_configs import pool_node_config, worker_config
+
+
+def loaded(composite: type, flags: dict[str, Any]) -> Any:
+    return load(composite, flags=flags, environ={}, config_file=None, known=all_settings())
+
+
+@pytest.mark.parametrize(("composite", "make"), [(PoolNodeRole, pool_node_config), (WorkerRole, worker_config)])
+def test_the_keys_reach_the_messenger(composite: type, make: Any, short_path: Path) -> None:
+    flags = {"transport": "tcp", "streams_per_peer": "3", "max_connections_per_peer": "5", "conductor": "h:1"}
+    flags |= {"tls_cert": "c.pem", "tls_key": "k.pem", "tls_ca": "ca.pem", "tls_name": "farm", "pool": "h:2"}
+    lists = {"rdma_devices": ["mlx5_0", "mlx5_1"]}
+    own = {key: value for key, value in flags.items() if key != "pool" or composite is WorkerRole}
+    config = make(loaded(composite, own | lists | {"socket_dir": str(short_path)}), "n").messenger
+    assert (config.transport, config.streams_per_peer, config.max_connections_per_peer) == ("tcp", 3, 5)
+    assert config.rdma_devices == ("mlx5_0", "mlx5_1")
+    assert config.tls == TlsFiles(Path("c.pem"), Path("k.pem"), Path("ca.pem"), "farm")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tls_cert": "c.pem"}, "tls_key, tls_ca not set: encryption needs tls_cert, tls_key and tls_ca together"),
+        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "tls_ca not set"),
+        ({"tls_name": " "}, "--tls-name is empty"),
+        ({"streams_per_peer": "4", "max_connections_per_peer": "3"}, "peers with the same settings would turn some"),
+        ({"rdma_devices": ["mlx5_0", "mlx5_0"]}, r"rdma_devices is \['mlx5_0', 'mlx5_0'\]: expected different names"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(ServeConfig, flags)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tls_cert": Path("c.pem")}, {"streams_per_peer": 4, "max_connections_per_peer": 3}, {"transport": "ucx"}]
+)
+def test_a_messenger_refuses_them_too(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        MessengerConfig(**wrong)
