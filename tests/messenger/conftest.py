@@ -133,6 +133,10 @@ class Node:
     def endpoint_json(self) -> str:
         return json.dumps(dataclasses.asdict(self.endpoint))
 
+    def fill(self, seed: int) -> None:
+        """Bytes that look like no others."""
+        self.array[:] = np.random.default_rng(seed).integers(0, 256, self.region.nbytes, dtype=np.uint8)
+
     def grant(self, *, read: bool = True, write: bool = True) -> RemoteKey:
         return self.messenger.grant(self.region, 0, self.region.nbytes, read=read, write=write)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger import SharedMemory
+from messenger import InvalidArgument, SharedMemory
 from messenger.memory import PeerMemory
 
 
@@ -64,3 +64,14 @@ def test_committed_memory_keeps_what_is_in_it() -> None:
     assert memory.array[5000] == 7
     assert not memory.array[5001:].any()
     memory.close()
+
+
+def test_memory_closed_by_its_owner_stays_until_the_last_view_is_gone() -> None:
+    memory = SharedMemory.create(4096, "short")
+    view = memory.array
+    memory.close()
+    memory.close()
+    view[:] = 3
+    assert int(view.sum()) == 3 * 4096
+    with pytest.raises(InvalidArgument, match="closed"):
+        _ = memory.array

@@ -30,6 +30,7 @@ from messenger.frames import (
     encode,
 )
 from messenger.framing import PREFIX
+from messenger.link import Link
 from messenger.sockets import SocketLink
 
 HELLO = Hello("raw", 9, "b", 1, b"s" * 16, "tcp")
@@ -50,17 +51,17 @@ def owner(make_node: Any) -> Any:
 
 
 @pytest.fixture
-def dial(owner: Any, transport: str) -> Iterator[Callable[[], socket.socket]]:
+def dial(owner: Any, transport: str, patience: float) -> Iterator[Callable[[], socket.socket]]:
     """Raw connections to the owner."""
     sockets: list[socket.socket] = []
 
     def connect() -> socket.socket:
-        if transport == "tcp":
-            sock = socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port))
-        else:
+        if transport == "shm":
             sock = socket.socket(socket.AF_UNIX)
             sock.connect(owner.endpoint.shm_socket)
-        sock.settimeout(10)
+        else:
+            sock = socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port))
+        sock.settimeout(10 * patience)
         sockets.append(sock)
         return sock
 
@@ -69,15 +70,7 @@ def dial(owner: Any, transport: str) -> Iterator[Callable[[], socket.socket]]:
         sock.close()
 
 
-def greeted(sock: socket.socket) -> SocketLink:
-    link = SocketLink(sock, "owner")
-    link.set_timeout(10)
-    link.send(HELLO._replace(transport="shm" if sock.family == socket.AF_UNIX else "tcp"))
-    assert isinstance(link.receive(), Welcome)
-    return link
-
-
-def ends(link: SocketLink) -> str:
+def ends(link: Link) -> str:
     """The reason of the rejection after which the owner closed."""
     reject = link.receive()
     assert isinstance(reject, Reject)
@@ -128,13 +121,13 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS.keys())
 def test_a_malformed_request_ends_its_connection_and_no_other(
-    owner: Any, make_node: Any, dial: Any, request_: Any
+    owner: Any, make_node: Any, greet: Any, request_: Any
 ) -> None:
     good = make_node("a", 4096)
     good.array[:] = 6
     peer, key = good.messenger.connect(owner.endpoint), owner.grant()
     peer.write(key, good.region, [[0, 0, 100]]).result()
-    link = greeted(dial())
+    link = greet(owner)
     link.send(request_)
     ends(link)
     assert owner.messenger.counters()["malformed_frames"] == 1
@@ -145,13 +138,17 @@ def test_a_malformed_request_ends_its_connection_and_no_other(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(max_size=400), after_greeting=st.booleans(), dressed=st.booleans())
-def test_noise_never_harms(owner: Any, dial: Any, noise: bytes, after_greeting: bool, dressed: bool) -> None:
+def test_noise_never_harms(
+    owner: Any, dial: Any, greet: Any, transport: str, noise: bytes, after_greeting: bool, dressed: bool
+) -> None:
     sock = dial()
     if after_greeting:
-        greeted(sock)
+        link = SocketLink(sock, "owner")
+        link.send(HELLO._replace(transport=transport))
+        assert isinstance(link.receive(), Welcome)
     sock.sendall(prefixed(noise[0] % 12 if noise else 0, noise[1:]) if dressed else noise)
     sock.close()
-    link = greeted(dial())
+    link = greet(owner)
     link.send(Notify(1 << 60, b"alive", b""))
     assert isinstance(link.receive(), Ack)
     assert not owner.array.any()
@@ -162,12 +159,13 @@ def test_a_connection_that_never_greets_is_closed(owner: Any, dial: Any, wait_un
     wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
 
 
+@pytest.mark.transports("tcp", "shm")
 def test_a_frame_cut_off_in_the_middle_ends_quietly(
-    owner: Any, dial: Any, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
+    owner: Any, greet: Any, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    link = greeted(dial())
+    link = greet(owner)
     link._sock.sendall(encode(Notify(1, b"t", b"p"))[:-1])
-    link.close()
+    link.cut()
     wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
     assert owner.notes == []
     assert not [record for record in caplog.records if "closed the" in record.message]
@@ -175,7 +173,7 @@ def test_a_frame_cut_off_in_the_middle_ends_quietly(
 
 @pytest.mark.transports("shm")
 @pytest.mark.parametrize("what", ["a pipe", "unsealed memory", "memory of another size"])
-def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, dial: Any, what: str) -> None:
+def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, greet: Any, what: str) -> None:
     """Memory that its owner could shrink would kill this process with SIGBUS."""
     if what == "a pipe":
         fd, other = os.pipe()
@@ -185,32 +183,30 @@ def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, dial: Any,
         os.ftruncate(fd, 4096)
         if what == "memory of another size":
             fcntl.fcntl(fd, 1033, 2 | 4)
-    link = greeted(dial())
+    link = greet(owner)
     link.send(Offer(1, 8192 if what == "memory of another size" else 4096), fd=fd)
     os.close(fd)
     assert "offered" in ends(link)
 
 
 @pytest.mark.transports("shm")
-def test_descriptors_without_offers_do_not_pile_up(owner: Any, dial: Any) -> None:
+def test_descriptors_without_offers_do_not_pile_up(owner: Any, greet: Any, wait_until: Callable[..., None]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    link = greeted(dial())
+    link = greet(owner)
     read_end, write_end = os.pipe()
     frame = encode(Notify(1, b"", b""))
     try:
         for _ in range(8):
             socket.send_fds(link._sock, [frame], [read_end] * 20)
-        link.set_timeout(10)
         while True:
             link.receive()
     except OSError:
         pass
     os.close(read_end)
     os.close(write_end)
-    link.close()
     assert owner.messenger.counters()["malformed_frames"] == 1
-    owner.messenger.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # this side of the connection
 
 
 def test_prefixes_are_twelve_bytes() -> None:

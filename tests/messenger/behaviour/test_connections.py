@@ -1,0 +1,75 @@
+"""Connections: made again when they break, bounded, and gone without a trace."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from messenger import (
+    TransferDeadlineExceeded,
+)
+
+
+def test_a_connection_dropped_while_idle_is_made_again(make_node: Any, wait_until: Callable[..., None]) -> None:
+    a, b = make_node("a"), make_node("b")
+    a.array[:] = 4
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    for round_number in range(1, 6):
+        peer.write(key, a.region, [[0, 100 * round_number, 10]]).result()
+        peer.read(key, a.region, [[9000, 5000, 10]]).result()
+        b.cut_inbound()
+        peer.write(key, a.region, [[0, 100 * round_number + 10, 10]]).result()
+    assert int(b.array.sum()) == 5 * 20 * 4
+    assert a.lost == b.lost == []
+    assert a.messenger.counters()["connects"] >= 6
+
+
+def test_every_notify_is_delivered_once_and_in_order_however_often_the_connection_breaks(make_node: Any) -> None:
+    a, b = make_node("a", 1 << 20), make_node("b", 1 << 20)
+    a.array[:] = np.arange(1 << 20) % 251
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    done = threading.Event()
+
+    def vandalise() -> None:
+        while not done.wait(0.01):
+            b.cut_inbound()
+
+    vandal = threading.Thread(target=vandalise)
+    vandal.start()
+    try:
+        futures = [peer.write_notify(key, a.region, [[i, i, 2000]], b"%d" % i, b"") for i in range(0, 1_000_000, 2000)]
+        for future in futures:
+            future.result()
+    finally:
+        done.set()
+        vandal.join()
+    assert [int(tag) for _, tag, _ in b.notes] == list(range(0, 1_000_000, 2000))
+    assert np.array_equal(b.array[:1_000_000], a.array[:1_000_000])
+    assert a.messenger.counters()["connects"] > 1
+
+
+def test_connections_beyond_the_limit_are_turned_away_and_served_when_there_is_room(
+    make_node: Any, wait_until: Callable[..., None]
+) -> None:
+    owner = make_node("a", max_connections=1)
+    first, second = make_node("b"), make_node("c")
+    first.messenger.connect(owner.endpoint).notify(b"first", b"").result()
+    peer = second.messenger.connect(owner.endpoint)
+    with pytest.raises(TransferDeadlineExceeded, match="which is the limit"):
+        peer.notify(b"too many", b"", deadline_s=0.3).result()
+    first.messenger.connect(owner.endpoint).notify(b"again", b"").result()
+    first.messenger.close()
+    peer.notify(b"second", b"").result()
+    assert [tag for _, tag, _ in owner.notes] == [b"first", b"again", b"second"]
+
+
+def test_many_rounds_leave_no_thread_and_no_descriptor_behind(make_node: Any) -> None:
+    for incarnation in range(1, 9):
+        a, b = make_node(f"a{incarnation}", 4096, incarnation), make_node(f"b{incarnation}", 4096, incarnation)
+        peer, key = a.messenger.connect(b.endpoint), b.grant()
+        peer.write_notify(key, a.region, [[0, 0, 4096]], b"t", b"").result()
+        peer.read(key, a.region, [[0, 0, 4096]]).result()
+        a.messenger.close()
+        b.messenger.close()

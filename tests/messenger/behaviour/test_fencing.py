@@ -1,0 +1,112 @@
+"""After a revoke, a deadline or a cancel: the owner's memory stays as the owner left it, and nobody is told."""
+
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from messenger import (
+    RemoteAccessError,
+    TransferDeadlineExceeded,
+)
+from messenger.frames import Write, encode
+
+NBYTES = 1 << 16
+
+
+def send_for_ever(sock: socket.socket, data: bytes) -> None:
+    while True:
+        sock.sendall(data)
+
+
+def test_nothing_lands_after_revoke_returned(make_node: Any) -> None:
+    nbytes = 8 << 20
+    a, b = make_node("a", nbytes), make_node("b", nbytes)
+    peer = a.messenger.connect(b.endpoint)
+    for round_number in range(5):
+        key = b.grant()
+        a.array[:] = 1
+        writes = [peer.write(key, a.region, [[0, 0, nbytes]]) for _ in range(6)]
+        writes[0].result()
+        b.messenger.revoke(key)
+        b.array[:] = 100 + round_number
+        outcomes = [write.exception() for write in writes]
+        assert set(np.unique(b.array).tolist()) == {100 + round_number}
+        assert outcomes[0] is None
+        assert all(outcome is None or isinstance(outcome, RemoteAccessError) for outcome in outcomes)
+
+
+def test_reads_that_were_confirmed_saw_only_what_was_there_before_the_revoke(make_node: Any) -> None:
+    nbytes = 4 << 20
+    a, b = make_node("a", nbytes), make_node("b", nbytes)
+    peer = a.messenger.connect(b.endpoint)
+    for _ in range(10):
+        key = b.grant()
+        b.array[:] = 1
+        peer.read(key, a.region, [[0, 0, 10]]).result()
+        read = peer.read(key, a.region, [[0, 0, nbytes]])
+        b.messenger.revoke(key)
+        b.array[:] = 2
+        if read.exception() is None:
+            assert set(np.unique(a.array).tolist()) == {1}
+        else:
+            assert isinstance(read.exception(), RemoteAccessError)
+
+
+@pytest.mark.transports("tcp")
+def test_revoke_cuts_a_write_that_is_stuck_in_the_middle(make_node: Any, greet: Any) -> None:
+    owner = make_node("b", NBYTES, revoke_grace_s=0.05)
+    key = owner.grant()
+    sock = greet(owner)._sock
+    rows = np.array([[0, 1000]], dtype=np.int64).tobytes()
+    sock.sendall(encode(Write(1, 1, key.region_id, key.token, 0, 1000, rows, False, b"", b"")) + b"\x05" * 400)
+    deadline_s = time.monotonic() + 10
+    while owner.array[399] != 5:
+        assert time.monotonic() < deadline_s
+    assert owner.messenger.validate()
+    started_s = time.monotonic()
+    owner.messenger.revoke(key)
+    assert 0.04 < time.monotonic() - started_s < 2.0
+    owner.array[:] = 8
+    with pytest.raises(OSError):
+        send_for_ever(sock, b"\x06" * 100)
+    assert set(owner.array.tolist()) == {8}
+
+
+def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any) -> None:
+    a, b = make_node("a", NBYTES), make_node("b", NBYTES)
+    a.array[:] = 3
+    peer, lasting = a.messenger.connect(b.endpoint), b.grant()
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            b.messenger.revoke(b.messenger.grant(b.region, 0, 10, read=True, write=True))
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    for future in [peer.write(lasting, a.region, [[i, i, 1]]) for i in range(500)]:
+        future.result()
+    stop.set()
+    thread.join()
+    assert b.array[:501].tolist() == [3] * 500 + [0]
+
+
+def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_goes_on(
+    make_node: Any, make_child: Any
+) -> None:
+    """It lies in the peer's socket complete, so only the owner can still tell that nobody waits for it."""
+    a, child = make_node("a", 1 << 20), make_child("b")
+    a.array[:] = 1
+    peer = a.messenger.connect(child.endpoint)
+    peer.write(child.key, a.region, [[0, 0, 10]]).result()
+    child.stop()
+    with pytest.raises(TransferDeadlineExceeded):
+        peer.write_notify(child.key, a.region, [[0, 0, 1000]], b"late", b"", deadline_s=0.2).result()
+    child.go_on()
+    peer.notify(b"in time", b"").result()
+    assert child.ask("notes") == ["in time"]
+    assert child.ask("sum") == 10
