@@ -1,8 +1,10 @@
 """What all tests have in common."""
 
+import ipaddress
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,113 @@ def short_path() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="mp-"))
     yield path
     shutil.rmtree(path)
+
+
+class RdmaMachine:
+    """The files that the kernel of a server with RDMA adapters shows, below `root`: real folders, files and links."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/net/route", "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT")
+        self.write("proc/net/if_inet6", "")
+
+    def write(self, path: str | Path, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    def link(self, path: str, target: str) -> None:
+        link = self.root / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(self.root / target, link.parent))
+
+    def pci(self, path: str, numa_node: int) -> str:
+        """A PCI device by its way from the host bridge, such as "pci0000:15/0000:15:01.0/0000:16:00.0"."""
+        folder = f"sys/devices/{path}"
+        self.write(f"{folder}/numa_node", str(numa_node))
+        self.link(f"sys/bus/pci/devices/{path.rsplit('/', 1)[1]}", folder)
+        return folder
+
+    def interface(self, name: str, *, mtu: int = 9000, bond: str = "") -> None:
+        self.write(f"sys/class/net/{name}/mtu", str(mtu))
+        if bond:
+            (self.root / f"sys/class/net/{bond}/bonding").mkdir(parents=True, exist_ok=True)
+            self.link(f"sys/class/net/{name}/master", f"sys/class/net/{bond}")
+
+    def nic(
+        self,
+        name: str,
+        pci: str = "",
+        *,
+        numa_node: int = 0,
+        layer: str = "Ethernet",
+        state: str = "4: ACTIVE",
+        rate: str = "400 Gb/sec (4X NDR)",
+        lid: str = "0x0",
+        netdev: str = "",
+        addresses: Sequence[str] = (),
+        kinds: Sequence[str] = ("IB/RoCE v1", "RoCE v2"),
+        port: int = 1,
+    ) -> None:
+        """`addresses` ("10.0.1.5/24", "fe80::1/64") become GIDs of each of the kinds; `pci` "" is a software device."""
+        folder = f"sys/class/infiniband/{name}/ports/{port}"
+        if pci and not (self.root / f"sys/class/infiniband/{name}").exists():
+            device = self.pci(pci, numa_node)
+            self.link(f"sys/class/infiniband/{name}/device", device)
+        if pci and netdev:
+            self.write(f"sys/devices/{pci}/net/{netdev}/dev_port", str(port - 1))
+        for file, text in {"link_layer": layer, "state": state, "rate": rate, "lid": lid}.items():
+            self.write(f"{folder}/{file}", text)
+        index = 0
+        for interface in map(ipaddress.ip_interface, addresses):
+            value = int(interface.ip) | (0xFFFF << 32 if interface.version == 4 else 0)
+            for kind in kinds:
+                self.write(f"{folder}/gids/{index}", ipaddress.IPv6Address(value).exploded)
+                self.write(f"{folder}/gid_attrs/types/{index}", kind)
+                self.write(f"{folder}/gid_attrs/ndevs/{index}", netdev)
+                index += 1
+            self._subnet(netdev, interface)
+        self.write(f"{folder}/gids/{index}", ipaddress.IPv6Address(0).exploded)  # a table is larger than what is used
+
+    def _subnet(self, netdev: str, interface: ipaddress.IPv4Interface | ipaddress.IPv6Interface) -> None:
+        if isinstance(interface, ipaddress.IPv6Interface):
+            bits, table = interface.network.prefixlen, self.root / "proc/net/if_inet6"
+            line = f"{int(interface.ip):032x} 04 {bits:02x} 00 80 {netdev}\n"
+        else:
+            network, mask = (
+                bytes(reversed(part.packed)).hex().upper()
+                for part in (interface.network.network_address, interface.network.netmask)
+            )
+            table = self.root / "proc/net/route"
+            line = f"{netdev}\t{network}\t00000000\t0001\t0\t0\t0\t{mask}\t0\t0\t0\n"
+        with table.open("a") as file:
+            file.write(line)
+
+
+@pytest.fixture
+def rdma_machine(tmp_path: Path) -> RdmaMachine:
+    """An empty server: give it adapters."""
+    return RdmaMachine(tmp_path / "machine")
+
+
+@pytest.fixture
+def eight_by_eight(rdma_machine: RdmaMachine) -> RdmaMachine:
+    """Eight GPUs and eight RoCE adapters of 400 Gb/s, a pair behind each PCIe switch, four switches per socket, and a
+    management adapter of 25 Gb/s. GPU n is 0000:n7:00.0 (n from 1), its adapter mlx5_(n - 1)."""
+    for index in range(8):
+        switch = f"pci0000:{index + 1}4/0000:{index + 1}4:01.0/0000:{index + 1}5:00.0"
+        rdma_machine.interface(f"rdma{index}")
+        rdma_machine.nic(
+            f"mlx5_{index}",
+            f"{switch}/0000:{index + 1}6:00.0/0000:{index + 1}8:00.0",
+            numa_node=index // 4,
+            netdev=f"rdma{index}",
+            addresses=("fe80::1/64", f"10.0.{index}.5/24"),
+        )
+        rdma_machine.pci(f"{switch}/0000:{index + 1}6:01.0/0000:{index + 1}7:00.0", index // 4)
+    rdma_machine.interface("eth0", mtu=1500)
+    rdma_machine.nic(
+        "mlx5_8", "pci0000:04/0000:04:02.0/0000:05:00.0", rate="25 Gb/sec (1X EDR)", netdev="eth0",
+        addresses=("192.168.1.5/24",),
+    )  # fmt: skip
+    return rdma_machine

@@ -87,9 +87,12 @@ class Rails:
         self._to_announce: deque[int] = deque()
         self._announced: dict[int, _Batch] = {}  # by the number of the Announce that is under way
         self._doubts: list[Announce] = []
+        self._waiting_nbytes = 0
         self._num_batches = 0
         self._num_instructions = 0
         self._frame_rail: int | None = None
+        self._usable: list[int] = []
+        self._find_usable()
         self._elect_frame_rail()
 
     # What the shell asks.
@@ -135,6 +138,7 @@ class Rails:
         self._num_batches += 1
         batch = _Batch(self._num_batches, rows, nbytes, is_unannounced=announce)
         self._batches[batch.number] = batch
+        self._waiting_nbytes += nbytes
         if nbytes:
             heapq.heappush(self._to_post, batch.number)
             heapq.heappush(self._holding_up, batch.number)
@@ -174,6 +178,7 @@ class Rails:
         for post in list(failed.posts.values()):
             self._release(post)
             self._give_back(self._batches[post.batch], post)
+        self._find_usable()
         if rail == self._frame_rail:
             self._doubts = [batch.announce for batch in self._announced.values() if batch.announce is not None]
             self._elect_frame_rail()
@@ -193,6 +198,7 @@ class Rails:
         for number in done:
             batch = self._batches.pop(number)
             assert not batch.posts
+            self._waiting_nbytes -= batch.waiting_nbytes
         return done
 
     def probes_due(self, now_ns: int) -> list[int]:
@@ -215,6 +221,7 @@ class Rails:
         returned.health.returned(now_ns)
         returned.speed.forget()
         returned.sampled_nbytes = returned.sampled_ns = 0
+        self._find_usable()
         if self._frame_rail is None:
             self._elect_frame_rail()
 
@@ -226,6 +233,7 @@ class Rails:
             assert rail.health.state is RailState.UP or not rail.posts
             assert all(self._batches[post.batch].posts[post.number] is post for post in rail.posts.values())
             assert all(post.rail == index for post in rail.posts.values())
+        assert self._waiting_nbytes == sum(batch.waiting_nbytes for batch in self._batches.values())
         for batch in self._batches.values():
             assert not batch.is_done
             elsewhere = sum(post.rail != self._frame_rail for post in batch.posts.values())
@@ -238,14 +246,17 @@ class Rails:
 
     def _post(self, batch: _Batch, instructions: list[Instruction], now_ns: int) -> bool:
         """Post what has room of the batch's slices. False when some of them must wait."""
-        up = self._usable()
+        up = self._usable
         speeds = [self._rails[rail].speed.bytes_s(now_ns) for rail in up]
         delay_ns = ANNOUNCE_DELAY_NS if batch.is_unannounced else 0
         backlogs = [
             self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
             for rail, speed in zip(up, speeds, strict=True)
         ]
-        wanted = shares(batch.waiting_nbytes, backlogs, speeds, self._limits.least_share_nbytes)
+        # Where more waits than one post for every rail, cutting it finer ends nothing earlier and costs posts.
+        is_plenty = self._waiting_nbytes >= len(up) * self._limits.post_nbytes
+        least_nbytes = self._limits.post_nbytes if is_plenty else self._limits.least_share_nbytes
+        wanted = shares(batch.waiting_nbytes, backlogs, speeds, least_nbytes)
         served = [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
         spilt = 0  # what cutting slices at whole pages leaves over goes with the next rail's
         for rail, nbytes in served:
@@ -270,10 +281,15 @@ class Rails:
     def _begin(self, batch: _Batch, rail: int, nbytes: int, now_ns: int) -> Post:
         state = self._rails[rail]
         max_rows = min(self._limits.post_rows, self._limits.window_rows - state.in_flight_rows)
-        rows, batch.waiting = take(batch.waiting, nbytes, max_rows)
+        if nbytes >= batch.waiting_nbytes and len(batch.waiting) <= max_rows:
+            rows, batch.waiting, nbytes = batch.waiting, batch.waiting[:0], batch.waiting_nbytes
+        else:
+            rows, batch.waiting = take(batch.waiting, nbytes, max_rows)
+            nbytes = int(rows[:, NBYTES].sum())
         self._num_instructions += 1
-        post = Post(self._num_instructions, batch.number, rail, rows, int(rows[:, NBYTES].sum()), now_ns)
+        post = Post(self._num_instructions, batch.number, rail, rows, nbytes, now_ns)
         batch.waiting_nbytes -= post.nbytes
+        self._waiting_nbytes -= post.nbytes
         batch.posts[post.number] = state.posts[post.number] = post
         batch.num_elsewhere += rail != self._frame_rail
         state.in_flight_nbytes += post.nbytes
@@ -320,6 +336,7 @@ class Rails:
     def _give_back(self, batch: _Batch, post: Post) -> None:
         batch.waiting = np.concatenate((post.rows, batch.waiting)) if batch.waiting_nbytes else post.rows
         batch.waiting_nbytes += post.nbytes
+        self._waiting_nbytes += post.nbytes
         heapq.heappush(self._to_post, batch.number)
         heapq.heappush(self._holding_up, batch.number)
 
@@ -338,13 +355,13 @@ class Rails:
             rail.speed.sample(rail.sampled_nbytes, rail.sampled_ns, now_ns)
             rail.sampled_nbytes = rail.sampled_ns = 0
 
-    def _usable(self) -> list[int]:
+    def _find_usable(self) -> None:
         """The rails that are up; spares only where no other is."""
         up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
-        return [rail for rail in up if not self._rails[rail].spec.is_spare] or up
+        self._usable = [rail for rail in up if not self._rails[rail].spec.is_spare] or up
 
     def _elect_frame_rail(self) -> None:
-        self._frame_rail = next(iter(self._usable()), None)
+        self._frame_rail = next(iter(self._usable), None)
         for batch in self._batches.values():
             batch.num_elsewhere = sum(post.rail != self._frame_rail for post in batch.posts.values())
             if batch.num_elsewhere:

@@ -1,0 +1,187 @@
+"""Reads what the kernel shows of RDMA ports and PCI devices: files to facts, no decisions, no verbs.
+
+Every function takes the root that the kernel's file systems are mounted below, so that a recorded machine can be read
+like the one at hand. What a file does not tell is left at its default; nothing here raises for a strange machine.
+"""
+
+import re
+from collections.abc import Iterator
+from ipaddress import IPv6Address
+from pathlib import Path
+
+from messenger.rdma.policy.facts import ANYWHERE, ETHERNET, DeviceFacts, Gid, Place, roce_mtu
+
+ROOT = Path("/")
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
+
+
+def rdma_ports(root: Path = ROOT) -> tuple[DeviceFacts, ...]:
+    """Every port of every RDMA device, by device and port."""
+    devices = _entries(root / "sys/class/infiniband")
+    prefixes = _Prefixes(root)
+    return tuple(
+        _port_facts(root, device, folder, prefixes)
+        for device in devices
+        for folder in _entries(device / "ports")
+        if folder.name.isdecimal()
+    )
+
+
+def pci_place(address: str, root: Path = ROOT) -> Place:
+    """Where the PCI device "0000:3b:00.0" sits (CUDA and NVML write longer domains and capitals); ANYWHERE for one that
+    is not there."""
+    return _place(root / "sys/bus/pci/devices" / normal_pci_address(address))
+
+
+def node_place(numa_node: int) -> Place:
+    """Of memory of one NUMA node; -1: anywhere."""
+    return Place(numa_node=numa_node)
+
+
+def normal_pci_address(address: str) -> str:
+    """ "00000000:3B:00.0" as sysfs writes it: "0000:3b:00.0"."""
+    domain, _, rest = address.strip().lower().partition(":")
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
+
+
+def _port_facts(root: Path, device: Path, folder: Path, prefixes: "_Prefixes") -> DeviceFacts:
+    link_layer = _read(folder / "link_layer")
+    gids = tuple(_gids(folder, prefixes))
+    netdev = _netdev(device, int(folder.name), gids) if link_layer == ETHERNET else ""
+    netdev_mtu = _number(_read(root / "sys/class/net" / netdev / "mtu")) if netdev else 0
+    return DeviceFacts(
+        name=device.name,
+        port=int(folder.name),
+        state=_read(folder / "state").partition(":")[2].strip() or "UNKNOWN",
+        link_layer=link_layer,
+        speed_gbit=_speed_gbit(_read(folder / "rate")),
+        active_mtu=roce_mtu(netdev_mtu),
+        place=_place(device / "device"),
+        lid=_number(_read(folder / "lid")),
+        gids=gids,
+        netdev=netdev,
+        netdev_mtu=netdev_mtu,
+        bond=_bond(root, netdev),
+    )
+
+
+def _netdev(device: Path, port: int, gids: tuple[Gid, ...]) -> str:
+    """The Ethernet interface behind a port: by its GIDs, or, where it has none, by the PCI device that both are."""
+    by_gid = next((gid.netdev for gid in gids if gid.netdev), "")
+    siblings = _entries(device / "device/net")
+    return by_gid or next((path.name for path in siblings if _number(_read(path / "dev_port")) == port - 1), "")
+
+
+def _gids(folder: Path, prefixes: "_Prefixes") -> Iterator[Gid]:
+    """The used entries of the table, by index; unused ones are zero, and the kernel fails to tell their type."""
+    for path in _entries(folder / "gids"):
+        address = _gid_address(_read(path))
+        if address is None or not path.name.isdecimal():
+            continue
+        kind = _read(folder / "gid_attrs/types" / path.name)
+        netdev = _read(folder / "gid_attrs/ndevs" / path.name)
+        yield Gid(int(path.name), address, kind, netdev, prefixes.bits_of(netdev, address))
+
+
+def _gid_address(text: str) -> IPv6Address | None:
+    try:
+        address = IPv6Address(text)
+    except ValueError:
+        return None
+    return None if address.is_unspecified else address
+
+
+def _place(link: Path) -> Place:
+    """Of what a sysfs link to a device leads to."""
+    if not link.exists():
+        return ANYWHERE
+    real = link.resolve()
+    parts = real.parts
+    bridge = next((index for index, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)), None)
+    if bridge is None:
+        return Place(numa_node=_numa_node(real))
+    path = [parts[bridge]]
+    for part in parts[bridge + 1 :]:
+        if not _PCI_ADDRESS.fullmatch(part):
+            break  # what hangs behind the PCI device: a virtio port, a bus of another kind
+        path.append(part)
+    return Place(tuple(path), _numa_node(Path(*parts[: bridge + len(path)])))
+
+
+def _numa_node(device: Path) -> int:
+    text = _read(device / "numa_node")
+    return int(text) if re.fullmatch(r"-?\d+", text) else -1
+
+
+def _bond(root: Path, netdev: str) -> str:
+    """The bond that an interface belongs to, or is."""
+    if not netdev:
+        return ""
+    folder = root / "sys/class/net" / netdev
+    if (folder / "bonding").is_dir():
+        return netdev
+    master = folder / "master"
+    return master.resolve().name if (master / "bonding").is_dir() else ""
+
+
+class _Prefixes:
+    """The lengths of the prefixes of this host's own subnets, by interface, from the kernel's tables."""
+
+    def __init__(self, root: Path) -> None:
+        self._subnets: list[tuple[str, int, int]] = []  # interface, the subnet's address, bits of its prefix
+        for words in _words(root / "proc/net/route"):
+            if len(words) >= 8 and re.fullmatch(r"[0-9A-F]{8}", words[1]) and words[2] == "00000000":
+                network, mask = (int.from_bytes(bytes.fromhex(words[column])[::-1]) for column in (1, 7))
+                if mask:
+                    self._subnets.append((words[0], (0xFFFF << 32) | network, 96 + mask.bit_count()))
+        for words in _words(root / "proc/net/if_inet6"):
+            if len(words) >= 6 and re.fullmatch(r"[0-9a-f]{32}", words[0]):
+                self._subnets.append((words[5], int(words[0], 16), int(words[2], 16)))
+
+    def bits_of(self, netdev: str, address: IPv6Address) -> int:
+        """The longest prefix of the interface that has the address in it; 0 without one."""
+        value = int(address)
+        return max(
+            (
+                bits
+                for name, subnet, bits in self._subnets
+                if name == netdev and subnet >> (128 - bits) == value >> (128 - bits)
+            ),
+            default=0,
+        )
+
+
+def _speed_gbit(text: str) -> float:
+    """ "400 Gb/sec (4X NDR)" → 400.0."""
+    found = re.match(r"[\d.]+", text)
+    return float(found.group()) if found else 0.0
+
+
+def _number(text: str) -> int:
+    """Decimal, or hexadecimal with 0x; 0 for what is none."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def _entries(folder: Path) -> list[Path]:
+    """In the order of their names, numbers by value."""
+    try:
+        found = list(folder.iterdir())
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name))
+
+
+def _words(path: Path) -> Iterator[list[str]]:
+    for line in _read(path).splitlines():
+        yield line.split()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
