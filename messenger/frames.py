@@ -1,16 +1,26 @@
 """The messages of the wire and their bytes; sans I/O.
 
 Frames are those of `messenger.framing`. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of
-payload.
+payload. The bodies of requests and their answers have a fixed layout, little-endian and without padding, which compiled
+loops read in place (`messenger.native.owner_loop`); all others are msgpack.
+
+    Write    seq, operation, region_id i64; token u64; source_id, nbytes i64;
+             bytes of rows, of tag, of payload u32; notify u32 (0 or 1); then rows, tag, payload
+    Notify   seq i64; bytes of tag, of payload u32; then tag, payload
+    Read     seq, region_id i64; token u64; nbytes i64; then rows
+    Ack      seq, nbytes i64
+    Refused  seq i64; then the reason, UTF-8
 """
 
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from messenger.framing import Framing
+from messenger.errors import ProtocolError
+from messenger.framing import Codec, Framing
 
 MAGIC = b"MPMS"
-VERSION = 2
+VERSION = 3
 MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768
@@ -106,9 +116,63 @@ class Goodbye(NamedTuple):
 
 Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye
 
+_WRITE = struct.Struct("<qqqQqqIIII")
+_NOTIFY = struct.Struct("<qII")
+_READ = struct.Struct("<qqQq")
+_ACK = struct.Struct("<qq")
+_REFUSED = struct.Struct("<q")
+
+
+def _pack_write(message: Write) -> tuple[bytes, ...]:
+    seq, operation, region_id, token, source_id, nbytes, rows, notify, tag, payload = message
+    sizes = len(rows), len(tag), len(payload)
+    return _WRITE.pack(seq, operation, region_id, token, source_id, nbytes, *sizes, notify), rows, tag, payload
+
+
+def _unpack_write(body: memoryview) -> Write:
+    *numbers, rows_nbytes, tag_nbytes, payload_nbytes, notify = _WRITE.unpack_from(body)
+    tag_at = _WRITE.size + rows_nbytes
+    payload_at = tag_at + tag_nbytes
+    if payload_at + payload_nbytes != len(body) or notify > 1:
+        raise ProtocolError(f"the parts of a Write frame do not add up to its {len(body)} bytes")
+    rows, tag, payload = body[_WRITE.size : tag_at], body[tag_at:payload_at], body[payload_at:]
+    return Write(*numbers, bytes(rows), bool(notify), bytes(tag), bytes(payload))
+
+
+def _pack_notify(message: Notify) -> tuple[bytes, ...]:
+    seq, tag, payload = message
+    return _NOTIFY.pack(seq, len(tag), len(payload)), tag, payload
+
+
+def _unpack_notify(body: memoryview) -> Notify:
+    seq, tag_nbytes, payload_nbytes = _NOTIFY.unpack_from(body)
+    payload_at = _NOTIFY.size + tag_nbytes
+    if payload_at + payload_nbytes != len(body):
+        raise ProtocolError(f"the parts of a Notify frame do not add up to its {len(body)} bytes")
+    return Notify(seq, bytes(body[_NOTIFY.size : payload_at]), bytes(body[payload_at:]))
+
+
+_CODECS = {
+    Write: Codec(_pack_write, _unpack_write),
+    Notify: Codec(_pack_notify, _unpack_notify),
+    Read: Codec(
+        lambda message: (_READ.pack(*message[:4]), message.rows),
+        lambda body: Read(*_READ.unpack_from(body), bytes(body[_READ.size :])),
+    ),
+    Ack: Codec(lambda message: (_ACK.pack(*message),), lambda body: Ack(*_ACK.unpack(body))),
+    Refused: Codec(
+        lambda message: (_REFUSED.pack(message.seq), message.reason.encode()),
+        lambda body: Refused(*_REFUSED.unpack_from(body), str(body[_REFUSED.size :], "utf-8")),
+    ),
+}
 _FRAMING = Framing(
-    MAGIC, VERSION, (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye), MAX_BODY_NBYTES
+    MAGIC,
+    VERSION,
+    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye),
+    MAX_BODY_NBYTES,
+    _CODECS,
 )
 encode: Callable[[Message], bytes] = _FRAMING.encode
+prefix: Callable[[type[Message], int], bytes] = _FRAMING.prefix
 decode_prefix = _FRAMING.decode_prefix
 decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body

@@ -1,35 +1,64 @@
 """How messages become frames, for any set of message classes; sans I/O.
 
-A frame is a 12-byte prefix (magic, protocol version, kind, zero, body length) and a msgpack array: the message's
-fields in order.
+A frame is a 12-byte prefix (magic, protocol version, kind, zero, body length) and a body: a msgpack array of the
+message's fields in order, or, for the kinds that a protocol packs itself, whatever their codec makes.
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Any, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import msgpack
 
 from messenger.errors import ProtocolError
 
-__all__ = ["PREFIX", "Framing"]
+__all__ = ["PREFIX", "Codec", "Framing"]
 
 PREFIX = struct.Struct("<4sBBHI")
 
 
-class Framing:
-    """One protocol: `kinds` are NamedTuple classes, numbered from 1 in this order."""
+class Codec(NamedTuple):
+    """`pack` gives the pieces of a message's body; `unpack` raises ProtocolError for a body that is none."""
 
-    def __init__(self, magic: bytes, version: int, kinds: Sequence[type[Any]], max_body_nbytes: int) -> None:
+    pack: Callable[[Any], Sequence[bytes]]
+    unpack: Callable[[memoryview], Any]
+
+
+class Framing:
+    """One protocol: `kinds` are NamedTuple classes, numbered from 1 in this order; `codecs`, those of fixed layout."""
+
+    def __init__(
+        self,
+        magic: bytes,
+        version: int,
+        kinds: Sequence[type[Any]],
+        max_body_nbytes: int,
+        codecs: Mapping[type[Any], Codec] | None = None,
+    ) -> None:
         self._magic, self._version, self._max_body_nbytes = magic, version, max_body_nbytes
         self._kinds = dict(enumerate(kinds, start=1))
         self._numbers = {kind: number for number, kind in self._kinds.items()}
         self._field_types = {kind: tuple(get_type_hints(kind).values()) for kind in kinds}
+        self._packs = {kind: (self._numbers[kind], codec.pack) for kind, codec in (codecs or {}).items()}
+        self._unpacks = {self._numbers[kind]: codec.unpack for kind, codec in (codecs or {}).items()}
 
     def encode(self, message: Any) -> bytes:
-        """Prefix and body."""
-        body: bytes = msgpack.packb(tuple(message))
-        return PREFIX.pack(self._magic, self._version, self._numbers[type(message)], 0, len(body)) + body
+        """Prefix and body. Raises ProtocolError for a number that its field cannot hold."""
+        kind = type(message)
+        packed = self._packs.get(kind)
+        if packed is None:
+            body: bytes = msgpack.packb(tuple(message))
+            return PREFIX.pack(self._magic, self._version, self._numbers[kind], 0, len(body)) + body
+        number, pack = packed
+        try:
+            pieces = pack(message)
+        except struct.error as error:
+            raise ProtocolError(f"no {kind.__name__} frame can hold this: {error}") from error
+        return b"".join((PREFIX.pack(self._magic, self._version, number, 0, sum(map(len, pieces))), *pieces))
+
+    def prefix(self, kind: type[Any], nbytes: int) -> bytes:
+        """How a frame of this kind with a body of so many bytes begins."""
+        return PREFIX.pack(self._magic, self._version, self._numbers[kind], 0, nbytes)
 
     def decode_prefix(self, prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
         """(kind, body length) of the frame that begins so. Raises ProtocolError, before anything is kept for it."""
@@ -45,7 +74,13 @@ class Framing:
         return kind, length
 
     def decode_body(self, kind: int, body: bytes | bytearray | memoryview) -> Any:
-        """The message; raises ProtocolError unless the fields are exactly those of its kind."""
+        """The message; raises ProtocolError unless the body is exactly one of its kind."""
+        unpack = self._unpacks.get(kind)
+        if unpack is not None:
+            try:
+                return unpack(memoryview(body))
+            except (struct.error, UnicodeDecodeError) as error:
+                raise ProtocolError(f"the body of a {self._kinds[kind].__name__} frame is wrong: {error}") from error
         message_type = self._kinds[kind]
         types = self._field_types[message_type]
         try:
