@@ -12,7 +12,6 @@ from messenger.config import Endpoint
 from messenger.errors import ProtocolError
 from messenger.frames import Hello, Reject, Welcome
 from messenger.link import Link
-from messenger.sockets import SocketLink
 from messenger.transport import Requester, Transport
 
 _log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Dialer:
 
     def _dial(self, transport: Transport, opened: Callable[[Link], None]) -> tuple[Transport, Link, Requester]:
         address = transport.address_of(self.endpoint)
-        link = SocketLink(transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {address}")
+        link = transport.wrap(transport.new_socket(self.endpoint), f"{self.endpoint.node_id} at {address}")
         try:
             opened(link)
             link.set_timeout(self.timeout_s)
@@ -65,6 +64,7 @@ class Dialer:
                 link.connect(lambda sock: transport.connect(sock, self.endpoint))
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
+            link.open()
             link.send(
                 Hello(
                     self.node_id,

@@ -91,6 +91,7 @@ class Inbound:
     def _greet(self) -> Session | None:
         owner = self._owner
         self._link.set_timeout(owner.handshake_timeout_s)
+        self._link.open()
         hello = self._link.receive()
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a connection begins with Hello, not {type(hello).__name__}")

@@ -20,7 +20,10 @@ class Link(ABC):
 
     @abstractmethod
     def set_timeout(self, timeout_s: float | None) -> None:
-        """For the handshake only: later calls block without limit, which `cut` ends."""
+        """All that follows may take so long, for the handshake; None: calls block without limit, which `cut` ends."""
+
+    def open(self) -> None:
+        """Agree on what comes before the first frame, on both sides. Raises ProtocolError or OSError when it fails."""
 
     @abstractmethod
     def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:

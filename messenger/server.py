@@ -10,7 +10,6 @@ from messenger.alarms import AlarmClock
 from messenger.frames import Hello, Reject
 from messenger.inbound import Inbound, Owner
 from messenger.link import Link
-from messenger.sockets import SocketLink
 from messenger.transport import Door, Transport
 
 _BACKLOG = 128
@@ -121,7 +120,7 @@ class Server:
                 threading.Event().wait(0.05)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
-            self._begin(transports, SocketLink(sock, name))
+            self._begin(transports, door.welcome(sock, name))
 
     def _begin(self, transports: Mapping[str, Transport], link: Link) -> None:
         connection = Inbound(self._owner, self, transports, link)

@@ -1,54 +1,30 @@
-"""One connected socket: frames, scattered payloads and passed descriptors, by blocking calls outside the GIL.
-
-One thread receives and one thread sends at a time; `cut` may be called from any thread and ends both.
-"""
+"""A plain socket: frames, scattered payloads and passed descriptors, by blocking calls outside the GIL."""
 
 import os
-import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
-from messenger.frames import Message, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
-from messenger.link import Link, LinkClosed
+from messenger.frames import Message, encode
+from messenger.link import LinkClosed
 
 __all__ = ["SocketLink"]
 
-_BUFFER_NBYTES = 16 << 10
-_SCRATCH_NBYTES = 64 << 10
 # Linux's IOV_MAX, less one for the header.
 _MAX_VIEWS = 1023
 _MAX_PASSED_FDS = 64
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * _MAX_PASSED_FDS)
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-class SocketLink(Link):
-    """Takes over `sock`; `address` names the other side in errors and logs."""
+class SocketLink(BufferedLink):
+    """tcp in the clear, and unix sockets."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
-        self.address = address
-        self._sock = sock
-        self._is_unix = sock.family == socket.AF_UNIX
-        self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
-        self._start = 0
-        self._end = 0
+        super().__init__(sock, address)
         self._fds: deque[int] = deque()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLRDHUP)
-        if not self._is_unix:
-            _tune_tcp(sock)
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
-        self._sock.settimeout(timeout_s)
-
-    def connect(self, connect: Callable[[socket.socket], None]) -> None:
-        """Connect the socket, within the time limit."""
-        connect(self._sock)
 
     def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` travels with the frame's first byte. Raises OSError when cut."""
@@ -64,69 +40,14 @@ class SocketLink(Link):
             for first in range(0, len(pending), _MAX_VIEWS):
                 self._send_views(pending[first : first + _MAX_VIEWS])
 
-    def receive(self) -> Message:
-        """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
-        self._fill(PREFIX.size)
-        kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
-        self._start += PREFIX.size
-        if length <= _BUFFER_NBYTES:
-            self._fill(length)
-            body = self._buffer[self._start : self._start + length]
-            self._start += length
-            return decode_body(kind, body)
-        large = memoryview(bytearray(length))
-        self.receive_into([large])
-        return decode_body(kind, large)
-
-    def receive_into(self, views: Sequence[memoryview]) -> None:
-        """Fill the views in order with the bytes that follow the last frame."""
-        pending = list(views)
-        taken = 0
-        while taken < len(pending) and self._start < self._end:
-            view = pending[taken]
-            buffered = min(len(view), self._end - self._start)
-            view[:buffered] = self._buffer[self._start : self._start + buffered]
-            self._start += buffered
-            if buffered < len(view):
-                pending[taken] = view[buffered:]
-            else:
-                taken += 1
-        for first in range(taken, len(pending), _MAX_VIEWS):
-            self._receive_views(pending[first : first + _MAX_VIEWS])
-
-    def drain(self, nbytes: int) -> None:
-        """Read and forget the next bytes."""
-        scratch = memoryview(bytearray(min(nbytes, _SCRATCH_NBYTES)))
-        while nbytes:
-            step = min(nbytes, len(scratch))
-            self.receive_into([scratch[:step]])
-            nbytes -= step
-
     def take_fd(self) -> int:
         """The next descriptor that came with a frame; the caller owns it."""
         if not self._fds:
             raise ProtocolError("an offer of memory came without its descriptor")
         return self._fds.popleft()
 
-    def peer_is_gone(self) -> bool:
-        """Whether the other side closed, cut or died, even though bytes of it may still be unread."""
-        return bool(self._poll.poll(0))
-
-    def cut(self) -> None:
-        """End the link: blocked calls of any thread return with an error. The descriptor stays until `close`."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-
     def close(self, *, reset: bool = False) -> None:
-        """Free the socket once no thread uses it; `reset` also discards what the kernel has not sent yet."""
-        if reset and not self._is_unix:
-            try:
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-            except OSError:
-                pass
-        self._sock.close()
+        super().close(reset=reset)
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -136,25 +57,13 @@ class SocketLink(Link):
             views = _advanced(views, sent)
 
     def _receive_views(self, views: list[memoryview]) -> None:
-        while views:
-            received = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            if not received:
-                raise LinkClosed(f"{self.address} closed in the middle of a payload")
-            views = _advanced(views, received)
-
-    def _fill(self, nbytes: int) -> None:
-        """Have at least so many bytes in the buffer."""
-        if self._end - self._start >= nbytes:
-            return
-        if self._start:
-            unread = self._end - self._start
-            self._buffer[:unread] = bytes(self._buffer[self._start : self._end])
-            self._start, self._end = 0, unread
-        while self._end < nbytes:
-            received = self._receive_some(self._buffer[self._end :])
-            if not received:
-                raise LinkClosed(f"{self.address} closed the connection")
-            self._end += received
+        for first in range(0, len(views), _MAX_VIEWS):
+            pending = views[first : first + _MAX_VIEWS]
+            while pending:
+                received = self._sock.recvmsg_into(pending, 0, socket.MSG_WAITALL)[0]
+                if not received:
+                    raise LinkClosed(f"{self.address} closed in the middle of a payload")
+                pending = _advanced(pending, received)
 
     def _receive_some(self, view: memoryview) -> int:
         if not self._is_unix:
@@ -175,12 +84,3 @@ def _advanced(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[index + 1 :]]
         nbytes -= len(view)
     return []
-
-
-def _tune_tcp(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A peer whose machine vanished is found in half a minute even when nothing is being sent.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

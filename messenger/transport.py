@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
 from messenger.errors import ProtocolError
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Notify, Offer, Read, Write
@@ -17,6 +18,7 @@ from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import Rows
+from messenger.sockets import SocketLink
 
 QUICK_NBYTES = 64 << 10
 QUICK_ROWS = 256
@@ -105,6 +107,10 @@ class Transport(ABC):
     def new_socket(self, endpoint: Endpoint) -> socket.socket:
         """A socket of the family that reaches the endpoint."""
 
+    def wrap(self, sock: socket.socket, address: str) -> BufferedLink:
+        """The caller's link over a socket that is not connected yet; `address` names the owner."""
+        return SocketLink(sock, address)
+
     def adopt(self, link: Link, *, caller: bool) -> Link:
         """What the greeted link becomes, on both sides: itself, unless the transport goes on by other means.
 
@@ -128,6 +134,10 @@ class Door(ABC):
     @abstractmethod
     def listen(self, backlog: int) -> socket.socket:
         """Bind and listen. Raises AddressInUse or BindFailed."""
+
+    def welcome(self, sock: socket.socket, address: str) -> BufferedLink:
+        """The owner's link over an accepted socket; `address` names the caller. Does not block."""
+        return SocketLink(sock, address)
 
     @abstractmethod
     def unlisten(self) -> None:

@@ -1,16 +1,16 @@
 """The caller's side of tcp: payloads follow their frames, gathered from and scattered into the regions directly."""
 
+from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Read, Write
 from messenger.operation import Kind, Part, Transfer
 from messenger.slices import LOCAL, REMOTE, runs
-from messenger.sockets import SocketLink
 from messenger.tcp.views import views
 from messenger.transport import QUICK_NBYTES, QUICK_ROWS, Requester
 
 
 class TcpRequester(Requester):
-    _link: SocketLink
+    _link: BufferedLink
 
     def is_quick(self, part: Part) -> bool:
         sent_nbytes = 0 if part.operation.kind is Kind.READ else part.nbytes

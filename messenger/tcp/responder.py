@@ -1,15 +1,15 @@
 """The owner's side of tcp: bytes are received straight into the registered regions, and sent straight from them."""
 
+from messenger.buffered import BufferedLink
 from messenger.frames import Ack, Read, Write
 from messenger.memory import Region
 from messenger.slices import Rows
-from messenger.sockets import SocketLink
 from messenger.tcp.views import views
 from messenger.transport import Responder, parse_rows
 
 
 class TcpResponder(Responder):
-    _link: SocketLink
+    _link: BufferedLink
 
     def target_rows(self, message: Write) -> Rows:
         return parse_rows(message.rows, 2, message.nbytes)

@@ -3,10 +3,10 @@
 import errno
 import socket
 
+from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.errors import AddressInUse, BindFailed
 from messenger.link import Link
-from messenger.sockets import SocketLink
 from messenger.tcp.requester import TcpRequester
 from messenger.tcp.responder import TcpResponder
 from messenger.transport import Door, Requester, Responder, Transport
@@ -43,14 +43,14 @@ class TcpTransport(Transport, Door):
         sock.connect(_resolve(endpoint)[4])
 
     def requester(self, link: Link) -> Requester:
-        return TcpRequester(_of_sockets(link))
+        return TcpRequester(_buffered(link))
 
     def responder(self, link: Link) -> Responder:
-        return TcpResponder(_of_sockets(link))
+        return TcpResponder(_buffered(link))
 
 
-def _of_sockets(link: Link) -> SocketLink:
-    assert isinstance(link, SocketLink)
+def _buffered(link: Link) -> BufferedLink:
+    assert isinstance(link, BufferedLink)
     return link
 
 

@@ -1,0 +1,144 @@
+"""One connected socket: its life, its limits, and frames and payloads read from it. How bytes move is its subclasses'.
+
+One thread receives and one thread sends at a time; `cut` may be called from any thread and ends both.
+"""
+
+import select
+import socket
+import struct
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from messenger.frames import Message, decode_body, decode_prefix
+from messenger.framing import PREFIX
+from messenger.link import Link, LinkClosed
+
+__all__ = ["BufferedLink"]
+
+_BUFFER_NBYTES = 16 << 10
+_SCRATCH_NBYTES = 64 << 10
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class BufferedLink(Link):
+    """Takes over `sock`; `address` names the other side in errors and logs. A payload follows its frame."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.address = address
+        self._sock = sock
+        self._is_unix = sock.family == socket.AF_UNIX
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLRDHUP)
+        if not self._is_unix:
+            _tune_tcp(sock)
+        self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
+        self._start = 0
+        self._end = 0
+        self._until_s: float | None = None
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._sock.settimeout(timeout_s)
+
+    def connect(self, connect: Callable[[socket.socket], None]) -> None:
+        """Connect the socket, within the time limit."""
+        connect(self._sock)
+
+    def receive(self) -> Message:
+        """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
+        self._fill(PREFIX.size)
+        kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
+        self._start += PREFIX.size
+        if length <= _BUFFER_NBYTES:
+            self._fill(length)
+            body = self._buffer[self._start : self._start + length]
+            self._start += length
+            return decode_body(kind, body)
+        large = memoryview(bytearray(length))
+        self.receive_into([large])
+        return decode_body(kind, large)
+
+    def receive_into(self, views: Sequence[memoryview]) -> None:
+        """Fill the views in order with the bytes that follow the last frame."""
+        pending = list(views)
+        taken = 0
+        while taken < len(pending) and self._start < self._end:
+            view = pending[taken]
+            buffered = min(len(view), self._end - self._start)
+            view[:buffered] = self._buffer[self._start : self._start + buffered]
+            self._start += buffered
+            if buffered < len(view):
+                pending[taken] = view[buffered:]
+            else:
+                taken += 1
+        self._receive_views(pending[taken:])
+
+    def drain(self, nbytes: int) -> None:
+        """Read and forget the next bytes."""
+        scratch = memoryview(bytearray(min(nbytes, _SCRATCH_NBYTES)))
+        while nbytes:
+            step = min(nbytes, len(scratch))
+            self.receive_into([scratch[:step]])
+            nbytes -= step
+
+    def peer_is_gone(self) -> bool:
+        """Whether the other side closed, cut or died, even though bytes of it may still be unread."""
+        return bool(self._poll.poll(0))
+
+    def cut(self) -> None:
+        """End the link: blocked calls of any thread return with an error. The descriptor stays until `close`."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self, *, reset: bool = False) -> None:
+        """Free the socket once no thread uses it; `reset` also discards what the kernel has not sent yet."""
+        if reset and not self._is_unix:
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            except OSError:
+                pass
+        self._sock.close()
+
+    def _fill(self, nbytes: int) -> None:
+        """Have at least so many bytes in the buffer."""
+        if self._end - self._start >= nbytes:
+            return
+        if self._start:
+            unread = self._end - self._start
+            self._buffer[:unread] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, unread
+        while self._end < nbytes:
+            if self._until_s is not None:
+                self._sock.settimeout(self._left_s(self._until_s))
+            received = self._receive_some(self._buffer[self._end :])
+            if not received:
+                raise LinkClosed(f"{self.address} closed the connection")
+            self._end += received
+
+    def _left_s(self, until_s: float) -> float:
+        """Of the handshake, which is one limit for all of it: a side that sends a byte now and then ends too."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"{self.address} has not greeted in time")
+        return left_s
+
+    @abstractmethod
+    def _receive_some(self, view: memoryview) -> int:
+        """At least one byte into the view, and how many; 0 when the other side closed."""
+
+    @abstractmethod
+    def _receive_views(self, views: list[memoryview]) -> None:
+        """Fill the views. Raises LinkClosed when the other side closed before."""
+
+
+def _tune_tcp(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A peer whose machine vanished is found in half a minute even when nothing is being sent.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
