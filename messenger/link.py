@@ -22,7 +22,7 @@ class Link(ABC):
     def set_timeout(self, timeout_s: float | None) -> None:
         """All that follows may take so long, for the handshake; None: calls block without limit, which `cut` ends."""
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027  (most links have nothing to agree on)
         """Agree on what comes before the first frame, on both sides. Raises ProtocolError or OSError when it fails."""
 
     @abstractmethod

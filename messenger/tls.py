@@ -206,6 +206,4 @@ def _warn(files: TlsFiles, material: Material) -> None:
     if left_s < EXPIRES_SOON_S:
         _log.warning("the certificate in %s expires in %.1f days", files.cert, left_s / 86400)
     if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        _log.warning(
-            "other users of this machine may read the private key %s: chmod 600 %s", files.key, os.fspath(files.key)
-        )
+        _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)
