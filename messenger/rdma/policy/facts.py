@@ -170,6 +170,8 @@ def rail_from_wire(value: object) -> Rail:
     rail = Rail(*value)
     if len(rail.gid) != 16 or rail.link_layer not in (ETHERNET, INFINIBAND) or not 0 <= rail.prefix_bits <= 128:
         raise ProtocolError(f"rail {rail.device[:64]!r} has no address that can be reached")
+    if not 1 <= rail.port <= 255 or not 0 <= rail.gid_index <= 255 or len(rail.device) > 64:
+        raise ProtocolError(f"rail {rail.device[:64]!r} has a port or GID index that cannot be")
     if rail.mtu not in (0, *PATH_MTUS) or not 0 <= rail.lid < 1 << 16 or not rail.speed_gbit >= 0:
         raise ProtocolError(f"rail {rail.device[:64]!r} has a path MTU, LID or speed that cannot be")
     return rail

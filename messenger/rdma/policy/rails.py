@@ -253,8 +253,8 @@ class Rails:
             self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
             for rail, speed in zip(up, speeds, strict=True)
         ]
-        # Where more waits than one post for every rail, cutting it finer ends nothing earlier and costs posts.
-        is_plenty = self._waiting_nbytes >= len(up) * self._limits.post_nbytes
+        # Where a post for every rail waits behind it, cutting it finer ends nothing earlier and costs posts.
+        is_plenty = self._waiting_nbytes - batch.waiting_nbytes >= len(up) * self._limits.post_nbytes
         least_nbytes = self._limits.post_nbytes if is_plenty else self._limits.least_share_nbytes
         wanted = shares(batch.waiting_nbytes, backlogs, speeds, least_nbytes)
         served = [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]

@@ -10,7 +10,7 @@ WEIGHT: Final = 0.3
 MEDIAN_OF: Final = 5
 """Samples of which the median is taken in: one or two late completions in five change nothing."""
 FORGET_NS: Final = 2 * _NS
-"""Time without a sample after which half of the distance to the nominal speed is taken to be gone."""
+"""After so long without a sample forgetting begins, and takes half of the distance to the nominal speed each time."""
 
 
 class Speed:
@@ -39,7 +39,7 @@ class Speed:
         """The estimate at this time; always above zero."""
         if self._average is None:
             return self.nominal_bytes_s
-        kept: float = 0.5 ** (max(0, now_ns - self._sampled_ns) / FORGET_NS)
+        kept: float = 0.5 ** (max(0, now_ns - self._sampled_ns - FORGET_NS) / FORGET_NS)
         return max(1.0, self.nominal_bytes_s + kept * (self._average - self.nominal_bytes_s))
 
     def forget(self) -> None:
