@@ -1,0 +1,176 @@
+"""The messenger over tcp and shm beside its peers: Mooncake's Transfer Engine, NIXL, iperf3, memcpy, a plain socket.
+
+Every contender is a process of its own that moves batches to and from an owner beside it (benchmarks/peers/), between
+regions of 128 MiB through which the batches walk, so that neither side finds them in its cache (iperf3 alone sends the
+same buffer again and again). All take turns of some milliseconds in every round, so that whatever else the machine does
+falls on all alike; ratios are medians over rounds of two turns of the same round. A batch is over when its bytes are
+where they belong and the caller knows; the messenger and NIXL also deliver a notification with every write. Throughput
+is with several batches under way (1e9 bytes per second), latency is of one awaited at a time.
+
+Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
+digests, as all peers are; `..._digests` make a digest of every 64 KiB where they write and compare it where they read.
+
+Peers take part where they are found:
+    python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
+        (Debian: libibverbs1 librdmacm1 libnuma1 ibverbs-providers liburing2 libcurl4)
+    python -m venv nixl && nixl/bin/pip install nixl-cu12 numpy                                   # --nixl-python
+    apt install iperf3
+
+Run: python benchmarks/messenger.py [--mooncake-python PATH] [--nixl-python PATH] [--rounds N] [--picture FILE]; the
+last line is JSON: each ratio `<ours>_vs_<theirs>` is the least throughput ratio over all sizes and both directions
+(`..._latency`: that of latency; iperf3 and memcpy: from 1 MiB up), and all of them stand under `by_size`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# A script's own folder comes first on the path, where this file would hide the package that it measures.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.transfers.contenders import Contender, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
+from benchmarks.transfers.figures import DIRECTIONS, Rounds, slices_vs_one_piece, summary  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+SLICES, ONE_PIECE = "2000x16KiB", "1x31.25MiB"
+SIZES = {
+    "64KiB": Turn((64 * KIB, 1), True, batches=96, window=8),
+    "1MiB": Turn((MIB, 1), True, batches=16, window=8),
+    "16MiB": Turn((16 * MIB, 1), True, batches=4, window=4),
+    SLICES: Turn((16 * KIB, 2000), True, batches=4, window=2),
+    ONE_PIECE: Turn((16 * KIB * 2000, 1), True, batches=4, window=2),
+}
+OWN = ("tcp", "shm")
+LATENCY_SHARE = 4  # so many batches under way for one that is awaited alone
+
+AnyContender = Contender | Iperf3
+
+
+def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[list[AnyContender], dict[str, str]]:
+    """All that are found, and why the others are not."""
+    absent: dict[str, str] = {}
+    found: list[AnyContender] = [Contender("plain_socket", "plain_stream.py"), Contender("memcpy", "memory_copy.py")]
+    for transport in OWN:
+        for suffix in ("", "_digests"):
+            run_dir = folder / f"{transport}{suffix}"
+            run_dir.mkdir()
+            arguments = [transport, str(run_dir), *filter(None, [suffix.strip("_")])]
+            found.append(Contender(transport + suffix, "messenger_peer.py", *arguments))
+    if has(mooncake_python, "mooncake"):
+        found.append(Contender("mooncake", "mooncake_engine.py", python=mooncake_python))
+    else:
+        absent["mooncake"] = f"{mooncake_python} has no mooncake-transfer-engine: see --mooncake-python"
+    if has(nixl_python, "nixl_cu12"):
+        found.append(Contender("nixl", "nixl_agent.py", python=nixl_python))
+        found.append(Contender("nixl_tcp", "nixl_agent.py", python=nixl_python, UCX_TLS="tcp"))
+    else:
+        absent["nixl"] = f"{nixl_python} has no nixl-cu12: see --nixl-python"
+    if has_iperf3():
+        found.append(Iperf3())
+    else:
+        absent["iperf3"] = "it is not on the PATH"
+    return found, absent
+
+
+def takes_part(contender: AnyContender, label: str, *, latency: bool) -> bool:
+    if label == ONE_PIECE:
+        return contender.name in OWN and not latency
+    if contender.name == "iperf3":
+        return label != "64KiB" and not latency
+    return True
+
+
+def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
+    """Round after round; each begins with another contender, and the first, which warms everything up, is left out."""
+    rounds = Rounds()
+    began = time.monotonic()
+    for number in range(count + 1):
+        order = everyone[number % len(everyone) :] + everyone[: number % len(everyone)]
+        for label in labels:
+            full = SIZES[label]
+            single = Turn(full.shape, True, max(2, full.batches // LATENCY_SHARE), 1)
+            for turn in (full, single):
+                for direction in DIRECTIONS:
+                    asked = Turn(turn.shape, direction == "write", turn.batches, turn.window)
+                    for contender in order:
+                        if takes_part(contender, label, latency=turn is single):
+                            seconds = contender.take(asked)
+                            if number:
+                                rounds.add(label, contender.name, asked, seconds)
+        print(f"\rround {number} of {count}, {time.monotonic() - began:.0f} s ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return rounds
+
+
+def print_table(told: dict[str, Any], names: list[str]) -> None:
+    for label, directions in told["by_size"].items():
+        for direction, row in directions.items():
+            print(f"\n{label} {direction}: {'':<8} {'GB/s':>8} {'p50 us':>10}   ratios of throughput (latency)")
+            for name in names:
+                if name not in row:
+                    continue
+                ratios = (
+                    f"{pair.removeprefix(name + '_')} {ratio.get('throughput', 0):.2f}"
+                    + (f" ({ratio['latency']:.2f})" if "latency" in ratio else "")
+                    for pair, ratio in row["ratios"].items()
+                    if pair.startswith(f"{name}_vs_")
+                )
+                figures = row[name]
+                print(f"  {name:<22} {figures['gbps']:>8} {figures.get('p50_us', ''):>10}   {', '.join(ratios)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="batches (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these contenders alone, such as: tcp plain_socket")
+    parser.add_argument("--mooncake-python", default=sys.executable, help="a Python that has Mooncake's engine")
+    parser.add_argument("--nixl-python", default=sys.executable, help="a Python that has NIXL")
+    parser.add_argument("--picture", type=Path, help="draw the figures into this file (.svg or .png)")
+    arguments = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        everyone, absent = contenders(arguments.mooncake_python, arguments.nixl_python, Path(folder))
+        try:
+            if arguments.only:
+                for contender in [c for c in everyone if c.name not in arguments.only]:
+                    everyone.remove(contender)
+                    contender.close()
+            for contender in everyone:
+                contender.await_ready()
+            rounds = play(everyone, arguments.sizes, arguments.rounds)
+        except TurnFailed as error:
+            raise SystemExit(str(error)) from None
+        finally:
+            for contender in everyone:
+                contender.close()
+    told = summary(rounds)
+    print_table(told, [contender.name for contender in everyone])
+    slices = slices_vs_one_piece(rounds, SLICES, ONE_PIECE, OWN)
+    result = {
+        "benchmark": "messenger",
+        "rounds": arguments.rounds,
+        "load_1m": [load_before, os.getloadavg()[0]],
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "absent": absent,
+        **({"slices_vs_one_piece": min(slices.values()), "slices_vs_one_piece_by": slices} if slices else {}),
+        **told,
+    }
+    if arguments.picture is not None:
+        from benchmarks.transfers.picture import draw
+
+        draw(result, arguments.picture)
+    for name, reason in absent.items():
+        print(f"{name} is left out: {reason}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

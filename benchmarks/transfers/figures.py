@@ -1,0 +1,123 @@
+"""From the seconds of turns to figures: medians, and ratios within a round. Arithmetic only."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.transfers.contenders import Turn
+
+THROUGHPUT, LATENCY = "throughput", "latency"
+DIRECTIONS = ("write", "read")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A ratio that is told: how much faster `ours` is than `theirs`, from batches of `from_nbytes` up."""
+
+    name: str
+    ours: str
+    theirs: str
+    from_nbytes: int = 0
+
+
+PAIRS = (
+    Pair("tcp_vs_mooncake", "tcp", "mooncake"),
+    Pair("tcp_vs_nixl_tcp", "tcp", "nixl_tcp"),
+    Pair("tcp_vs_iperf3", "tcp", "iperf3", 1 << 20),
+    Pair("shm_vs_nixl", "shm", "nixl"),
+    Pair("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
+    Pair("tcp_vs_plain_socket", "tcp", "plain_socket"),
+    Pair("tcp_digests_vs_tcp", "tcp_digests", "tcp"),
+    Pair("tcp_digests_vs_mooncake", "tcp_digests", "mooncake"),
+    Pair("shm_digests_vs_shm", "shm_digests", "shm"),
+    Pair("shm_digests_vs_nixl", "shm_digests", "nixl"),
+)
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """What is compared: batches of one label (size) one way, by their throughput or by their latency."""
+
+    label: str
+    direction: str
+    metric: str
+
+
+@dataclass
+class Rounds:
+    """Per cell and contender one value a round: 1e9 bytes per second, or the median seconds of a batch."""
+
+    values: dict[Cell, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    batch_nbytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, label: str, contender: str, turn: Turn, seconds: list[float]) -> None:
+        direction = DIRECTIONS[not turn.write]
+        if turn.window == 1:
+            self.values[Cell(label, direction, LATENCY)][contender].append(statistics.median(seconds))
+        else:
+            self.values[Cell(label, direction, THROUGHPUT)][contender].append(turn.nbytes / seconds[0] / 1e9)
+        self.batch_nbytes[label] = turn.shape[0] * turn.shape[1]
+
+    def ratio(self, cell: Cell, ours: str, theirs: str) -> float | None:
+        """Median over rounds of how many times faster; None where one of them took no part."""
+        found = self.values[cell]
+        if ours not in found or theirs not in found:
+            return None
+        ratios = (
+            a / b if cell.metric == THROUGHPUT else b / a for a, b in zip(found[ours], found[theirs], strict=True)
+        )
+        return statistics.median(ratios)
+
+    def cells(self) -> list[Cell]:
+        return [cell for cell, found in self.values.items() if found]
+
+
+def summary(rounds: Rounds) -> dict[str, Any]:
+    """The pairs' least throughput ratio over sizes and directions, then everything `by_size`."""
+    told: dict[str, Any] = {}
+    for pair in PAIRS:
+        for metric in (THROUGHPUT, LATENCY):
+            found = [
+                ratio
+                for cell in rounds.cells()
+                if cell.metric == metric and rounds.batch_nbytes[cell.label] >= pair.from_nbytes
+                if (ratio := rounds.ratio(cell, pair.ours, pair.theirs)) is not None
+            ]
+            name = pair.name if metric == THROUGHPUT else f"{pair.name}_{metric}"
+            if found:
+                told[name] = round(min(found), 3)
+    return told | {"by_size": by_size(rounds)}
+
+
+def by_size(rounds: Rounds) -> dict[str, Any]:
+    """{label: {direction: {contender: {gbps, p50_us}, "ratios": {pair: {throughput, latency}}}}}"""
+    told: dict[str, Any] = {}
+    for cell in rounds.cells():
+        row = told.setdefault(cell.label, {}).setdefault(cell.direction, {})
+        for contender, values in rounds.values[cell].items():
+            middle = statistics.median(values)
+            figures = {"gbps": round(middle, 3)} if cell.metric == THROUGHPUT else {"p50_us": round(middle * 1e6, 1)}
+            row.setdefault(contender, {}).update(figures)
+        ratios = row.setdefault("ratios", {})
+        for pair in PAIRS:
+            ratio = rounds.ratio(cell, pair.ours, pair.theirs)
+            if ratio is not None:
+                ratios.setdefault(pair.name, {})[cell.metric] = round(ratio, 3)
+    return told
+
+
+def slices_vs_one_piece(rounds: Rounds, slices: str, piece: str, contenders: Iterable[str]) -> dict[str, float]:
+    """{"<contender>_<direction>": ratio} of throughput between two labels of equal bytes."""
+    told = {}
+    for direction in DIRECTIONS:
+        many = rounds.values[Cell(slices, direction, THROUGHPUT)]
+        one = rounds.values[Cell(piece, direction, THROUGHPUT)]
+        for contender in contenders:
+            if many[contender] and one[contender]:
+                ratios = (a / b for a, b in zip(many[contender], one[contender], strict=True))
+                told[f"{contender}_{direction}"] = round(statistics.median(ratios), 3)
+    return told
