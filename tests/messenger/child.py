@@ -1,9 +1,11 @@
 """A process with one messenger and one granted region: prints where it listens, then answers commands on stdin.
 
-"notes": the tags it was notified of; "sum": the sum of its region's bytes; "call ENDPOINT": notify a peer.
+"notes": the tags it was notified of; "sum": the sum of its region's bytes; "digest": the BLAKE2b of them, in hex;
+"call ENDPOINT": notify a peer.
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -11,8 +13,12 @@ from pathlib import Path
 from messenger import Endpoint, Messenger, MessengerConfig, SharedMemory
 
 
-def main(transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: str, tcp_port: str) -> None:
-    config = MessengerConfig(transport=transport, run_dir=Path(run_dir), tcp_port=int(tcp_port))
+def main(
+    transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: str, tcp_port: str, listen_host: str
+) -> None:
+    config = MessengerConfig(
+        transport=transport, run_dir=Path(run_dir), tcp_port=int(tcp_port), listen_host=listen_host
+    )
     messenger = Messenger(config, node_id=node_id, incarnation=int(incarnation))
     memory = SharedMemory.create(int(nbytes), node_id)
     notes: list[str] = []
@@ -27,6 +33,8 @@ def main(transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: s
             answer = notes
         elif verb == "sum":
             answer = int(memory.array.sum())
+        elif verb == "digest":
+            answer = hashlib.blake2b(memory.array).hexdigest()
         elif verb == "call":
             messenger.connect(Endpoint(**json.loads(argument))).notify(b"hello", b"").result()
         print(json.dumps(answer), flush=True)

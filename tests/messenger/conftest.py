@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,23 @@ MakeChild = Callable[..., Child]
 
 @pytest.fixture
 def make_child(transport: str, tmp_path: Path) -> Iterator[MakeChild]:
-    """`make_child(node_id, nbytes=..., incarnation=..., tcp_port=0)`; killed at the end if still alive."""
+    """`make_child(node_id, nbytes=..., incarnation=..., tcp_port=0)`; killed at the end if still alive.
+
+    `prefix` is a command that runs the command which follows it.
+    """
     children: list[Child] = []
 
-    def make(node_id: str, nbytes: int = 1 << 20, incarnation: int = 1, tcp_port: int = 0) -> Child:
-        arguments = [transport, str(tmp_path), node_id, str(nbytes), str(incarnation), str(tcp_port)]
+    def make(
+        node_id: str,
+        nbytes: int = 1 << 20,
+        incarnation: int = 1,
+        tcp_port: int = 0,
+        listen_host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> Child:
+        arguments = [transport, str(tmp_path), node_id, str(nbytes), str(incarnation), str(tcp_port), listen_host]
         process = subprocess.Popen(
-            [sys.executable, str(CHILD), *arguments],
+            [*prefix, sys.executable, str(CHILD), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

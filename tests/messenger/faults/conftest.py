@@ -1,6 +1,7 @@
 """Two nodes with a bad network between them."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 
 from messenger import Peer, RemoteKey
+from soak.namespaces import TwoHosts, what_is_missing
 from soak.proxy import FaultProxy
 
 NBYTES = 4 << 20
+REQUIRED = "MOONPOOL_REQUIRE_NETNS"
+"""Set where a machine that cannot make network namespaces has failed, as in CI."""
 
 
 @dataclass
@@ -36,3 +40,35 @@ def line(make_node: Any) -> Iterator[Line]:
         # What is still under way goes through the proxy, so it ends before the proxy does.
         a.messenger.close()
         line.__dict__.clear()
+
+
+@dataclass
+class Wire:
+    """From node `a` on host 0 to the process `b` on host 1; the test itself is on host 0."""
+
+    hosts: TwoHosts
+    a: Any
+    b: Any
+    peer: Peer
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    missing = what_is_missing()
+    if missing is not None:
+        if os.environ.get(REQUIRED):
+            pytest.fail(f"{REQUIRED} is set, and {missing}")
+        pytest.skip(missing)
+
+
+@pytest.fixture
+def wire(namespaces: None, make_node: Any, make_child: Any) -> Iterator[Wire]:
+    with TwoHosts() as hosts, hosts.inside(0):
+        a = make_node("a", NBYTES, listen_host=hosts.addresses[0])
+        b = make_child("b", NBYTES, listen_host=hosts.addresses[1], prefix=hosts.command(1))
+        a.fill(1)
+        wire = Wire(hosts, a, b, a.messenger.connect(b.endpoint))
+        yield wire
+        hosts.heal()
+        a.messenger.close()
+        wire.__dict__.clear()

@@ -1,0 +1,97 @@
+"""Two hosts for as long as a test needs them: network namespaces joined by a veth pair, with a firewall each.
+
+Needs root, iproute2 and iptables; `what_is_missing` tells. A thread that is `inside` a host has its network, and so
+have all threads and processes that it starts meanwhile.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+_CLONE_NEWNET = 0x40000000
+_TOOLS = {"ip": "iproute2", "iptables": "iptables"}
+
+
+def what_is_missing() -> str | None:
+    """Why there can be no namespaces here; None if there can."""
+    lacking = [package for tool, package in _TOOLS.items() if shutil.which(tool) is None]
+    if lacking:
+        return f"network namespaces need {' and '.join(lacking)}, which are not installed"
+    probe = f"mp-probe-{os.getpid()}"
+    made = _run("ip", "netns", "add", probe, check=False)
+    if made.returncode:
+        return f"network namespaces need root with CAP_SYS_ADMIN and CAP_NET_ADMIN: {made.stderr.strip()}"
+    filtered = _run("ip", "netns", "exec", probe, "iptables", "-L", check=False)
+    _run("ip", "netns", "del", probe)
+    return f"iptables does not work here: {filtered.stderr.strip()}" if filtered.returncode else None
+
+
+class TwoHosts:
+    """Context manager. Hosts are numbered 0 and 1; `addresses[n]` is host n's."""
+
+    addresses = ("10.77.0.1", "10.77.0.2")
+
+    def __init__(self) -> None:
+        self.names = tuple(f"mp-{os.getpid()}-{number}" for number in range(2))
+
+    def __enter__(self) -> "TwoHosts":
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        near, far = self.names
+        _run("ip", "link", "add", "wire", "netns", near, "type", "veth", "peer", "name", "wire", "netns", far)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            _run("ip", "netns", "del", name)
+
+    def command(self, host: int) -> list[str]:
+        """What to put before a command so that it runs on the host."""
+        return ["ip", "netns", "exec", self.names[host]]
+
+    def firewall(self, host: int, *rule: str) -> None:
+        """iptables, e.g. `firewall(1, "-A", "INPUT", "-j", "DROP")`."""
+        _run(*self.command(host), "iptables", *rule)
+
+    def heal(self) -> None:
+        """No rules, and the wire is up."""
+        for host, name in enumerate(self.names):
+            self.firewall(host, "-F")
+            _run("ip", "-n", name, "link", "set", "wire", "up")
+
+    def unplug(self, host: int) -> None:
+        """The host's end of the wire goes down."""
+        _run("ip", "-n", self.names[host], "link", "set", "wire", "down")
+
+    @contextlib.contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """The calling thread is on the host."""
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY)
+        try:
+            _enter(there)
+            yield
+        finally:
+            _enter(before)
+            os.close(there)
+            os.close(before)
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns failed")
+
+
+def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done
