@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from messenger.config import Endpoint
-from messenger.errors import ProtocolError
+from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import Hello, Reject, Welcome
 from messenger.link import Link
 from messenger.transport import Requester, Transport
@@ -64,7 +64,10 @@ class Dialer:
                 link.connect(lambda sock: transport.connect(sock, self.endpoint))
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise Unreachable("nothing listens there: the process is gone, ask for its successor") from error
-            link.open()
+            try:
+                link.open()
+            except EncryptionRefused as error:
+                raise Unreachable(str(error)) from error
             link.send(
                 Hello(
                     self.node_id,
@@ -88,6 +91,8 @@ class Dialer:
     def _check_answer(self, link: Link) -> None:
         try:
             answer = link.receive()
+        except EncryptionRefused as error:
+            raise Unreachable(str(error)) from error
         except ProtocolError as error:
             raise Unreachable(f"no messenger of this protocol answers there: {error}") from error
         if isinstance(answer, Reject):

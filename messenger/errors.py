@@ -11,6 +11,7 @@ MessengerError
 ├── DeadlineExceeded         the deadline passed first; the operation cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
 ├── ProtocolError            bytes that are no frame of this protocol and version
+│   └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
 └── ControlError             a gRPC call failed
     ├── Unavailable          no connection to the target, or it broke under the call
     ├── ControlDeadlineExceeded  (also a DeadlineExceeded)
@@ -80,6 +81,10 @@ class RemoteAccessError(TransferError):
 
 class ProtocolError(MessengerError):
     """Bytes that are no frame of this protocol and version."""
+
+
+class EncryptionRefused(ProtocolError):
+    """Only one side speaks TLS, or one does not accept the other's certificate: trying again changes nothing."""
 
 
 class ControlError(MessengerError):

@@ -46,7 +46,7 @@ class Welcome(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Last message before the owner closes; `code` is "restarted", "transport", "full", "busy" or "malformed"."""
+    """Last message before the owner closes; `code`: "restarted", "transport", "full", "busy", "tls" or "malformed"."""
 
     code: str
     reason: str

@@ -15,6 +15,8 @@ from messenger.errors import ProtocolError
 __all__ = ["PREFIX", "Codec", "Framing"]
 
 PREFIX = struct.Struct("<4sBBHI")
+# How what a TLS client sends first begins: a handshake record, of any version (RFC 8446, 5.1).
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class Codec(NamedTuple):
@@ -63,6 +65,11 @@ class Framing:
     def decode_prefix(self, prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
         """(kind, body length) of the frame that begins so. Raises ProtocolError, before anything is kept for it."""
         magic, version, kind, zero, length = PREFIX.unpack_from(prefix)
+        if magic[:2] == _TLS_HANDSHAKE:
+            raise ProtocolError(
+                "it begins a TLS handshake, and this side speaks in the clear: set tls_cert, tls_key and tls_ca on "
+                "both sides, or on none"
+            )
         if magic != self._magic:
             raise ProtocolError(f"not this protocol: a frame begins with {self._magic!r}, not {magic!r}")
         if version != self._version:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from messenger.counters import Counters
-from messenger.errors import ProtocolError
+from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import Ack, Goodbye, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write
 from messenger.grants import Access, AccessDenied, GrantTable
 from messenger.link import Link, LinkClosed
@@ -72,6 +72,10 @@ class Inbound:
             session = self._greet()
             if session is not None:
                 in_peace = self._serve(session)
+        except EncryptionRefused as error:
+            self._owner.counters.add("tls_refused")
+            _log.warning("refused a connection: %s", str(error))
+            self._reject("tls", str(error))
         except ProtocolError as error:
             self._owner.counters.add("malformed_frames")
             _log.warning("closed the connection from %s: %s", self._link.address, str(error))

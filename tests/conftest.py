@@ -4,7 +4,7 @@ import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import settings
 # Machines are shared and noisy: no example is judged by its time. Failures must come back when they are looked into.
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
+
+CERTIFICATES = Path(__file__).parent / "data" / "tls"
 
 
 @pytest.fixture
@@ -131,3 +133,26 @@ def eight_by_eight(rdma_machine: RdmaMachine) -> RdmaMachine:
         addresses=("192.168.1.5/24",),
     )  # fmt: skip
     return rdma_machine
+
+
+@pytest.fixture
+def tls_settings(tmp_path: Path) -> Callable[..., dict[str, Path]]:
+    """`tls_settings("node", ca="ca")`: tls_cert, tls_key and tls_ca, copies of these files of tests/data/tls.
+
+    Called again, it puts others into the same files, unless they are `of` somebody else.
+    """
+
+    def provide(name: str = "node", *, ca: str = "ca", key: str = "", of: str = "tls") -> dict[str, Path]:
+        folder = tmp_path / of
+        folder.mkdir(exist_ok=True)
+        given = {"tls_cert": f"{name}.pem", "tls_key": f"{key or name}.key", "tls_ca": f"{ca}.pem"}
+        settings = {}
+        for setting, source in given.items():
+            settings[setting] = folder / f"{setting}.pem"
+            fresh = folder / "fresh"
+            shutil.copyfile(CERTIFICATES / source, fresh)
+            fresh.chmod(0o600)
+            fresh.replace(settings[setting])
+        return settings
+
+    return provide

@@ -1,4 +1,4 @@
-"""The tcp transport: where it listens and how it connects."""
+"""The tcp transport: where it listens, how it connects, and whether in the clear."""
 
 import errno
 import socket
@@ -7,17 +7,23 @@ from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.errors import AddressInUse, BindFailed
 from messenger.link import Link
+from messenger.sockets import SocketLink
 from messenger.tcp.requester import TcpRequester
 from messenger.tcp.responder import TcpResponder
+from messenger.tcp.tls_link import TlsLink
+from messenger.tls import identity
 from messenger.transport import Door, Requester, Responder, Transport
 
 
 class TcpTransport(Transport, Door):
+    """Raises InvalidArgument for key material that cannot be used."""
+
     name = "tcp"
 
     def __init__(self, config: MessengerConfig) -> None:
         self._host = config.listen_host
         self._port = config.tcp_port
+        self._identity = None if config.tls is None else identity(config.tls)
 
     def listen(self, backlog: int) -> socket.socket:
         where = f"{self._host}:{self._port}"
@@ -28,6 +34,11 @@ class TcpTransport(Transport, Door):
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(f"{where} is in use: stop its owner or take another tcp_port") from error
             raise BindFailed(f"cannot listen at {where}: {error}") from error
+
+    def welcome(self, sock: socket.socket, address: str) -> BufferedLink:
+        if self._identity is None:
+            return SocketLink(sock, address)
+        return TlsLink(sock, address, self._identity.material(), caller=False)
 
     def unlisten(self) -> None:
         """A port leaves nothing behind."""
@@ -41,6 +52,11 @@ class TcpTransport(Transport, Door):
 
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.connect(_resolve(endpoint)[4])
+
+    def wrap(self, sock: socket.socket, address: str) -> BufferedLink:
+        if self._identity is None:
+            return SocketLink(sock, address)
+        return TlsLink(sock, address, self._identity.material(), caller=True)
 
     def requester(self, link: Link) -> Requester:
         return TcpRequester(_buffered(link))

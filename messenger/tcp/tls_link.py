@@ -1,0 +1,156 @@
+"""A tcp link that is encrypted, both sides showing a certificate: TLS 1.3 by Python's ssl, between memory and socket.
+
+OpenSSL's object must not be used by two threads at once, and a link has one that sends and one that receives. So it
+works on memory, under a lock that is never held while the socket is waited for. What arrives is decrypted straight into
+the views that it is for; what is sent is encrypted straight out of them, small ones joined first.
+"""
+
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from socket import socket
+
+from messenger.buffered import BufferedLink
+from messenger.errors import EncryptionRefused
+from messenger.frames import MAGIC, Message, Reject, encode
+from messenger.link import LinkClosed
+from messenger.tls import Material, carries, dns_names
+
+__all__ = ["TlsLink"]
+
+_CHUNK_NBYTES = 128 << 10
+_RECORD_NBYTES = 16 << 10
+# AES-GCM keys are good for 2^24.5 records (RFC 8446, 5.5). Python cannot renew a key, a stream can connect again.
+MAX_RECORDS = 1 << 24
+
+
+class TlsLink(BufferedLink):
+    """Takes over `sock`. `open` must have succeeded before anything is sent or received."""
+
+    def __init__(self, sock: socket, address: str, material: Material, *, caller: bool) -> None:
+        super().__init__(sock, address)
+        self._name = material.name
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context, name = (material.client, material.name) if caller else (material.server, None)
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not caller, server_hostname=name)
+        self._guard = threading.Lock()
+        self._arrived = memoryview(bytearray(_CHUNK_NBYTES))
+        self._is_open = False
+        self._num_sent = 0
+
+    def open(self) -> None:
+        """Shake hands. Raises EncryptionRefused when the other side does not, or has no certificate of the cluster."""
+        is_first = True
+        while not self._shake():
+            arrived = self._await_ciphertext()
+            if not arrived:
+                raise LinkClosed(f"{self.address} closed the connection during the TLS handshake")
+            if is_first and arrived[: len(MAGIC)] == MAGIC:
+                self._turn_plain_away()
+            is_first = False
+            self._incoming.write(arrived)
+        self._is_open = True
+        names = dns_names(self._tls)
+        if not carries(names, self._name):
+            raise EncryptionRefused(
+                f"the certificate of {self.address} is for {', '.join(names) or 'no DNS name'}, not for {self._name!r}"
+            )
+
+    def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
+        """Send a frame, then the views' bytes. Raises OSError when cut, or when the key has been used up."""
+        assert fd is None, "descriptors do not leave the host"
+        if not self._is_open:
+            raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
+        for chunk in _chunks([memoryview(encode(message)), *views]):
+            self._num_sent += -(-len(chunk) // _RECORD_NBYTES)
+            if self._num_sent > MAX_RECORDS:
+                raise LinkClosed(f"the connection to {self.address} has used up its key and is made again")
+            with self._guard:
+                self._tls.write(chunk)
+                ciphertext = self._outgoing.read()
+            self._sock.sendall(ciphertext)
+
+    def _shake(self) -> bool:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except (ssl.SSLError, ssl.CertificateError) as error:
+            raise self._refused(error) from error
+        finally:
+            # If it failed, this is the alert that tells the other side why.
+            ciphertext = self._outgoing.read()
+            if ciphertext:
+                self._sock.sendall(ciphertext)
+        return True
+
+    def _turn_plain_away(self) -> None:
+        """The other side sent a frame in the clear: tell it so in the clear, and no more than that."""
+        reason = "it speaks TLS only: set tls_cert, tls_key and tls_ca on both sides, or on none"
+        self._sock.sendall(encode(Reject("tls", reason)))
+        raise EncryptionRefused(f"{self.address} does not speak TLS, and this side speaks nothing else")
+
+    def _await_ciphertext(self) -> memoryview:
+        """Some bytes from the socket; empty when the other side closed."""
+        if self._until_s is not None:
+            self._sock.settimeout(self._left_s(self._until_s))
+        return self._arrived[: self._sock.recv_into(self._arrived)]
+
+    def _receive_some(self, view: memoryview) -> int:
+        while True:
+            with self._guard:
+                try:
+                    received: int = self._tls.read(len(view), view)  # type: ignore[assignment]  # typeshed: bytes
+                    return received
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLZeroReturnError:
+                    return 0
+                except ssl.SSLError as error:
+                    raise self._refused(error) from error
+            arrived = self._await_ciphertext()
+            if not arrived:
+                return 0
+            with self._guard:
+                self._incoming.write(arrived)
+
+    def _receive_views(self, views: list[memoryview]) -> None:
+        for view in views:
+            filled = 0
+            while filled < len(view):
+                received = self._receive_some(view[filled:])
+                if not received:
+                    raise LinkClosed(f"{self.address} closed in the middle of a payload")
+                filled += received
+
+    def _refused(self, error: ssl.SSLError | ssl.CertificateError) -> EncryptionRefused:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return EncryptionRefused(f"the certificate of {self.address} is not accepted: {error.verify_message}")
+        reason = str(getattr(error, "reason", "") or error)
+        if "ALERT" in reason:
+            alert = reason.partition("ALERT_")[2].replace("_", " ").lower()
+            return EncryptionRefused(f"{self.address} does not accept this node's certificate: {alert}")
+        if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
+            return EncryptionRefused(f"{self.address} does not speak TLS ({reason.replace('_', ' ').lower()})")
+        return EncryptionRefused(f"TLS with {self.address} failed: {reason.replace('_', ' ').lower()}")
+
+
+def _chunks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in pieces of one size, roughly: a record for each of many small views would cost too much."""
+    joined: list[memoryview] = []
+    nbytes = 0
+    for view in views:
+        if nbytes + len(view) <= _CHUNK_NBYTES:
+            joined.append(view)
+            nbytes += len(view)
+            continue
+        if joined:
+            yield b"".join(joined)
+            joined, nbytes = [], 0
+        whole = len(view) - len(view) % _CHUNK_NBYTES
+        for start in range(0, whole, _CHUNK_NBYTES):
+            yield view[start : start + _CHUNK_NBYTES]
+        if whole < len(view):
+            joined, nbytes = [view[whole:]], len(view) - whole
+    if joined:
+        yield b"".join(joined) if len(joined) > 1 else joined[0]
