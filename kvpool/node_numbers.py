@@ -68,7 +68,7 @@ def counts(node: PoolNode) -> dict[str, int]:
 def counters(node: PoolNode) -> dict[str, float]:
     """Totals since the start."""
     own = node.core.totals() | node.counters
-    moved = {f"messenger_{name}": n for name, n in node.messenger.counters().items() if not name.endswith("_open")}
+    moved = {name: number for name, number in _messenger(node).items() if not name.endswith("_open")}
     return {f"pool_{name}": count for name, count in sorted(own.items())} | moved
 
 
@@ -89,7 +89,12 @@ def gauges(node: PoolNode) -> dict[str, float]:
         "pool_loads_open": 0 if ssd is None else ssd.loader.num_under_way,
         "pool_writes_open": 0 if ssd is None else ssd.write_back.num_under_way,
         "pool_dram_only_held_blocks": store.index.num_sealed - store.ssd.num_copies,
+        **{name: number for name, number in _messenger(node).items() if name.endswith("_open")},
     }
+
+
+def _messenger(node: PoolNode) -> dict[str, float]:
+    return {f"messenger_{name}": number for name, number in node.messenger.reported().items()}
 
 
 def validate(node: PoolNode) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Literal
 Direction = Literal["written", "read", "landed", "served"]
 """written, read: done here in a peer's memory; landed, served: done by a peer in memory of this messenger's."""
 
-MAX_PEERS = 64
+MAX_PEERS = 32
 """Peers told apart; when there are more, those without an open flow are added up as OTHER_PEERS."""
 OTHER_PEERS = "other"
 
@@ -137,13 +137,18 @@ class Counters:
                 _add(totals[key], sums)
         return [FlowTotals.of(key, totals[key]) for key in sorted(totals)]
 
-    def snapshot(self) -> dict[str, int]:
-        """Every count so far by name: events, and `bytes_`, `slices_` and `operations_<direction>_<transport>`."""
+    def events(self) -> dict[str, int]:
+        """Events by name."""
         with self._lock:
             self._fold_ended()
             counts = Counter(self._event_totals)
             for _, own in self._open_events.values():
                 counts.update(dict(own))
+        return dict(counts)
+
+    def snapshot(self) -> dict[str, int]:
+        """Every count so far by name: events, and `bytes_`, `slices_` and `operations_<direction>_<transport>`."""
+        counts = Counter(self.events())
         for flow in self.flows():
             way = f"{flow.key.direction}_{flow.key.transport}"
             counts[f"bytes_{way}"] += flow.nbytes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from messenger.alarms import AlarmClock
 from messenger.config import Endpoint, MessengerConfig, boot_id
-from messenger.counters import Counters
+from messenger.counters import Counters, FlowTotals
 from messenger.dialing import Dialer
 from messenger.errors import InvalidArgument, MessengerClosed
 from messenger.grants import GrantTable
@@ -16,6 +16,7 @@ from messenger.inbound import Owner
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.peer import Peer
+from messenger.reporting import reported
 from messenger.server import Server
 from messenger.sessions import SessionTable
 from messenger.shm.transport import ShmTransport
@@ -158,10 +159,21 @@ class Messenger:
 
     def counters(self) -> dict[str, int]:
         """Totals since the start, and what is open now (names ending in `_open`)."""
+        return self._counters.snapshot() | self._held()
+
+    def reported(self) -> dict[str, float]:
+        """The same for metrics: by peer, transport, rail and direction, and how long operations took."""
+        return reported(self._counters, self._held())
+
+    def flows(self) -> list[FlowTotals]:
+        """What went which way since the start, by peer, transport, rail and direction."""
+        return self._counters.flows()
+
+    def _held(self) -> dict[str, int]:
         regions, grants = self._grants.counts()
         with self._lock:
             outbound = sum(peer.connections() for peer in self._peers.values())
-        return self._counters.snapshot() | {
+        return {
             "regions_open": regions,
             "grants_open": grants,
             "connections_in_open": self._server.connections(),

@@ -9,8 +9,8 @@ from typing import Final
 __all__ = ["DurationHistogram", "histogram_names", "histogram_of", "is_part"]
 
 _SUM: Final = "_sum_ms"
-_BOUND: Final = re.compile(r"([0-9]+)(ms|s|m|h|d)")
-_UNITS_S: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_BOUND: Final = re.compile(r"([0-9]+)(us|ms|s|m|h|d)")
+_UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,18 @@ _LABELLED: Final = tuple(
         (r"pool_evicted_(?P<tier>dram|ssd)_(?P<unit>age|idle)", "pool_evicted_{unit}", 1.0),
         (r"pool_lost_(?P<reason>[a-z_]+)_blocks", "pool_lost_blocks", 1.0),
         (r"pool_saved_(?P<tier>dram|ssd)_compute_us", "pool_saved_seconds", 1e-6),
+        (
+            r"messenger_flow/(?P<peer>.*)/(?P<transport>[^/]*)/(?P<rail>[^/]*)/(?P<direction>[a-z]+)"
+            r"_(?P<unit>bytes|slices|operations|seconds)",
+            "messenger_{unit}",
+            1.0,
+        ),
+        (
+            r"messenger_latency/(?P<transport>[^/]*)/(?P<rail>[^/]*)/(?P<direction>[a-z]+)",
+            "messenger_latency",
+            1.0,
+        ),
+        (r"messenger_queued_(?P<priority>[a-z]+)_open", "messenger_queued_open", 1.0),
     )
 )
 # Sums of series that are exported by their labels, and what the pool's policy and its shell both count.
@@ -56,6 +68,6 @@ def series_of(name: str) -> Series | None:
         if found := pattern.fullmatch(name):
             groups = found.groupdict()
             unit = groups.pop("unit", "")
-            return Series(family.format(unit=unit), tuple(groups.items()), scale=scale)
+            return Series(family.format(unit=unit), tuple(groups.items()), name.endswith(GAUGE_SUFFIXES), scale)
     family = _NOT_IN_NAMES.sub("_", name).removesuffix("_total")
     return Series(family, is_gauge=name.endswith(GAUGE_SUFFIXES))

@@ -319,7 +319,7 @@ class WorkerNode:
         report.held.extend(self.held.values())
         for name, value in self.counters.snapshot().items():
             report.counters[name] = value
-        for name, count in self.messenger.counters().items():
+        for name, count in self.messenger.reported().items():
             report.counters[f"messenger_{name}"] = count
 
     def validate(self) -> tuple[list[str], dict[str, float]]:

@@ -19,6 +19,8 @@ from frontend.output import Step
 from frontend.request import Facts
 from kvpool import PoolNodeConfig, node_numbers
 from kvpool.node import PoolNode
+from messenger.counters import Counters
+from messenger.reporting import reported
 from replay.cluster_metrics import ClusterHistory
 from replay.dialogue_config import DialogueConfig
 from replay.dialogue_summary import summarise_dialogues
@@ -69,6 +71,9 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     }
     node = PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)
     counted |= node_numbers.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
+    flows = Counters()
+    flows.flow(peer="p", transport="tcp", direction="read").add(1, 1, 0.001)
+    counted |= {f"messenger_{name}" for name in reported(flows, {})}
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))
