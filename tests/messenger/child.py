@@ -1,16 +1,63 @@
 """A process with one messenger and one granted region: prints where it listens, then answers commands on stdin.
 
-"notes": the tags it was notified of; "sum": the sum of its region's bytes; "digest": the BLAKE2b of them, in hex;
-"call ENDPOINT": notify a peer.
+Each line is a verb and its argument, if it has one; each answer is a line of JSON. The verbs are the methods of Child.
 """
 
 import dataclasses
 import hashlib
 import json
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
-from messenger import Endpoint, Messenger, MessengerConfig, SharedMemory
+from messenger import Endpoint, Messenger, MessengerConfig, RemoteKey, SharedMemory
+
+
+class Child:
+    def __init__(self, config: MessengerConfig, node_id: str, nbytes: int, incarnation: int) -> None:
+        self.messenger = Messenger(config, node_id=node_id, incarnation=incarnation)
+        self.memory = SharedMemory.create(nbytes, node_id)
+        self.tags: list[str] = []
+        self.messenger.on_notify(lambda _node, tag, _payload: self.tags.append(tag.decode()))
+        self.endpoint = self.messenger.start()
+        self.region = self.messenger.register(self.memory)
+        self.key = self.messenger.grant(self.region, 0, nbytes, read=True, write=True)
+        self.poured: list[Future[Any]] = []
+
+    def notes(self) -> list[str]:
+        """The tags it was notified of."""
+        return self.tags
+
+    def sum(self) -> int:
+        """Of its region's bytes."""
+        return int(self.memory.array.sum())
+
+    def digest(self) -> str:
+        """BLAKE2b of its region."""
+        return hashlib.blake2b(self.memory.array).hexdigest()
+
+    def fill(self, value: str) -> None:
+        self.memory.array[:] = int(value)
+
+    def revoke(self) -> None:
+        """Void the key that it printed."""
+        self.messenger.revoke(self.key)
+
+    def call(self, endpoint: str) -> None:
+        """Notify a peer."""
+        self.messenger.connect(Endpoint(**json.loads(endpoint))).notify(b"hello", b"").result()
+
+    def pour(self, argument: str) -> None:
+        """Write all of its region to a peer fifty times, without waiting: "KEY ENDPOINT"."""
+        key, _, endpoint = argument.partition(" ")
+        peer = self.messenger.connect(Endpoint(**json.loads(endpoint)))
+        rows = [[0, 0, self.memory.nbytes]]
+        self.poured = [peer.write(RemoteKey.unpack(bytes.fromhex(key)), self.region, rows) for _ in range(50)]
+
+    def outcomes(self) -> list[str]:
+        """How what was poured ended: names of errors, or "done"."""
+        return [type(error).__name__ if (error := future.exception()) else "done" for future in self.poured]
 
 
 def main(
@@ -19,27 +66,13 @@ def main(
     config = MessengerConfig(
         transport=transport, run_dir=Path(run_dir), tcp_port=int(tcp_port), listen_host=listen_host
     )
-    messenger = Messenger(config, node_id=node_id, incarnation=int(incarnation))
-    memory = SharedMemory.create(int(nbytes), node_id)
-    notes: list[str] = []
-    messenger.on_notify(lambda _node, tag, _payload: notes.append(tag.decode()))
-    endpoint = messenger.start()
-    key = messenger.grant(messenger.register(memory), 0, memory.nbytes, read=True, write=True)
-    print(json.dumps({"endpoint": dataclasses.asdict(endpoint), "key": key.pack().hex()}), flush=True)
+    child = Child(config, node_id, int(nbytes), int(incarnation))
+    print(json.dumps({"endpoint": dataclasses.asdict(child.endpoint), "key": child.key.pack().hex()}), flush=True)
     for command in sys.stdin:
         verb, _, argument = command.strip().partition(" ")
-        answer: object = None
-        if verb == "notes":
-            answer = notes
-        elif verb == "sum":
-            answer = int(memory.array.sum())
-        elif verb == "digest":
-            answer = hashlib.blake2b(memory.array).hexdigest()
-        elif verb == "call":
-            messenger.connect(Endpoint(**json.loads(argument))).notify(b"hello", b"").result()
-        print(json.dumps(answer), flush=True)
-    messenger.close()
-    memory.close()
+        print(json.dumps(getattr(child, verb)(*[argument] if argument else [])), flush=True)
+    child.messenger.close()
+    child.memory.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from messenger.frames import MAX_PART_NBYTES
+
 REGION = 1 << 16
 
 
@@ -57,6 +59,25 @@ def test_a_read_changes_exactly_its_slices(pair: Any, rows: list[list[int]], see
     assert result.nbytes == sum(row[2] for row in rows)
     assert np.array_equal(a.array, wanted)
     assert np.array_equal(b.array, before)
+
+
+SIZES = (1, 2, 7, 63, 64, 4095, 4096, 4097, 65_535, 65_536, 65_537, 1 << 20, MAX_PART_NBYTES, MAX_PART_NBYTES + 1)
+
+
+def test_every_size_arrives_and_comes_back_and_its_neighbours_stay(make_node: Any) -> None:
+    room = MAX_PART_NBYTES + 64
+    a, b = make_node("a", room), make_node("b", room)
+    a.fill(1)
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    for nbytes in SIZES:
+        b.array[: nbytes + 32] = 9
+        kept = a.array.copy()
+        assert peer.write(key, a.region, [[5, 16, nbytes]]).result().nbytes == nbytes
+        assert np.array_equal(b.array[16 : 16 + nbytes], a.array[5 : 5 + nbytes])
+        assert b.array[:16].tolist() == b.array[16 + nbytes : 32 + nbytes].tolist() == [9] * 16
+        a.array[5 : 5 + nbytes] = 0
+        assert peer.read(key, a.region, [[5, 16, nbytes]]).result().nbytes == nbytes
+        assert np.array_equal(a.array, kept)
 
 
 def test_the_transport_asked_for_is_used_and_counted(pair: Any, transport: str) -> None:

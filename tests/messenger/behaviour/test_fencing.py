@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any) -
     assert b.array[:501].tolist() == [3] * 500 + [0]
 
 
+@pytest.mark.transports("tcp", "shm")
 def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_goes_on(
     make_node: Any, make_child: Any
 ) -> None:
@@ -110,3 +112,48 @@ def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_go
     peer.notify(b"in time", b"").result()
     assert child.ask("notes") == ["in time"]
     assert child.ask("sum") == 10
+
+
+def test_what_missed_its_deadline_changes_nothing_after_the_revoke(make_node: Any, make_child: Any) -> None:
+    a, child = make_node("a", 1 << 20), make_child("b")
+    a.array[:] = 1
+    peer, rows = a.messenger.connect(child.endpoint), [[0, 0, 1 << 20]]
+    peer.write(child.key, a.region, rows).result()
+    child.stop()
+    late = [peer.write_notify(child.key, a.region, rows, b"late", b"", deadline_s=0.3) for _ in range(4)]
+    for future in late:
+        with pytest.raises(TransferDeadlineExceeded):
+            future.result()
+    child.go_on()
+    child.ask("revoke")
+    child.ask("fill 9")
+    with pytest.raises(RemoteAccessError, match="revoked"):
+        peer.write_notify(child.key, a.region, rows, b"refused", b"").result()
+    peer.notify(b"in time", b"").result()
+    assert child.ask("sum") == 9 << 20
+    assert child.ask("notes") == ["in time"]
+
+
+@pytest.mark.parametrize("end", ["goes on", "dies"])
+def test_a_writer_frozen_in_the_middle_holds_up_no_revoke_and_changes_nothing_after_it(
+    make_node: Any, make_child: Any, wait_until: Callable[..., None], end: str
+) -> None:
+    nbytes = 2 << 20
+    owner, child = make_node("a", nbytes, revoke_grace_s=0.05), make_child("b", nbytes)
+    key, lasting = owner.grant(), owner.grant()
+    child.ask("fill 5")
+    child.ask(f"pour {key.pack().hex()} {owner.endpoint_json}")
+    wait_until(lambda: bool(owner.array.any()), "the first bytes have landed")
+    child.stop()
+    owner.messenger.revoke(key)
+    owner.array[:] = 9
+    if end == "dies":
+        child.kill()
+        wait_until(lambda: owner.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
+    else:
+        child.go_on()
+        assert set(child.ask("outcomes")) <= {"done", "RemoteAccessError"}
+        child.ask("fill 9")
+        child.ask(f"pour {lasting.pack().hex()} {owner.endpoint_json}")
+        assert set(child.ask("outcomes")) == {"done"}
+    assert set(np.unique(owner.array).tolist()) == {9}
