@@ -5,11 +5,13 @@ MessengerError
 ├── MessengerClosed          the messenger was closed while, or before, the operation ran
 ├── AddressInUse             somebody already listens at the address asked for
 ├── BindFailed               the address cannot be listened at for another reason
+├── RdmaUnavailable          rdma was asked for, and this process cannot do it
 ├── PeerLost                 the connection died, or could not be made, before the operation was acknowledged
 │   ├── PeerUnreachable      nothing answers at the peer's address
 │   └── PeerRestarted        another incarnation answers there: the endpoint, its regions and keys are void
 ├── DeadlineExceeded         the deadline passed first; the operation cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
+├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
 ├── ProtocolError            bytes that are no frame of this protocol and version
 │   └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
 └── ControlError             a gRPC call failed
@@ -37,6 +39,10 @@ class AddressInUse(MessengerError):
 
 class BindFailed(MessengerError):
     """The address cannot be listened at: no such host, no permission, path too long."""
+
+
+class RdmaUnavailable(MessengerError):
+    """No pyverbs, no port that fits, or a device that cannot be used."""
 
 
 class TransferError(MessengerError):
@@ -77,6 +83,10 @@ class TransferDeadlineExceeded(TransferError, DeadlineExceeded):
 
 class RemoteAccessError(TransferError):
     """The owner of the memory refused the key, the right or the bounds; no byte was touched."""
+
+
+class GpuMemoryUnsupported(MessengerError):
+    """GPU memory cannot be registered with an RDMA device; the reason names what is missing."""
 
 
 class ProtocolError(MessengerError):

@@ -314,6 +314,16 @@ def test_what_the_peer_has_is_not_sent_again() -> None:
     assert {each.batch for each in rails.due(MS)} == {other}
 
 
+def test_frames_that_did_not_arrive_are_sent_again_in_their_order() -> None:
+    rails = make(400, 400)
+    batches = [rails.submit(rows_of(), announce=True) for _ in range(3)]
+    rails.due(0)
+    batches.append(rails.submit(rows_of(), announce=True))
+    rails.rail_failed(0, MS)
+    assert rails.resolve(0) == []
+    assert [each.batch for each in rails.due(MS)] == batches
+
+
 def test_only_a_doubt_can_be_resolved() -> None:
     rails = make(400)
     with pytest.raises(InvalidArgument):

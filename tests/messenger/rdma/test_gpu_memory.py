@@ -1,0 +1,180 @@
+"""GPU memory: which way it is registered, what is said when it cannot be, and the calls that the driver's library gets.
+
+The library here is a stand-in, built by the C compiler, that keeps the real one's interface: it shows that the calls
+are made in order and with the right arguments, not that adapters reach GPUs.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messenger.errors import GpuMemoryUnsupported
+from messenger.rdma.gpu_memory import (
+    Allocation,
+    CudaDriver,
+    GpuMemory,
+    Registered,
+    Span,
+    Way,
+    first_that_works,
+    has_peer_memory,
+    page_span,
+    register,
+    ways,
+)
+
+BASE, SIZE = 0x7F0000200000, 2 << 20
+LIBRARY = """
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+typedef unsigned long long u64;
+static int depth, synced;
+int cuInit(unsigned flags) { return %(init)d; }
+int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 124 && device == 13 && %(dmabuf)d; return 0; }
+int cuDeviceGetPCIBusId(char *text, int length, int device) { strncpy(text, "00000000:37:00.0", length); return 0; }
+int cuPointerGetAttribute(int *value, int attribute, u64 pointer) { *value = 3; return attribute == 9 ? 0 : 1; }
+int cuMemGetAddressRange_v2(u64 *base, size_t *nbytes, u64 pointer) {
+  *base = %(base)dULL; *nbytes = %(size)d; return pointer < %(base)dULL ? 1 : 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &depth; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuCtxPushCurrent_v2(void *context) { depth++; return context == &depth ? 0 : 201; }
+int cuCtxPopCurrent_v2(void **context) { depth--; return 0; }
+int cuPointerSetAttribute(unsigned *value, int attribute, u64 pointer) {
+  synced = attribute == 6 && *value == 1; return depth == 1 ? 0 : 201; }
+#if %(export)d
+int cuMemGetHandleForAddressRange(int *fd, u64 start, size_t nbytes, int type, u64 flags) {
+  if (depth != 1 || !synced || type != 1 || flags || start %% 4096 || nbytes %% 4096) return 1;
+  *fd = memfd_create("dmabuf", 0);
+  return ftruncate(*fd, nbytes);
+}
+#endif
+int num_contexts(void) { return depth; }
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Callable[..., CudaDriver]:
+    """`driver(init=0, dmabuf=True, export=True)`: with a library whose calls answer so."""
+
+    def build(*, init: int = 0, dmabuf: bool = True, export: bool = True) -> CudaDriver:
+        source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so"
+        values = {"init": init, "dmabuf": dmabuf, "export": export, "base": BASE, "size": SIZE}
+        source.write_text(LIBRARY % values)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", str(library), str(source)], check=True)
+        return CudaDriver(str(library))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("dmabuf", "peer", "expected"),
+    [
+        (True, True, (Way.DMABUF, Way.PEER_MEMORY)),
+        (True, False, (Way.DMABUF,)),
+        (False, True, (Way.PEER_MEMORY,)),
+    ],
+)
+def test_dmabuf_is_tried_before_peer_memory(dmabuf: bool, peer: bool, expected: tuple[Way, ...]) -> None:
+    assert ways(dmabuf, peer) == expected
+
+
+def test_without_a_way_what_is_missing_is_named() -> None:
+    with pytest.raises(GpuMemoryUnsupported, match=r"open kernel modules.*modprobe nvidia-peermem"):
+        ways(False, False)
+
+
+@pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
+def test_the_peer_memory_module_is_found_under_both_names(tmp_path: Path, module: str) -> None:
+    assert not has_peer_memory(tmp_path)
+    (tmp_path / "sys/module" / module).mkdir(parents=True)
+    assert has_peer_memory(tmp_path)
+
+
+def test_memory_is_exported_in_whole_pages() -> None:
+    assert page_span(GpuMemory(0x7F0000201200, 100), 4096) == Span(0x7F0000201000, 4096, 0x200)
+    assert page_span(GpuMemory(0x7F0000201000, 4096), 4096) == Span(0x7F0000201000, 4096, 0)
+
+
+@given(st.integers(1, 1 << 47), st.integers(1, 1 << 36), st.sampled_from([4096, 16384, 65536]))
+def test_pages_cover_the_memory_and_no_page_more(address: int, nbytes: int, page: int) -> None:
+    span = page_span(GpuMemory(address, nbytes), page)
+    assert span.start % page == span.nbytes % page == 0
+    assert span.start + span.offset == address
+    assert 0 <= span.offset < page
+    assert 0 <= span.nbytes - span.offset - nbytes < page
+
+
+def test_a_way_that_fails_gives_place_to_the_next() -> None:
+    def fails() -> Registered:
+        raise OSError(95, "Operation not supported")
+
+    works = Registered(object(), 5, Way.PEER_MEMORY)
+    assert first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: lambda: works}) is works
+    with pytest.raises(GpuMemoryUnsupported, match=r"by dmabuf: .*not supported; by peer memory: .*not supported"):
+        first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: fails})
+
+
+def test_a_machine_without_the_driver_says_what_to_install() -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="user-space part of NVIDIA's driver"):
+        CudaDriver("libcuda-that-is-not-there.so.1")
+
+
+def test_a_driver_in_trouble_is_quoted(driver: Callable[..., CudaDriver]) -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="cuInit failed with CUDA error 803"):
+        driver(init=803)
+
+
+def test_a_driver_too_old_to_export_is_named(driver: Callable[..., CudaDriver]) -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="too old: it has no cuMemGetHandleForAddressRange"):
+        driver(export=False).export(Span(BASE, 4096, 0), 3)
+
+
+def test_memory_is_exported_in_the_gpus_own_context(driver: Callable[..., CudaDriver]) -> None:
+    cuda, memory = driver(), GpuMemory(BASE + 100, 5000)
+    assert cuda.allocation(memory) == Allocation(BASE, SIZE, gpu=3)
+    assert cuda.exports_dmabuf(3)
+    cuda.keep_in_order(memory, 3)
+    descriptor = cuda.export(page_span(memory), 3)
+    try:
+        assert os.fstat(descriptor).st_size == 8192
+    finally:
+        os.close(descriptor)
+    assert cuda._cuda.num_contexts() == 0
+
+
+def test_a_gpus_place_is_that_of_its_pci_address(driver: Callable[..., CudaDriver], eight_by_eight: Any) -> None:
+    place = driver().place(3, eight_by_eight.root)
+    assert (place.pci_path[-1], place.numa_node) == ("0000:37:00.0", 0)
+
+
+def test_memory_that_reaches_beyond_its_allocation_is_refused(driver: Callable[..., CudaDriver]) -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="reach beyond their allocation"):
+        driver().allocation(GpuMemory(BASE + SIZE - 100, 200))
+
+
+def test_a_registration_that_no_way_serves_leaves_no_descriptor(driver: Callable[..., CudaDriver]) -> None:
+    """There is no protection domain here, and maybe no pyverbs: both ways fail, and everything is given back."""
+    cuda = driver()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises((GpuMemoryUnsupported, TypeError)) as raised:
+        register(None, GpuMemory(BASE, 4096), 1, driver=cuda, peer_memory=True)
+    assert set(os.listdir("/proc/self/fd")) == before
+    if isinstance(raised.value, GpuMemoryUnsupported):
+        assert re.search(r"by dmabuf: .*by peer memory: ", str(raised.value))
+
+
+def test_memory_that_no_way_reaches_is_refused_before_anything_is_exported(driver: Callable[..., CudaDriver]) -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="exports no dmabuf"):
+        register(None, GpuMemory(BASE, 4096), 1, driver=driver(dmabuf=False), peer_memory=False)
