@@ -1,6 +1,6 @@
 """gRPC glue shared by every role: servers, channels, calls with deadlines, and the main loop. No service lives here.
 
-Targets are gRPC's: "unix:/dir/name.sock" or "host:port".
+Targets are gRPC's: "unix:/dir/name.sock" or "host:port". Once `secure` was called, all of the latter go by mutual TLS.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import grpc.aio
 import uvloop
 
 from messenger import unix_path
+from messenger.control_tls import MembersOnly, TlsChannel, server_credentials
 from messenger.errors import (
     AddressInUse,
     BindFailed,
@@ -25,6 +26,7 @@ from messenger.errors import (
     Refused,
     Unavailable,
 )
+from messenger.tls import Identity, TlsFiles, identity
 
 __all__ = [
     "AddressInUse",
@@ -37,6 +39,7 @@ __all__ = [
     "call",
     "open_channel",
     "run",
+    "secure",
     "start_server",
 ]
 
@@ -73,6 +76,17 @@ _CHANNEL_OPTIONS = [
 
 T = TypeVar("T")
 
+_identity: Identity | None = None
+
+
+def secure(files: TlsFiles | None) -> None:
+    """This process's servers and channels that are made from now on encrypt what goes over host:port; None: do not.
+
+    A process has one identity, so that no call can be forgotten. Raises InvalidArgument for files that are of no use.
+    """
+    global _identity
+    _identity = None if files is None else identity(files)
+
 
 class ControlServer:
     """A started gRPC server; `target` is where it listens, with the real port."""
@@ -105,10 +119,14 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     host_port = _split_host_port(listen_target) if path is None else None
     if path is not None:
         unix_path.claim(path)
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    own = _identity if path is None else None
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[MembersOnly(own.files.name)] if own else [])
     add(server)
     try:
-        port = server.add_insecure_port(listen_target)
+        if own is None:
+            port = server.add_insecure_port(listen_target)
+        else:
+            port = server.add_secure_port(listen_target, server_credentials(own))
     except RuntimeError as error:
         await server.stop(None)
         raise _bind_error(listen_target, host_port, error) from error
@@ -137,6 +155,8 @@ def open_channel(target: str) -> grpc.aio.Channel:
     """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
     if _unix_path(target) is None:
         _split_host_port(target)
+        if _identity is not None:
+            return TlsChannel(target, _identity, _CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
 
 
@@ -164,7 +184,10 @@ def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> Con
         grpc.StatusCode.CANCELLED: Unavailable,
         grpc.StatusCode.DEADLINE_EXCEEDED: ControlDeadlineExceeded,
     }
-    return kinds.get(code, Refused)(error.details() or "no details given", what=what, target=target, code=code.name)
+    details = error.details() or "no details given"
+    if _identity is None and "failed to connect" in details and "Socket closed" in details:
+        details += "; it hung up at once: if it encrypts, this side must too: set tls_cert, tls_key and tls_ca"
+    return kinds.get(code, Refused)(details, what=what, target=target, code=code.name)
 
 
 def run(main: Coroutine[Any, Any, T], *, stop: asyncio.Event | None = None) -> T | None:

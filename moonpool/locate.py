@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool.encryption import secure_as_environment_says
 from moonpool.errors import ClusterNotFound, ConfigError
 from moonpool.ready_file import READY_NAME, ReadyFile
 from moonpool.run_dir import default_run_dir
@@ -24,8 +25,10 @@ class Located:
 def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
     """The cluster that is meant; `conductor` or `ready_file` go before `url`, whose port names a local cluster.
 
-    Raises ClusterNotFound when `serve` left nothing there.
+    It is asked with the encryption that the environment names. Raises ClusterNotFound when `serve` left nothing there,
+    ConfigError for key material that is of no use.
     """
+    secure_as_environment_says()
     if conductor:
         return Located(conductor, (), None)
     path = ready_file or _default_ready_file(url)

@@ -15,6 +15,7 @@ from typing import Any
 
 from moonpool.child import DRAINED_LINE, READY_PREFIX
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.encryption import secure
 from moonpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def run_role(role: Role, config: Any) -> int:
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
+    secure(config.tls)
     try:
         drained = run(role.serve(config, node_id, stop, on_ready), stop=stop)
     except Exception as error:

@@ -3,6 +3,7 @@
 import asyncio
 
 from moonpool.config import ServeConfig
+from moonpool.encryption import secure
 from moonpool.errors import ConfigError
 from moonpool.http_port import claim_port
 from moonpool.model_folder import check_model_folder
@@ -14,6 +15,7 @@ def serve(config: ServeConfig) -> int:
     """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
     from moonpool.cluster import Cluster
 
+    secure(config.tls)
     for entry in config.served:
         check_model_folder(entry.path)
     ready_file = config.supervisor.ready_file

@@ -66,10 +66,10 @@ class TlsSettings(Slice):
     @property
     def files(self) -> "TlsFiles | None":
         """Where the key material lies; None where nothing is encrypted."""
-        from messenger.tls import TlsFiles
-
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
+        from messenger.tls import TlsFiles
+
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
 
     def check(self) -> None:
