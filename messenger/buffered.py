@@ -46,6 +46,10 @@ class BufferedLink(Link):
         """Connect the socket, within the time limit."""
         connect(self._sock)
 
+    def fileno(self) -> int:
+        """The socket's descriptor, for waiting."""
+        return self._sock.fileno()
+
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
         self._fill(PREFIX.size)

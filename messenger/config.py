@@ -96,6 +96,8 @@ class Endpoint:
     tcp_host: str
     tcp_port: int
     shm_socket: str
+    rdma: bool = False
+    """Whether it speaks rdma to those who connect at tcp_port."""
 
     def to_proto(self) -> common_pb2.Endpoint:
         return common_pb2.Endpoint(
@@ -105,6 +107,7 @@ class Endpoint:
             tcp_host=self.tcp_host,
             tcp_port=self.tcp_port,
             shm_socket=self.shm_socket,
+            rdma=self.rdma,
         )
 
     @classmethod
@@ -116,6 +119,7 @@ class Endpoint:
             tcp_host=proto.tcp_host,
             tcp_port=proto.tcp_port,
             shm_socket=proto.shm_socket,
+            rdma=proto.rdma,
         )
 
 

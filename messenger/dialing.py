@@ -12,7 +12,7 @@ from messenger.config import Endpoint
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import Hello, Reject, Welcome
 from messenger.link import Link
-from messenger.transport import Requester, Transport
+from messenger.transport import NoPath, Requester, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Dialer:
         for transport in better:
             try:
                 return self._dial(transport, opened)
-            except (Unreachable, PermissionError) as error:
+            except (Unreachable, PermissionError, NoPath) as error:
                 _log.info("%s is not reached by %s: %s", self.endpoint.node_id, transport.name, error)
         return self._dial(last, opened)
 

@@ -56,7 +56,8 @@ class Write(NamedTuple):
     """Put `nbytes` into `rows`, then, if `notify`, deliver tag and payload.
 
     tcp: rows are int64 [n, 2] (remote_offset, nbytes) and the payload follows. shm: rows are int64 [n, 3]
-    (source_offset, remote_offset, nbytes), and the owner copies from the offered region `source_id`.
+    (source_offset, remote_offset, nbytes), and the owner copies from the offered region `source_id`. rdma: the bytes
+    are in place already unless `source_id` is 0; rows are one, (first byte, how many up to the last).
     """
 
     seq: int
@@ -114,7 +115,39 @@ class Goodbye(NamedTuple):
     """The caller closes in peace."""
 
 
-Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye
+class Fabric(NamedTuple):
+    """rdma: a step of agreeing on rails, before the first request; see messenger/rdma/handshake.py."""
+
+    payload: bytes
+
+
+class Ask(NamedTuple):
+    """rdma: what does the key allow, and where?"""
+
+    region_id: int
+    token: int
+
+
+class Allow(NamedTuple):
+    """rdma: under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be touched by the
+    keys `rkeys`, uint32 for each rail. Without a right: the key is void. `trouble`: why a good key cannot be served.
+
+    `last_seq`: the last request of the session that is done.
+    """
+
+    region_id: int
+    token: int
+    last_seq: int
+    address: int
+    offset: int
+    nbytes: int
+    read: bool
+    write: bool
+    rkeys: bytes
+    trouble: str
+
+
+Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | Ask | Allow
 
 _WRITE = struct.Struct("<qqqQqqIIII")
 _NOTIFY = struct.Struct("<qII")
@@ -168,7 +201,7 @@ _CODECS = {
 _FRAMING = Framing(
     MAGIC,
     VERSION,
-    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye),
+    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye, Fabric, Ask, Allow),
     MAX_BODY_NBYTES,
     _CODECS,
 )

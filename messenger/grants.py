@@ -2,7 +2,8 @@
 
 Fence: every access by a peer happens between `enter` and `leave` in this process (on shm, too, the owner itself copies
 what a peer writes). `revoke` first makes later accesses fail, then waits for those inside; after a grace it cuts their
-connections, which ends them. When it returns, nothing can change memory under the key, whatever state the peer is in.
+connections, which ends them. Where a peer's hardware touches the memory itself, it does so through windows, which
+revoke closes. When it returns, nothing can change memory under the key, whatever state the peer is in.
 """
 
 import secrets
@@ -26,11 +27,21 @@ class Cuttable(Protocol):
     def cut(self) -> None: ...
 
 
+class Window(Protocol):
+    """An opening through which a peer's hardware touches memory."""
+
+    @property
+    def is_closed(self) -> bool: ...
+    def close(self) -> None:
+        """Nothing passes when this returns; closing twice is allowed. Does not wait for the peer."""
+
+
 @dataclass(eq=False)
 class _Grant:
     key: RemoteKey
     region: Region
     movers: list[Cuttable] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
 
 
 class Access:
@@ -38,9 +49,14 @@ class Access:
 
     def __init__(self, table: "GrantTable", grant: _Grant, mover: Cuttable) -> None:
         self.region = grant.region
+        self.key = grant.key
         self._table = table
         self._grant = grant
         self._mover = mover
+
+    def keep(self, window: Window) -> None:
+        """Close the window when the key is revoked."""
+        self._table._keep(self._grant, window)
 
     def __enter__(self) -> "Access":
         return self
@@ -102,20 +118,29 @@ class GrantTable:
                 for mover in grant.movers:
                     mover.cut()
                 self._changed.wait_for(lambda: not grant.movers)
+        # None is opened any more: that is done inside an access.
+        for window in grant.windows:
+            window.close()
+        with self._changed:
             if grant in self._leaving:
                 self._leaving.remove(grant)
 
     def enter(self, region_id: int, token: int, rows: Rows, *, write: bool, mover: Cuttable) -> Access:
         """Begin an access to rows, int64 [n, 2] (offset, nbytes). Raises AccessDenied."""
         with self._changed:
-            grant = self._grants.get(token)
-            if grant is None or grant.key.region_id != region_id:
-                raise AccessDenied(f"the key for region {region_id} is unknown or revoked: ask the owner for a new one")
+            grant = self._find(region_id, token)
             key = grant.key
             if not (key.write if write else key.read):
                 raise AccessDenied(f"the key does not give the right to {'write' if write else 'read'}")
             if not within(rows[:, 0], rows[:, 1], key.offset, key.offset + key.nbytes):
                 raise AccessDenied(f"out of bounds: the key's window is [{key.offset}, {key.offset + key.nbytes})")
+            grant.movers.append(mover)
+        return Access(self, grant, mover)
+
+    def expose(self, region_id: int, token: int, *, mover: Cuttable) -> Access:
+        """Begin to open a window for a peer. Raises AccessDenied."""
+        with self._changed:
+            grant = self._find(region_id, token)
             grant.movers.append(mover)
         return Access(self, grant, mover)
 
@@ -139,6 +164,17 @@ class GrantTable:
                 for grant in grants
                 if grant.movers
             ]
+
+    def _find(self, region_id: int, token: int) -> _Grant:
+        grant = self._grants.get(token)
+        if grant is None or grant.key.region_id != region_id:
+            raise AccessDenied(f"the key for region {region_id} is unknown or revoked: ask the owner for a new one")
+        return grant
+
+    def _keep(self, grant: _Grant, window: Window) -> None:
+        with self._changed:
+            grant.windows = [one for one in grant.windows if not one.is_closed]
+            grant.windows.append(window)
 
     def _leave(self, grant: _Grant, mover: Cuttable) -> None:
         with self._changed:

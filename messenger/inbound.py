@@ -12,12 +12,12 @@ from typing import Protocol
 
 from messenger.counters import Counters
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import Ack, Goodbye, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write
+from messenger.frames import Ack, Ask, Goodbye, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write
 from messenger.grants import Access, AccessDenied, GrantTable
 from messenger.link import Link, LinkClosed
 from messenger.sessions import Session, SessionTable
 from messenger.slices import Rows
-from messenger.transport import Responder, Transport, parse_rows
+from messenger.transport import Responder, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +149,8 @@ class Inbound:
             self._read(message)
         elif isinstance(message, Offer):
             self._responder.offered(message)
+        elif isinstance(message, Ask):
+            self._ask(session, message)
         else:
             raise ProtocolError(f"a caller does not send {type(message).__name__}")
 
@@ -189,7 +191,7 @@ class Inbound:
         self._link.send(Ack(message.seq, 0))
 
     def _read(self, message: Read) -> None:
-        rows = parse_rows(message.rows, 2, message.nbytes)
+        rows = self._responder.source_rows(message)
         try:
             access = self._enter(message.region_id, message.token, rows, write=False)
         except AccessDenied as error:
@@ -198,6 +200,15 @@ class Inbound:
         with access:
             self._responder.serve(message, rows, access.region)
         self._owner.counters.add(f"bytes_served_{self._transport.name}", message.nbytes)
+
+    def _ask(self, session: Session, ask: Ask) -> None:
+        try:
+            access = self._owner.grants.expose(ask.region_id, ask.token, mover=self)
+        except AccessDenied:
+            self._responder.denied(ask, session.last_seq)
+            return
+        with access:
+            self._responder.asked(ask, access, session.last_seq)
 
     def _enter(self, region_id: int, token: int, rows: Rows, *, write: bool) -> Access:
         return self._owner.grants.enter(region_id, token, rows, write=write, mover=self)

@@ -10,12 +10,13 @@ from messenger.alarms import AlarmClock
 from messenger.config import Endpoint, MessengerConfig, boot_id
 from messenger.counters import Counters, FlowTotals
 from messenger.dialing import Dialer
-from messenger.errors import InvalidArgument, MessengerClosed
+from messenger.errors import InvalidArgument, MessengerClosed, RdmaUnavailable
 from messenger.grants import GrantTable
 from messenger.inbound import Owner
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.peer import Peer
+from messenger.rdma.topology import rdma_ports
 from messenger.reporting import reported
 from messenger.server import Server
 from messenger.sessions import SessionTable
@@ -81,10 +82,12 @@ class Messenger:
         tcp_host, tcp_port, shm_socket = "", 0, ""
         try:
             if config.transport != "shm":
-                tcp = self._transports["tcp"] = TcpTransport(config)
+                tcp = TcpTransport(config)
+                spoken = self._spoken_at(tcp)
+                self._transports |= spoken
                 tcp_host = config.advertise_host or config.listen_host
-                tcp_port = self._server.listen(tcp, {"tcp": tcp}).getsockname()[1]
-            if config.transport != "tcp":
+                tcp_port = self._server.listen(tcp, spoken).getsockname()[1]
+            if config.transport in ("auto", "shm"):
                 shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
                 self._server.listen(shm, {"shm": shm})
                 shm_socket = os.fspath(shm.path)
@@ -92,7 +95,9 @@ class Messenger:
             self.close()
             raise
         host_id = config.host_id if config.host_id is not None else boot_id()
-        self._endpoint = Endpoint(self._node_id, self._incarnation, host_id, tcp_host, tcp_port, shm_socket)
+        self._endpoint = Endpoint(
+            self._node_id, self._incarnation, host_id, tcp_host, tcp_port, shm_socket, "rdma" in self._transports
+        )
         return self._endpoint
 
     def close(self) -> None:
@@ -106,6 +111,8 @@ class Messenger:
             peer.close()
         self._server.close()
         self._clock.close()
+        for transport in self._transports.values():
+            transport.close()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -121,6 +128,8 @@ class Messenger:
     def deregister(self, region: Region) -> None:
         """Revoke all grants of the region and forget it. Own operations under way keep the mapping until they end."""
         self._grants.deregister(region, self._config.revoke_grace_s)
+        for transport in self._transports.values():
+            transport.deregister(region)
 
     def grant(self, region: Region, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
         """Let whoever has the key read or write bytes [offset, offset + nbytes) of the region."""
@@ -186,6 +195,23 @@ class Messenger:
             peers = list(self._peers.values())
         return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]
 
+    def _spoken_at(self, tcp: TcpTransport) -> dict[str, Transport]:
+        """The transports for which peers come by tcp. Raises RdmaUnavailable when rdma is asked for by name."""
+        config = self._config
+        spoken: dict[str, Transport] = {} if config.transport == "rdma" else {"tcp": tcp}
+        # Encryption was asked for, and what goes over rails is in the clear: only who names rdma gets it then.
+        may_choose = config.transport == "auto" and config.tls is None and bool(rdma_ports())
+        if config.transport == "rdma" or may_choose:
+            from messenger.rdma.transport import RdmaTransport
+
+            try:
+                spoken["rdma"] = RdmaTransport(config, tcp, self._counters)
+            except RdmaUnavailable as error:
+                if config.transport == "rdma":
+                    raise
+                _log.warning("rdma is not used: %s", error)
+        return spoken
+
     def _choose(self, endpoint: Endpoint) -> tuple[Transport, ...]:
         chosen = []
         shm = self._transports.get("shm")
@@ -193,6 +219,9 @@ class Messenger:
         # The path may be out of sight, in another container of the same machine.
         if shm is not None and endpoint.shm_socket and same_host and os.path.exists(endpoint.shm_socket):
             chosen.append(shm)
+        rdma = self._transports.get("rdma")
+        if rdma is not None and endpoint.tcp_port and endpoint.rdma:
+            chosen.append(rdma)
         tcp = self._transports.get("tcp")
         if tcp is not None and endpoint.tcp_port:
             chosen.append(tcp)

@@ -28,7 +28,7 @@ from messenger.errors import (
     TransferDeadlineExceeded,
     TransferError,
 )
-from messenger.frames import Ack, Goodbye, Offer, Refused
+from messenger.frames import Ack, Allow, Goodbye, Offer, Refused
 from messenger.link import Link
 from messenger.operation import Kind, Operation, Part, TransferResult
 from messenger.outbox import Outbox
@@ -302,6 +302,9 @@ class Stream:
         try:
             while True:
                 message = link.receive()
+                if isinstance(message, Allow):
+                    requester.allowed(message)
+                    continue
                 if isinstance(message, Offer):
                     requester.offered(message)
                     continue

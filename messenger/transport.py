@@ -13,7 +13,8 @@ import numpy as np
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
 from messenger.errors import ProtocolError
-from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Notify, Offer, Read, Write
+from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Notify, Offer, Read, Write
+from messenger.grants import Access
 from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Part, Transfer
@@ -22,6 +23,10 @@ from messenger.sockets import SocketLink
 
 QUICK_NBYTES = 64 << 10
 QUICK_ROWS = 256
+
+
+class NoPath(ConnectionError):
+    """The peer answers, and cannot be reached by this transport's own means: another transport may."""
 
 
 class Requester(ABC):
@@ -56,6 +61,10 @@ class Requester(ABC):
         """The owner offered memory."""
         raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
 
+    def allowed(self, allow: Allow) -> None:
+        """The owner told what a key allows."""
+        raise ProtocolError(f"{self._link.address} tells what was not asked")
+
     @abstractmethod
     def _send_write(self, part: Part, transfer: Transfer) -> None: ...
 
@@ -81,6 +90,10 @@ class Responder(ABC):
     def skip(self, message: Write) -> None:
         """Pass over the bytes of a write that is refused or was done before."""
 
+    def source_rows(self, message: Read) -> Rows:
+        """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
+        return parse_rows(message.rows, 2, message.nbytes)
+
     @abstractmethod
     def serve(self, message: Read, rows: Rows, region: Region) -> None:
         """Answer a read that is allowed, the Ack included."""
@@ -88,6 +101,14 @@ class Responder(ABC):
     def offered(self, offer: Offer) -> None:
         """The caller offered memory."""
         raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
+
+    def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
+        """Open what the key allows to the caller's hardware, and tell; `last_seq` is the session's."""
+        raise ProtocolError(f"{self._link.address} asks for access on a transport that gives none")
+
+    def denied(self, ask: Ask, last_seq: int) -> None:
+        """Tell that the key is void."""
+        raise ProtocolError(f"{self._link.address} asks for access on a transport that gives none")
 
 
 class Transport(ABC):
@@ -114,8 +135,8 @@ class Transport(ABC):
     def adopt(self, link: Link, *, caller: bool) -> Link:
         """What the greeted link becomes, on both sides: itself, unless the transport goes on by other means.
 
-        Runs under the handshake's time limit. Raises OSError, or ProtocolError, when it cannot; `link` is then the
-        caller's to close, and afterwards it belongs to what is returned.
+        Runs under the handshake's time limit. Raises OSError (NoPath where another transport may do better) or
+        ProtocolError when it cannot; `link` is then the caller's to close. Afterwards it belongs to what is returned.
         """
         return link
 
@@ -124,6 +145,12 @@ class Transport(ABC):
 
     @abstractmethod
     def responder(self, link: Link) -> Responder: ...
+
+    def deregister(self, region: Region) -> None:  # noqa: B027  (most transports keep nothing of it)
+        """Forget the region, of which every grant is revoked."""
+
+    def close(self) -> None:  # noqa: B027  (most transports hold nothing)
+        """Free what the transport holds once no link of it is left."""
 
 
 class Door(ABC):

@@ -52,6 +52,7 @@ class Endpoint(_message.Message):
     TCP_HOST_FIELD_NUMBER: _builtins.int
     TCP_PORT_FIELD_NUMBER: _builtins.int
     SHM_SOCKET_FIELD_NUMBER: _builtins.int
+    RDMA_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
     """random at each process start: a restarted peer is another peer"""
@@ -60,6 +61,8 @@ class Endpoint(_message.Message):
     tcp_port: _builtins.int
     shm_socket: _builtins.str
     """path of a unix socket, empty when shm is off"""
+    rdma: _builtins.bool
+    """rdma is spoken to those who connect at tcp_port"""
     def __init__(
         self,
         *,
@@ -69,10 +72,11 @@ class Endpoint(_message.Message):
         tcp_host: _builtins.str = ...,
         tcp_port: _builtins.int = ...,
         shm_socket: _builtins.str = ...,
+        rdma: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "shm_socket", b"shm_socket", "tcp_host", b"tcp_host", "tcp_port", b"tcp_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "node_id", b"node_id", "rdma", b"rdma", "shm_socket", b"shm_socket", "tcp_host", b"tcp_host", "tcp_port", b"tcp_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,111 @@
+"""Making an RdmaLink out of a greeted socket, on both sides."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from messenger.buffered import BufferedLink
+from messenger.counters import Counters
+from messenger.frames import VERSION
+from messenger.rdma import handshake
+from messenger.rdma.lane import Lane
+from messenger.rdma.link import RdmaLink
+from messenger.rdma.memory import FrameMemory
+from messenger.rdma.policy.choice import pair, pair_mtu
+from messenger.rdma.policy.facts import Rail
+from messenger.rdma.verbs.device import Device
+from messenger.rdma.verbs.queue_pair import Far
+from messenger.transport import NoPath
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What this process has for it: its rails, and their devices by name."""
+
+    rails: Sequence[Rail]
+    devices: Mapping[str, Device]
+    counters: Counters
+    timeout_s: float
+
+    def call(self, sock: BufferedLink) -> RdmaLink:
+        """The caller's part. Raises NoPath, ProtocolError or OSError; `sock` is the caller's to close then."""
+        nonce = handshake.new_nonce()
+        rails = handshake.packed_rails(self.rails)
+        handshake.say(sock, handshake.Opening(VERSION, handshake.fingerprint(), nonce, rails))
+        answer = handshake.hear(sock, handshake.Answer)
+        far_rails, pairs = handshake.check_answer(answer, nonce, len(self.rails))
+        ends = handshake.check_ends(answer, len(pairs))
+        memory, lanes = self._lanes([mine for mine, _ in pairs])
+        try:
+            handshake.say(sock, handshake.Confirm(answer.nonce, memory.address, _ends(lanes)))
+            _connect(lanes, [far_rails[theirs] for _, theirs in pairs], ends)
+            handshake.check_nonce(handshake.hear(sock, handshake.Ready).your_nonce, nonce)
+            link = RdmaLink(sock, lanes, memory, answer.inbox_address, self.counters)
+        except BaseException:
+            _give_up(lanes)
+            raise
+        try:
+            link.probe(self.timeout_s)
+        except BaseException:
+            link.close(reset=True)
+            raise
+        return link
+
+    def answer(self, sock: BufferedLink) -> RdmaLink:
+        """The owner's part. Raises as `call` does, and has told the caller why, where there is something to tell."""
+        opening = handshake.hear(sock, handshake.Opening)
+        nonce = handshake.new_nonce()
+        try:
+            far_rails = handshake.check_opening(opening)
+            pairs = pair(far_rails, self.rails)
+            if not pairs:
+                raise NoPath("no rail of the one side reaches one of the other: other links or address families")
+            memory, lanes = self._lanes([mine for _, mine in pairs])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                handshake.say(sock, handshake.Sorry(str(error)))
+            raise
+        try:
+            rails, paired = handshake.packed_rails(self.rails), [list(both) for both in pairs]
+            said = handshake.Answer(opening.nonce, nonce, rails, paired, memory.address, _ends(lanes))
+            handshake.say(sock, said)
+            confirm = handshake.hear(sock, handshake.Confirm)
+            handshake.check_nonce(confirm.your_nonce, nonce)
+            _connect(lanes, [far_rails[theirs] for theirs, _ in pairs], handshake.check_ends(confirm, len(pairs)))
+            link = RdmaLink(sock, lanes, memory, confirm.inbox_address, self.counters)
+        except BaseException:
+            _give_up(lanes)
+            raise
+        try:
+            handshake.say(sock, handshake.Ready(opening.nonce))
+        except BaseException:
+            link.close(reset=True)
+            raise
+        return link
+
+    def _lanes(self, places: Sequence[int]) -> tuple[FrameMemory, list[Lane]]:
+        memory = FrameMemory()
+        lanes: list[Lane] = []
+        try:
+            for place in places:
+                rail = self.rails[place]
+                lanes.append(Lane(self.devices[rail.device], rail, memory))
+        except BaseException:
+            _give_up(lanes)
+            raise
+        return memory, lanes
+
+
+def _connect(lanes: Sequence[Lane], far_rails: Sequence[Rail], ends: Sequence[tuple[Far, int]]) -> None:
+    for lane, far_rail, (far, rkey) in zip(lanes, far_rails, ends, strict=True):
+        lane.connect(far_rail, far, rkey, pair_mtu(lane.rail, far_rail))
+
+
+def _ends(lanes: Sequence[Lane]) -> list[handshake.End]:
+    return [(lane.pair.near.qp_num, lane.pair.near.psn, lane.rkey) for lane in lanes]
+
+
+def _give_up(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.pair.fail()
+        lane.close()

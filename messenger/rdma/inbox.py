@@ -1,0 +1,82 @@
+"""Frames in fragments: the places of an inbox, what stands before each fragment, and frames put together again; pure.
+
+The n-th fragment of a connection goes to place n modulo the share, so both sides know where it is without a word;
+credits see to it that the place is free. The header tells the number, which must be the one that is due, and a limit of
+credits for the other direction.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from messenger.errors import ProtocolError
+from messenger.frames import MAX_BODY_NBYTES
+from messenger.framing import PREFIX
+
+PLACE_NBYTES = 4096
+_HEADER = struct.Struct("<III")
+HEADER_NBYTES = _HEADER.size
+ROOM_NBYTES = PLACE_NBYTES - HEADER_NBYTES
+_MORE = 1 << 31
+_LIMIT_ONLY = 1 << 30
+_MAX_FRAME_NBYTES = PREFIX.size + MAX_BODY_NBYTES
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A piece of a frame, `is_last` where it ends one; or, `limit_only`, none, sent to tell the limit."""
+
+    piece: memoryview
+    is_last: bool = True
+    limit_only: bool = False
+
+    def pack(self, place: memoryview, number: int, limit: int) -> int:
+        """Write it into a place; the bytes used of it."""
+        flags = (0 if self.is_last else _MORE) | (_LIMIT_ONLY if self.limit_only else 0)
+        nbytes = len(self.piece)
+        _HEADER.pack_into(place, 0, number % (1 << 32), limit, nbytes | flags)
+        place[HEADER_NBYTES : HEADER_NBYTES + nbytes] = self.piece
+        return HEADER_NBYTES + nbytes
+
+
+def limit_only() -> Fragment:
+    return Fragment(memoryview(b""), limit_only=True)
+
+
+def fragments(frame: bytes) -> Iterator[Fragment]:
+    """The frame's fragments, in order."""
+    view = memoryview(frame)
+    for first in range(0, len(view), ROOM_NBYTES):
+        yield Fragment(view[first : first + ROOM_NBYTES], is_last=first + ROOM_NBYTES >= len(view))
+
+
+@dataclass
+class Assembly:
+    """Frames out of the fragments of one connection."""
+
+    num_fragments: int = 0
+    _pieces: bytearray = field(default_factory=bytearray)
+
+    def take(self, place: memoryview, nbytes: int) -> tuple[int, bytes | None, bool]:
+        """(the limit told, a frame if this fragment ends one, whether it was sent for its limit alone).
+
+        `nbytes` is what the hardware says was written. Raises ProtocolError for a fragment that was not due.
+        """
+        if not HEADER_NBYTES <= nbytes <= PLACE_NBYTES:
+            raise ProtocolError(f"a fragment of {nbytes} bytes, where {HEADER_NBYTES} to {PLACE_NBYTES} are possible")
+        number, limit, size = _HEADER.unpack_from(place)
+        has_more, is_limit = bool(size & _MORE), bool(size & _LIMIT_ONLY)
+        size &= _LIMIT_ONLY - 1
+        if number != self.num_fragments % (1 << 32) or size != nbytes - HEADER_NBYTES:
+            raise ProtocolError(f"fragment {number} of {size} bytes came where number {self.num_fragments} was due")
+        self.num_fragments += 1
+        if is_limit:
+            return limit, None, True
+        self._pieces += place[HEADER_NBYTES : HEADER_NBYTES + size]
+        if len(self._pieces) > _MAX_FRAME_NBYTES:
+            raise ProtocolError(f"a frame of more than {_MAX_FRAME_NBYTES} bytes")
+        if has_more:
+            return limit, None, False
+        frame = bytes(self._pieces)
+        self._pieces.clear()
+        return limit, frame, False

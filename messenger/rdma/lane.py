@@ -1,0 +1,64 @@
+"""One rail of one connection, this side's end: queue pair, completion queue, and the inbox's registration there."""
+
+from collections import deque
+from typing import Any
+
+from messenger.rdma.memory import SHARE, FrameMemory
+from messenger.rdma.policy.facts import Rail
+from messenger.rdma.verbs import abi
+from messenger.rdma.verbs.completions import CompletionQueue
+from messenger.rdma.verbs.device import Device
+from messenger.rdma.verbs.queue_pair import DEPTH, Far, QueuePair
+
+_FRAME_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
+
+
+class Lane:
+    """`far_rkey` is the key of the peer's inbox on the rail, once it is known."""
+
+    def __init__(self, device: Device, rail: Rail, memory: FrameMemory) -> None:
+        """Raises OSError when the device gives no more; then nothing is kept."""
+        self.device = device
+        self.rail = rail
+        self.far_rkey = 0
+        self.pending: deque[tuple[int, int]] = deque()
+        """(number of a request, number of the instruction that it ends), in order."""
+        self._connection = device.join()
+        made: list[Any] = []
+        try:
+            self.queue = CompletionQueue(device, DEPTH + SHARE + 16)
+            made.append(self.queue)
+            self.pair = QueuePair(device, self.queue)
+            made.append(self.pair)
+            self._frames = device.register_memory(memory.address, memory.nbytes, _FRAME_ACCESS)
+        except BaseException:
+            for one in reversed(made):
+                one.close()
+            device.leave(self._connection)
+            raise
+
+    @property
+    def lkey(self) -> int:
+        """Of the frames' memory."""
+        return int(self._frames.lkey)
+
+    @property
+    def rkey(self) -> int:
+        """Of the frames' memory, for the peer."""
+        return int(self._frames.rkey)
+
+    def connect(self, far_rail: Rail, far: Far, rkey: int, mtu: int) -> None:
+        """Raises OSError."""
+        self.pair.connect(self.rail, far_rail, far, mtu)
+        self.far_rkey = rkey
+
+    def close(self) -> None:
+        """Once the queue pair failed and no thread uses it: give everything back."""
+        used = 0
+        while len(found := self.queue.poll()):
+            used += int((found["wr_id"] == abi.RECEIVE_ID).sum())
+        self.pair.close()
+        self.queue.close()
+        self._frames.close()
+        self.device.receive_again(used)
+        self.device.leave(self._connection)

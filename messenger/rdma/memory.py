@@ -1,0 +1,33 @@
+"""The memory of frames of one connection: the inbox, which the peer writes into, and where frames are sent from."""
+
+import mmap
+
+import numpy as np
+
+from messenger.rdma.inbox import PLACE_NBYTES
+
+SHARE = 16
+"""Fragments that each side of a connection may have under way to the other."""
+
+
+class FrameMemory:
+    """SHARE places for what comes, and as many for what goes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 2 * SHARE * PLACE_NBYTES
+        # Shared, so that a fork never takes the pages from under the device.
+        self._array = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
+        self._view = memoryview(self._array)  # type: ignore[arg-type]
+        self.address = int(self._array.ctypes.data)
+
+    def inbox_place(self, number: int) -> memoryview:
+        """Where fragment `number` of the peer's is."""
+        return self._place(number % SHARE)
+
+    def outbox_place(self, number: int) -> tuple[memoryview, int]:
+        """Where fragment `number` of this side's is sent from, and its address."""
+        place = SHARE + number % SHARE
+        return self._place(place), self.address + place * PLACE_NBYTES
+
+    def _place(self, place: int) -> memoryview:
+        return self._view[place * PLACE_NBYTES : (place + 1) * PLACE_NBYTES]

@@ -1,0 +1,135 @@
+"""The caller's side of rdma: asks for access once, then moves bytes itself and tells the owner.
+
+An access is the owner's answer to Ask: where its region is, and a window's key for each rail. What the key does not
+allow is not tried: the frame goes alone, and the owner refuses it by name. A write that the owner has done already (the
+answer was lost with an earlier connection) is not done again either, since the memory may be something else's by now:
+the access tells the number up to which that is so.
+"""
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from messenger.errors import ProtocolError
+from messenger.frames import Ack, Allow, Ask, Read, Write
+from messenger.keys import RemoteKey
+from messenger.operation import Kind, Part, Transfer
+from messenger.rdma.link import Movement, RdmaLink
+from messenger.rdma.verbs import abi
+from messenger.slices import NBYTES, REMOTE, Rows
+from messenger.transport import QUICK_ROWS, Requester
+
+MAX_ACCESSES = 4096
+
+
+class RdmaRequester(Requester):
+    _link: RdmaLink
+
+    def __init__(self, link: RdmaLink) -> None:
+        super().__init__(link)
+        self._lock = threading.Lock()
+        self._accesses: OrderedDict[tuple[int, int], Allow] = OrderedDict()
+        self._movements: dict[int, Movement] = {}
+
+    def is_quick(self, part: Part) -> bool:
+        if part.transfer is None:
+            return self._link.has_room()
+        key = part.transfer.key
+        known = (key.region_id, key.token) in self._accesses
+        return known and len(part.transfer.rows) <= QUICK_ROWS and self._link.has_room()
+
+    def accept(self, part: Part, ack: Ack) -> bool:
+        movement = self._movements.pop(part.seq, None)
+        if movement is not None:
+            self._link.finish(movement)
+        elif part.transfer is not None and part.operation.kind is Kind.READ:
+            raise ProtocolError(f"{self._link.address} allows a read of which nothing was read")
+        if ack.nbytes != part.nbytes:
+            raise ProtocolError(f"{self._link.address} acknowledges {ack.nbytes} bytes of {part.nbytes}")
+        return True
+
+    def refused(self, part: Part) -> None:
+        movement = self._movements.pop(part.seq, None)
+        if movement is not None:
+            self._link.finish(movement)
+        if part.transfer is not None:
+            with self._lock:
+                self._accesses.pop((part.transfer.key.region_id, part.transfer.key.token), None)
+
+    def allowed(self, allow: Allow) -> None:
+        if allow.rkeys and len(allow.rkeys) != 4 * len(self._link.lanes):
+            raise ProtocolError(f"{self._link.address} allows access on other rails than there are")
+        with self._lock:
+            self._accesses[allow.region_id, allow.token] = allow
+            if len(self._accesses) > MAX_ACCESSES:
+                self._accesses.popitem(last=False)
+        self._link.wake()
+
+    def _send_write(self, part: Part, transfer: Transfer) -> None:
+        access = self._access(transfer.key)
+        is_allowed = access.write and _inside(transfer.rows, access) and part.seq > access.last_seq
+        movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
+        note = part.notification
+        message = Write(
+            seq=part.seq,
+            operation=part.operation.number,
+            region_id=transfer.key.region_id,
+            token=transfer.key.token,
+            source_id=int(movement is not None),
+            nbytes=transfer.nbytes,
+            rows=_extent(transfer.rows),
+            notify=note is not None,
+            tag=note.tag if note else b"",
+            payload=note.payload if note else b"",
+        )
+        self._move(part, movement, message)
+
+    def _send_read(self, part: Part, transfer: Transfer) -> None:
+        access = self._access(transfer.key)
+        is_allowed = access.read and _inside(transfer.rows, access)
+        movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
+        key = transfer.key
+        self._move(part, movement, Read(part.seq, key.region_id, key.token, transfer.nbytes, _extent(transfer.rows)))
+
+    def _move(self, part: Part, movement: Movement | None, message: Write | Read) -> None:
+        if movement is not None:
+            self._movements[part.seq] = movement
+        self._link.move(movement, message)
+
+    def _movement(self, transfer: Transfer, access: Allow, opcode: int) -> Movement:
+        registrations = [lane.device.register(transfer.region) for lane in self._link.lanes]
+        rkeys = np.frombuffer(access.rkeys, dtype="<u4").tolist()
+        return Movement(
+            rows=transfer.rows,
+            nbytes=transfer.nbytes,
+            opcode=opcode,
+            local_address=transfer.region.address,
+            remote_address=access.address,
+            keys=[(int(one.lkey), rkey) for one, rkey in zip(registrations, rkeys, strict=True)],
+            held=registrations,
+        )
+
+    def _access(self, key: RemoteKey) -> Allow:
+        """What the owner allows under the key; asks it at the first use. Raises OSError when the link ended first."""
+        name = key.region_id, key.token
+        access = self._accesses.get(name)
+        if access is None:
+            self._link.send(Ask(*name))
+            self._link.wait_for(lambda: name in self._accesses)
+            access = self._accesses[name]
+        if access.trouble:
+            raise OSError(f"{self._link.address} cannot give access: {access.trouble}")
+        return access
+
+
+def _inside(rows: Rows, access: Allow) -> bool:
+    start, end = access.offset, access.offset + access.nbytes
+    return int(rows[:, REMOTE].min()) >= start and int((rows[:, REMOTE] + rows[:, NBYTES]).max()) <= end
+
+
+def _extent(rows: Rows) -> bytes:
+    """From the first byte touched to the last, as one row: the hardware checks each slice."""
+    start = int(rows[:, REMOTE].min())
+    end = int((rows[:, REMOTE] + rows[:, NBYTES]).max())
+    return np.array([start, end - start], dtype="<i8").tobytes()

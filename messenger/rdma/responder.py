@@ -1,0 +1,97 @@
+"""The owner's side of rdma: opens windows in its regions, and keeps the books of what callers moved through them."""
+
+import numpy as np
+
+from messenger.errors import ProtocolError
+from messenger.frames import MAX_PART_NBYTES, Ack, Allow, Ask, Read, Write
+from messenger.grants import Access
+from messenger.memory import Region
+from messenger.rdma.link import RdmaLink
+from messenger.rdma.verbs import abi
+from messenger.rdma.windows import Window
+from messenger.slices import Rows
+from messenger.transport import Responder
+
+
+class RdmaResponder(Responder):
+    _link: RdmaLink
+
+    def __init__(self, link: RdmaLink) -> None:
+        super().__init__(link)
+        self._windows: dict[int, Window] = {}
+
+    def target_rows(self, message: Write) -> Rows:
+        return _extent(message)
+
+    def source_rows(self, message: Read) -> Rows:
+        return _extent(message)
+
+    def land(self, message: Write, rows: Rows, region: Region) -> None:
+        if not message.source_id:
+            raise ProtocolError("a write under a good key of which nothing was moved")
+
+    def skip(self, message: Write) -> None:
+        """The frame carries no bytes."""
+
+    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+        self._link.send(Ack(message.seq, message.nbytes))
+
+    def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
+        key, region = access.key, access.region
+        window = self._windows.get(ask.token)
+        trouble = ""
+        if window is None:
+            rights = abi.ACCESS_REMOTE_READ * key.read | abi.ACCESS_REMOTE_WRITE * key.write
+            try:
+                registrations = [lane.device.register(region) for lane in self._link.lanes]
+            except OSError as error:
+                trouble = str(error)
+            else:
+                window = self._link.bind(registrations, region.address + key.offset, key.nbytes, rights)
+                access.keep(window)
+                self._forget_closed()
+                self._windows[ask.token] = window
+        self._link.send(
+            Allow(
+                region_id=ask.region_id,
+                token=ask.token,
+                last_seq=last_seq,
+                address=region.address,
+                offset=key.offset,
+                nbytes=key.nbytes,
+                read=key.read,
+                write=key.write,
+                rkeys=np.array(window.rkeys if window is not None else [], dtype="<u4").tobytes(),
+                trouble=trouble,
+            )
+        )
+
+    def denied(self, ask: Ask, last_seq: int) -> None:
+        nothing = Allow(
+            ask.region_id,
+            ask.token,
+            last_seq,
+            address=0,
+            offset=0,
+            nbytes=0,
+            read=False,
+            write=False,
+            rkeys=b"",
+            trouble="",
+        )
+        self._link.send(nothing)
+
+    def _forget_closed(self) -> None:
+        for token in [token for token, window in self._windows.items() if window.is_closed]:
+            del self._windows[token]
+
+
+def _extent(message: Write | Read) -> Rows:
+    """[[first byte, how many up to the last]], within which all slices lie."""
+    rows: Rows = np.frombuffer(message.rows, dtype="<i8").reshape(-1, 2) if len(message.rows) == 16 else _NONE
+    if not len(rows) or not 0 <= message.nbytes <= MAX_PART_NBYTES or int(rows[0, 1]) < 1:
+        raise ProtocolError("a transfer without an extent that can be")
+    return rows
+
+
+_NONE: Rows = np.empty((0, 2), dtype=np.int64)

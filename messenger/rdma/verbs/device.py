@@ -1,0 +1,169 @@
+"""One opened device: its limits, its protection domain, its shared receive queue and what is registered with it."""
+
+import contextlib
+import errno
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from messenger.counters import Counters
+from messenger.errors import RdmaUnavailable
+from messenger.memory import Region
+from messenger.rdma.memory import SHARE
+from messenger.rdma.policy.credits import InboxFull, Shares
+from messenger.rdma.verbs import abi
+
+_RECEIVES = 8192
+_REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    max_sge: int
+    max_qp_wr: int
+    max_cqe: int
+    max_reads: int
+
+
+class Device:
+    """Open until `close`. Any thread."""
+
+    def __init__(self, name: str, counters: Counters) -> None:
+        """Raises RdmaUnavailable."""
+        from pyverbs.device import Context
+        from pyverbs.pd import PD
+        from pyverbs.pyverbs_error import PyverbsError
+
+        self.name = name
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._registered: dict[int, Any] = {}
+        try:
+            self.context: Any = Context(name=name)
+            attributes = self.context.query_device()
+            if not attributes.device_cap_flags & abi.CAN_WINDOW_2:
+                raise RdmaUnavailable(f"{name} has no memory windows of type 2, without which no key can be revoked")
+            self.limits = DeviceLimits(
+                max_sge=min(attributes.max_sge, 30),
+                max_qp_wr=attributes.max_qp_wr,
+                max_cqe=attributes.max_cqe,
+                max_reads=max(1, min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 16)),
+            )
+            self.pd: Any = PD(self.context)
+            self._receives = min(_RECEIVES, attributes.max_srq_wr)
+            self.srq: Any = self._shared_receive_queue()
+        except PyverbsError as error:
+            raise RdmaUnavailable(f"cannot use {name}: {error}{_memlock_hint(error)}") from error
+        self._shares = Shares(self._receives, SHARE)
+        self._next_connection = 0
+
+    def port_mtu(self, port: int) -> int:
+        """The greatest path MTU of a port, in bytes."""
+        return 128 << int(self.context.query_port(port).active_mtu)
+
+    def join(self) -> int:
+        """A new connection takes its share of the receive requests; its number. Raises OSError when all are given."""
+        with self._lock:
+            self._next_connection += 1
+            try:
+                self._shares.join(self._next_connection)
+            except InboxFull as error:
+                raise OSError(errno.ENOBUFS, str(error)) from error
+            return self._next_connection
+
+    def leave(self, connection: int) -> None:
+        """The connection's queue pairs are gone."""
+        with self._lock:
+            self._shares.leave(connection)
+
+    def receive_again(self, count: int) -> None:
+        """Post as many receive requests as were used."""
+        with self._lock:
+            for _ in range(count):
+                self.srq.post_recv(self._receive)
+
+    def register(self, region: Region) -> Any:
+        """The region's registration (pyverbs MR), made at its first use.
+
+        It gives peers nothing: they come through windows. It lives as long as it is known here or referred to by
+        others. Raises OSError.
+        """
+        with self._lock:
+            registered = self._registered.get(region.region_id)
+            if registered is None:
+                started_s = time.monotonic()
+                registered = self.register_memory(region.address, region.nbytes, _REGION_ACCESS)
+                self._counters.add("rdma_registrations")
+                self._counters.add("rdma_registered_bytes", region.nbytes)
+                self._counters.add("rdma_registration_us", int((time.monotonic() - started_s) * 1e6))
+                self._registered[region.region_id] = registered
+            return registered
+
+    def deregister(self, region: Region) -> None:
+        """Forget the registration; the memory is unpinned when nothing under way refers to it any more."""
+        with self._lock:
+            self._registered.pop(region.region_id, None)
+
+    def register_memory(self, address: int, nbytes: int, access: int) -> Any:
+        """Pin memory of this process. Raises OSError."""
+        from pyverbs.mr import MR
+
+        with self.naming(f"a registration of {nbytes} bytes"):
+            return MR(self.pd, nbytes, access, address=address)
+
+    @contextlib.contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Turn the errors of pyverbs into OSErrors that say what could not be had."""
+        from pyverbs.pyverbs_error import PyverbsError
+
+        try:
+            yield
+        except PyverbsError as error:
+            code = getattr(error, "error_code", 0) or errno.EIO
+            raise OSError(code, f"{self.name} gives no {what}: {error}{_memlock_hint(error)}") from error
+
+    def close(self) -> None:
+        """After all that was made of it."""
+        with self._lock:
+            registered, self._registered = list(self._registered.values()), {}
+        for one in registered:
+            one.close()
+        self.srq.close()
+        self._receive.close()
+        self.pd.close()
+        self.context.close()
+
+    def _shared_receive_queue(self) -> Any:
+        from pyverbs.srq import SRQ, SrqAttr, SrqInitAttr
+        from pyverbs.wr import SGE, RecvWR
+
+        srq = SRQ(self.pd, SrqInitAttr(SrqAttr(max_wr=self._receives, max_sge=1)))
+        # Frames arrive by writes into the inboxes: a receive request only tells of one, and holds no memory.
+        self._receive = RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=[SGE(0, 0, 0)])
+        for _ in range(self._receives):
+            srq.post_recv(self._receive)
+        return srq
+
+
+def require_pyverbs() -> None:
+    """Raises RdmaUnavailable, naming what to install."""
+    try:
+        import pyverbs.device  # noqa: F401
+    except ImportError as error:
+        raise RdmaUnavailable(
+            f"rdma needs pyverbs, which cannot be imported ({error}): install python3-pyverbs of the distribution, for "
+            "the Python that runs Moonpool, or rdma-core's sources from PyPI (pyverbs)"
+        ) from error
+
+
+def _memlock_hint(error: Exception) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if getattr(error, "error_code", 0) != errno.ENOMEM or soft == resource.RLIM_INFINITY:
+        return ""
+    return (
+        f"; this process may lock {soft >> 10} KiB of memory: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, "
+        "or the container's memlock)"
+    )

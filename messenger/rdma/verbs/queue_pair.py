@@ -1,0 +1,151 @@
+"""One reliable connection of a rail: its life from INIT to its end, and the books of its send queue."""
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from messenger.errors import ProtocolError
+from messenger.rdma.policy.facts import Rail
+from messenger.rdma.verbs import abi
+from messenger.rdma.verbs.completions import CompletionQueue
+from messenger.rdma.verbs.device import Device
+from messenger.rdma.verbs.functions import check_layout, post_send_of
+from messenger.rdma.work import Work
+
+DEPTH = 1024
+_TIMEOUT_CODE = 18
+"""4.096 us * 2^18 = 1.07 s without an answer, and the packets are sent again: _RETRIES times, then the rail is dead."""
+_RETRIES = 7
+_RNR_TIMER_CODE = 12
+_RNR_RETRIES = 6
+"""Credits see to it that no receive request is missing; a peer that lacks them all the same is not waited for long."""
+
+
+@dataclass(frozen=True)
+class Far:
+    """What the other side tells of its queue pair."""
+
+    qp_num: int
+    psn: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.qp_num < 1 << 24 and 0 <= self.psn < 1 << 24):
+            raise ProtocolError(f"no queue pair has the number {self.qp_num} and begins at {self.psn}")
+
+
+class QueuePair:
+    """One thread at a time, except that `fail` is safe at any time before `close`."""
+
+    def __init__(self, device: Device, queue: CompletionQueue) -> None:
+        """Raises OSError when the device gives no more, RdmaUnavailable for a pyverbs that is not known."""
+        from pyverbs.qp import QP, QPCap, QPInitAttr
+
+        self.device = device
+        self.depth = min(DEPTH, device.limits.max_qp_wr)
+        cap = QPCap(
+            max_send_wr=self.depth, max_recv_wr=0, max_send_sge=device.limits.max_sge, max_recv_sge=0, max_inline_data=0
+        )
+        with device.naming("a queue pair"):
+            attributes = QPInitAttr(
+                qp_type=abi.QPT_RC, scq=queue.cq, rcq=queue.cq, srq=device.srq, cap=cap, sq_sig_all=0
+            )
+            self._qp: Any = QP(device.pd, attributes)
+        check_layout(self._qp, queue.cq)
+        self._post = post_send_of(self._qp)
+        self.near = Far(self._qp.qp_num, secrets.randbits(24))
+        self.posted = 0
+        self.done = 0
+        self.failed = False
+        self._signalled = 0
+
+    @property
+    def room(self) -> int:
+        """Work requests that may be posted now."""
+        return self.depth - (self.posted - self.done)
+
+    def connect(self, rail: Rail, far_rail: Rail, far: Far, mtu: int) -> None:
+        """INIT, RTR, RTS. Raises OSError."""
+        from pyverbs.addr import GID, AHAttr, GlobalRoute
+        from pyverbs.qp import QPAttr
+
+        with self.device.naming("a connection"):
+            attributes = QPAttr(port_num=rail.port)
+            attributes.qp_access_flags = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE | abi.ACCESS_REMOTE_READ
+            if rail.is_infiniband:
+                attributes.ah_attr = AHAttr(dlid=far_rail.lid, port_num=rail.port)
+            else:
+                route = GlobalRoute(dgid=GID(_gid_text(far_rail.gid)), sgid_index=rail.gid_index, hop_limit=64)
+                attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=rail.port)
+            attributes.path_mtu = abi.MTU_CODES[mtu]
+            attributes.dest_qp_num = far.qp_num
+            attributes.rq_psn, attributes.sq_psn = far.psn, self.near.psn
+            attributes.max_rd_atomic = attributes.max_dest_rd_atomic = self.device.limits.max_reads
+            attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER_CODE, _RNR_RETRIES
+            attributes.timeout, attributes.retry_cnt = _TIMEOUT_CODE, _RETRIES
+            self._qp.to_rts(attributes)
+
+    def post(self, work: Work) -> int:
+        """Post the requests, for which there is room; the number of the last. Raises OSError."""
+        requests = work.requests
+        count = len(requests)
+        requests["wr_id"] = np.arange(self.posted + 1, self.posted + 1 + count)
+        # An unsignalled request leaves the queue with the next signalled one.
+        if self.posted + count - self._signalled >= self.depth // 4:
+            requests["send_flags"][-1] |= abi.SEND_SIGNALED
+        if requests["send_flags"][-1] & abi.SEND_SIGNALED:
+            self._signalled = self.posted + count
+        code = self._post(int(requests.ctypes.data))
+        if code:
+            raise OSError(code, f"{self.device.name} takes no more work: {os.strerror(code)}")
+        self.posted += count
+        return self.posted
+
+    def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
+        """Post the binding of a memory window: (the key that it has then, the number of the request)."""
+        from pyverbs.mr import MWBindInfo
+        from pyverbs.wr import SendWR
+
+        request = SendWR(wr_id=self.posted + 1, opcode=abi.WR_BIND_MW, num_sge=0, send_flags=abi.SEND_SIGNALED)
+        try:
+            request.set_bind_wr(window, MWBindInfo(registration, address, nbytes, access))
+            with self.device.naming("a bound memory window"):
+                self._qp.post_send(request)
+            key = int(request.rkey)
+        finally:
+            request.close()
+        self.posted += 1
+        self._signalled = self.posted
+        return key, self.posted
+
+    def drain_mark(self) -> int:
+        """Post an empty, signalled request: behind it nothing is under way; its number. Raises OSError."""
+        return self.post(Work.empty_write())
+
+    def fail(self) -> None:
+        """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed."""
+        from pyverbs.pyverbs_error import PyverbsError
+        from pyverbs.qp import QPAttr
+
+        if self.failed:
+            return
+        self.failed = True
+        try:
+            self._qp.modify(QPAttr(qp_state=abi.QPS_ERR), abi.QP_STATE)
+        except PyverbsError as error:
+            raise OSError(f"a queue pair of {self.device.name} cannot be stopped: {error}") from error
+
+    def close(self) -> None:
+        """Nothing of it touches memory after this."""
+        self._qp.close()
+
+
+def _gid_text(gid: bytes) -> str:
+    digits = gid.hex()
+    return ":".join(digits[first : first + 4] for first in range(0, 32, 4))
+
+
+Requests = npt.NDArray[np.void]

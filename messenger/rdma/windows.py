@@ -1,0 +1,39 @@
+"""What a peer may touch: memory windows, which the hardware checks at every packet and closes at a word."""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from messenger.rdma.verbs import abi
+
+if TYPE_CHECKING:
+    from messenger.rdma.lane import Lane
+
+
+class Window:
+    """One range of a region, for one connection: a memory window for each of its lanes. Closed by any thread, once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: list[Any] = []
+        self.rkeys: list[int] = []
+        self.is_closed = False
+
+    def open_on(self, lane: "Lane", registration: Any, address: int, nbytes: int, access: int) -> int:
+        """Bind one on the lane; the number of the request that does it. Raises OSError."""
+        from pyverbs.mr import MW
+
+        with self._lock:
+            with lane.device.naming("a memory window"):
+                window = MW(lane.device.pd, abi.MW_TYPE_2)
+            self._windows.append(window)
+            rkey, number = lane.pair.bind(window, registration, address, nbytes, access)
+            self.rkeys.append(rkey)
+            return number
+
+    def close(self) -> None:
+        """When this returns, the hardware refuses whatever comes under its keys."""
+        with self._lock:
+            self.is_closed = True
+            windows, self._windows = self._windows, []
+            for window in windows:
+                window.close()
