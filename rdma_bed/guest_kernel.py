@@ -55,6 +55,10 @@ def _install_modules(source: Path, target: Path) -> dict[str, Path]:
     """Copies the modules that the bed needs; their files by name."""
     files = {initramfs.module_name(path.name): path for path in sorted(source.rglob("*.ko"))}
     needs = {module: initramfs.needed_modules(path.read_bytes()) for module, path in files.items()}
+    builtin = {initramfs.module_name(Path(line).name) for line in (source / "modules.builtin").read_text().split()}
+    missing = {*recipe.BOOT_MODULES, *recipe.MODULES} - files.keys() - builtin
+    if missing:
+        raise BuildFailed(f"kernel {source.name} has no {', '.join(sorted(missing))}: mend rdma_bed/recipe.py")
     installed = {}
     for module in initramfs.closure((*recipe.BOOT_MODULES, *recipe.MODULES), needs):
         copy = target / files[module].relative_to(source)

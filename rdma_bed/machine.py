@@ -80,11 +80,6 @@ class Outcome:
     command_s: float
 
 
-def exit_status(text: str) -> int:
-    """The command's exit status from what the guest left; 125 if that is nothing, or no status."""
-    return int(text) if text.strip().isdecimal() and int(text) < 256 else qemu.STATUS_NONE
-
-
 @dataclass(frozen=True)
 class Plan:
     """What to boot and what to run in it: a job, a shell script, for each guest."""
@@ -144,7 +139,8 @@ def _started(
     try:
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
@@ -199,7 +195,7 @@ def _ended(machine: _Running) -> int:
     if machine.ready_s is None:
         raise BootFailed(_story(machine, f"ended (QEMU's status {machine.process.returncode}) before it was ready"))
     left = machine.folder / "status"
-    status = exit_status(left.read_text()) if left.exists() else qemu.STATUS_NONE
+    status = qemu.exit_status(left.read_text()) if left.exists() else qemu.STATUS_NONE
     if status == qemu.STATUS_NONE and not left.exists():
         say(_story(machine, f"ended (QEMU's status {machine.process.returncode}) without the command's exit status"))
     troubles = [line for line in machine.console().splitlines() if "Oops" in line or "BUG:" in line]

@@ -62,6 +62,11 @@ def _listed(rails: Sequence[Rail]) -> str:
     return ",".join(f"{rail.device}={rail.address}" for rail in rails)
 
 
+def exit_status(text: str) -> int:
+    """The command's exit status from what the guest left; 125 if that is nothing, or no status."""
+    return int(text) if text.strip().isdecimal() and int(text) < 256 else STATUS_NONE
+
+
 def run_files(guest: Guest, mounts: Sequence[Mount], job: str) -> dict[str, str]:
     """The files that guest/boot.sh reads, by name."""
     return {

@@ -23,9 +23,6 @@ PACKAGES = (
     "perftest",
     "procps",
     "python3",
-    "python3-grpcio",
-    "python3-msgpack",
-    "python3-numpy",
     "python3-pyverbs",
     "rdma-core",
 )
@@ -41,7 +38,7 @@ BOOT_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "crc32c_generic", 
 MODULES = (
     *("virtio_net", "virtio_rng", "dummy", "veth", "rdma_rxe", "ib_uverbs", "rdma_ucm"),
     *("crc32_generic", "crc32_pclmul", "crc32c_intel", "crct10dif_generic"),
-    *("nf_tables", "nft_compat", "nft_counter", "ip_tables", "iptable_filter", "ipt_REJECT"),
+    *("nf_tables", "nft_compat", "ip_tables", "iptable_filter", "ipt_REJECT"),
     *("xt_tcpudp", "xt_comment", "xt_limit", "xt_multiport", "xt_statistic", "xt_length", "xt_u32"),
     *("sch_netem", "sch_tbf"),
 )
@@ -50,6 +47,11 @@ TOOL_PACKAGES = ("qemu-system-x86", "mmdebstrap")
 
 _HERE = Path(__file__).parent
 _INGREDIENTS = ("recipe.py", "image.py", "guest_kernel.py", "initramfs.py", "guest/initramfs.sh")
+
+
+def tools_key() -> str:
+    """The key of the unpacked tools."""
+    return hashlib.sha256(" ".join(TOOL_PACKAGES).encode()).hexdigest()[:16]
 
 
 def image_key(folder: Path = _HERE) -> str:

@@ -64,7 +64,7 @@ def obtain(cache: Path, deadline: Deadline) -> Tools:
     qemu, mmdebstrap = find_program("qemu-system-x86_64"), find_program("mmdebstrap")
     if qemu and mmdebstrap:
         return Tools(qemu, (), mmdebstrap, environment)
-    prefix = cache / "tools"
+    prefix = cache / f"tools-{recipe.tools_key()}"
     if not prefix.exists():
         _fetch(prefix, deadline)
     libraries = ":".join(str(prefix / folder / "x86_64-linux-gnu") for folder in ("usr/lib", "lib"))
