@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +10,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.doctor import gpu, machine, network, pool_ssd, rdma, software, storage
+from moonpool.config.sources import parse_size
+from moonpool.doctor import gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
 from moonpool.doctor.examine import examine
 from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the machine is to be examined for. Raises ValueError for a peer that is no HOST:PORT."""
+
+    port: int = network.DEFAULT_PORT
+    pool_ssd_dir: Path | None = None
+    needs: Needs = frozenset()
+    peers: tuple[str, ...] = ()
+    rdma_devices: tuple[str, ...] = ()
+    registered: int = locking.DEFAULT_REGISTERED_NBYTES
+
+    def __post_init__(self) -> None:
+        for address in self.peers:
+            peers.split_address(address)
+
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
@@ -29,6 +47,16 @@ def doctor(
     pool_ssd_dir: Annotated[
         Path | None, typer.Option(help="Folder that a pool node is to keep KV in: is it on a disk, and fast?")
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST:PORT of another host's node: can it be reached, and if not, why? Repeatable."),
+    ] = None,
+    rdma_device: Annotated[
+        list[str] | None, typer.Option(help="RDMA device that is to be used (rdma_devices). Repeatable.")
+    ] = None,
+    registered: Annotated[
+        str, typer.Option(help="Memory that RDMA is to register: pools and caches of a process, e.g. 64GiB.")
+    ] = f"{locking.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell what this machine offers for serving, and what to do about what is missing. Takes less than 5 seconds.
@@ -36,9 +64,20 @@ def doctor(
     Changes nothing and needs no root. Exits with 1 when something that is needed to serve here is broken.
 
     Examples: moonpool doctor · moonpool doctor --for gpu --json · moonpool doctor --for pool --pool-ssd-dir /mnt/nvme
+    · moonpool doctor --for rdma --peer 10.0.0.2:7100 --registered 64GiB
     """
-    needs = frozenset(needed or ())
-    findings = examine(all_checks(port, pool_ssd_dir, needs), needs)
+    try:
+        asked = Asked(
+            port=port,
+            pool_ssd_dir=pool_ssd_dir,
+            needs=frozenset(needed or ()),
+            peers=tuple(peer or ()),
+            rdma_devices=tuple(rdma_device or ()),
+            registered=parse_size(registered),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    findings = examine(all_checks(asked), asked.needs)
     ok = all(finding.level is not Level.FAIL for finding in findings)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(finding) for finding in findings]}, indent=2))
@@ -47,17 +86,19 @@ def doctor(
     raise typer.Exit(0 if ok else 1)
 
 
-def all_checks(port: int, pool_ssd_dir: Path | None = None, needs: Needs = frozenset()) -> tuple[Check, ...]:
+def all_checks(asked: Asked) -> tuple[Check, ...]:
     """Everything that is looked at, in the order in which it is shown; a pool's SSD where one is meant."""
-    has_pool = pool_ssd_dir is not None or Purpose.POOL in needs
+    has_pool = asked.pool_ssd_dir is not None or Purpose.POOL in asked.needs
     return (
         *software.CHECKS,
         *machine.CHECKS,
+        *locking.checks(asked.registered),
         *storage.CHECKS,
-        *(pool_ssd.checks(pool_ssd_dir) if has_pool else ()),
-        *network.checks(port),
+        *(pool_ssd.checks(asked.pool_ssd_dir) if has_pool else ()),
+        *network.checks(asked.port),
+        *peers.checks(asked.peers),
         *gpu.CHECKS,
-        *rdma.CHECKS,
+        *rdma.checks(asked.rdma_devices),
         *software.EXTRA_CHECKS,
     )
 

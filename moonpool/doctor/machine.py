@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional, size_text
+from moonpool.doctor.finding import Check, Level, Needs, Verdict, size_text
 from moonpool.threads import usable_cores
 
 GIB: Final = 1 << 30
@@ -112,7 +112,6 @@ class Limits:
 
     files: int
     files_hard: int
-    memlock: int
 
 
 def observe_limits() -> Limits:
@@ -120,7 +119,7 @@ def observe_limits() -> Limits:
         value = resource.getrlimit(which)[index]
         return -1 if value == resource.RLIM_INFINITY else value
 
-    return Limits(limit(resource.RLIMIT_NOFILE, 0), limit(resource.RLIMIT_NOFILE, 1), limit(resource.RLIMIT_MEMLOCK, 0))
+    return Limits(limit(resource.RLIMIT_NOFILE, 0), limit(resource.RLIMIT_NOFILE, 1))
 
 
 def judge_files(seen: Limits, needs: Needs) -> Verdict:
@@ -129,13 +128,6 @@ def judge_files(seen: Limits, needs: Needs) -> Verdict:
     if 0 <= seen.files < LEAST_FILES:
         return Level.FAIL, found, advice
     return (Level.NOTE, found, advice) if 0 <= seen.files < GOOD_FILES else (Level.OK, found, "")
-
-
-def judge_memlock(seen: Limits, needs: Needs) -> Verdict:
-    if seen.memlock == -1:
-        return Level.OK, "unlimited", ""
-    advice = "RDMA pins the memory it reaches: ulimit -l unlimited (in a container --ulimit memlock=-1)."
-    return optional(needs, Purpose.RDMA), size_text(seen.memlock), advice
 
 
 def _count_text(count: int) -> str:
@@ -242,7 +234,6 @@ CHECKS: Final = (
     Check("cores", observe_cores, judge_cores),
     Check("memory", observe_memory, judge_memory),
     Check("open files", observe_limits, judge_files),
-    Check("locked memory", observe_limits, judge_memlock),
     Check("huge pages", observe_huge_pages, judge_huge_pages),
     Check("kernel", observe_kernel, judge_kernel),
     Check("clock", observe_clock, judge_clock),

@@ -1,112 +1,140 @@
-"""RDMA devices as the kernel shows them, and whether user space can reach them. Opens none."""
+"""RDMA ports and which of them Moonpool would use, their packets' size, and whether user space can reach them.
+
+Opens no device. What a port must be to be used is decided by `messenger.rdma.policy.choice`, as in a running node.
+"""
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
 
+if TYPE_CHECKING:
+    from messenger.rdma.policy.choice import Choice
+    from messenger.rdma.policy.facts import DeviceFacts
+
 _IMPORT_S: Final = 3.0
-_LEAST_MTU: Final = 4200  # an interface MTU below it leaves RoCE with packets of 1024 bytes
-_NO_GID: Final = "0000:0000:0000:0000:0000:0000:0000:0000"
+_LEAST_MTU: Final = 4200  # of an interface, for packets of 4096 bytes
+_FULL_PATH_MTU: Final = 4096
+_ROOT: Final = Path("/")
+_MODULES: Final = ("ib_uverbs", "rdma_ucm")
 
 
 @dataclass(frozen=True)
-class RdmaPort:
-    """One port of one device."""
+class Ports:
+    """The ports as the kernel shows them, and what a node would choose of them."""
 
-    device: str
-    port: int
-    state: str  # "ACTIVE", "DOWN", ...
-    link_layer: str  # "Ethernet" (RoCE) or "InfiniBand"
-    rate: str  # "100 Gb/sec (4X EDR)"
-    num_gids: int
-    num_roce_v2: int
-    netdev: str
-    mtu: int  # of the Ethernet interface; 0 where there is none
+    found: "tuple[DeviceFacts, ...]"
+    choice: "Choice"
 
 
-def observe_ports(
-    root: Path = Path("/sys/class/infiniband"), net: Path = Path("/sys/class/net")
-) -> tuple[RdmaPort, ...]:
-    return tuple(
-        _port(folder, net)
-        for device in (sorted(root.iterdir()) if root.is_dir() else [])
-        for folder in sorted((device / "ports").glob("*"))
-    )
+def observe_ports(devices: Sequence[str] = (), root: Path = _ROOT) -> Ports:
+    """`devices`: those asked for by name, as in rdma_devices; none to have them chosen."""
+    from messenger.rdma.policy.choice import Wish, choose
+    from messenger.rdma.topology import rdma_ports
+
+    found = rdma_ports(root)
+    return Ports(found, choose(found, Wish(devices=tuple(devices))))
 
 
-def judge_ports(seen: tuple[RdmaPort, ...], needs: Needs) -> Verdict:
-    if not seen:
+def judge_ports(seen: Ports, needs: Needs) -> Verdict:
+    verdicts = seen.choice.verdicts
+    if not verdicts:
         advice = "KV goes over TCP without; for RDMA load the adapter's driver and give the container /dev/infiniband."
         return optional(needs, Purpose.RDMA), "no device", advice
-    active = [port for port in seen if port.state == "ACTIVE"]
-    found = ", ".join(_port_text(port) for port in seen)
-    trouble = Level.FAIL if Purpose.RDMA in needs else Level.WARN
-    if not active:
-        return trouble, found, "No port is active: check cable, switch and, for Ethernet, that its interface is up."
-    ethernet = [port for port in active if port.link_layer == "Ethernet"]
-    if any(not port.num_roce_v2 for port in ethernet):
-        advice = "Give the port's interface an IP address: without a RoCE v2 GID no connection leaves its segment."
-        return trouble, found, advice
-    if any(0 < port.mtu < _LEAST_MTU for port in ethernet):
-        advice = f"Raise the interface's MTU to {_LEAST_MTU} or more, so that RDMA can send packets of 4096 bytes."
+    found = "\n".join(verdict.text for verdict in verdicts)
+    if not seen.choice.rails:
+        level = Level.FAIL if Purpose.RDMA in needs else Level.WARN
+        return level, found, "Mend one of them as said, or name another with rdma_devices; until then KV goes over TCP."
+    asked_in_vain = [verdict for verdict in verdicts if not verdict.is_taken and verdict.port == 0]
+    if asked_in_vain:
+        level = Level.FAIL if Purpose.RDMA in needs else Level.WARN
+        return level, found, "Correct the names in rdma_devices: `rdma link` or `ibv_devices` lists what is there."
+    broken = [facts.key for facts in seen.found if facts.state != "ACTIVE"]
+    if broken:
+        return Level.NOTE, found, f"Check {', '.join(broken)} if it should be in use."
+    return Level.OK, found, ""
+
+
+def judge_mtu(seen: Ports, needs: Needs) -> Verdict:
+    rails = {(rail.device, rail.port) for rail in seen.choice.rails}
+    ethernet = [facts for facts in seen.found if (facts.name, facts.port) in rails and facts.netdev]
+    if not ethernet:
+        return Level.OK, "no RoCE port is used", ""
+    found = ", ".join(
+        f"{facts.key}: packets of {facts.active_mtu} ({facts.netdev} MTU {facts.netdev_mtu})" for facts in ethernet
+    )
+    small = [facts.netdev for facts in ethernet if facts.active_mtu < _FULL_PATH_MTU]
+    if small:
+        advice = (
+            f"Set an MTU of {_LEAST_MTU} or more (ip link set {small[0]} mtu 9000) on both hosts and the switches "
+            f"between: packets of {_FULL_PATH_MTU} bytes cost fewer headers and interrupts."
+        )
         return Level.NOTE, found, advice
     return Level.OK, found, ""
 
 
 @dataclass(frozen=True)
 class UserSpace:
-    """`num_devices` the kernel shows, `num_open` of their files this user may open; pyverbs: "" if it imports."""
+    """How far this process gets: modules of the kernel that are missing, device files that it may not open, pyverbs.
+
+    `denied` are the files that exist and may not be opened; `pyverbs_problem` is "" if it imports.
+    """
 
     num_devices: int
-    num_open: int
+    missing_modules: tuple[str, ...]
+    num_files: int
+    denied: tuple[str, ...]
     pyverbs_problem: str
 
 
-def observe_user_space() -> UserSpace:
-    files = sorted(Path("/dev/infiniband").glob("uverbs*"))
-    devices = list(Path("/sys/class/infiniband").glob("*"))
-    num_open = sum(os.access(path, os.R_OK | os.W_OK) for path in files)
-    return UserSpace(len(devices), num_open, _import_problem("pyverbs.device"))
+def observe_user_space(root: Path = _ROOT) -> UserSpace:
+    files = sorted((root / "dev/infiniband").glob("uverbs*"))
+    return UserSpace(
+        num_devices=len(list((root / "sys/class/infiniband").glob("*"))),
+        missing_modules=tuple(name for name in _MODULES if not _has_module(root, name)),
+        num_files=len(files),
+        denied=tuple(path.name for path in files if not os.access(path, os.R_OK | os.W_OK)),
+        pyverbs_problem=_import_problem("pyverbs.device"),
+    )
 
 
 def judge_user_space(seen: UserSpace, needs: Needs) -> Verdict:
     level = optional(needs, Purpose.RDMA)
     if seen.pyverbs_problem:
-        advice = "For RDMA install rdma-core's libraries and its Python package (apt install python3-pyverbs, or pip)."
+        advice = (
+            "For RDMA install pyverbs for the Python that runs Moonpool: apt install python3-pyverbs (dnf: "
+            "python3-pyverbs), or pip install pyverbs with rdma-core's headers."
+        )
         return level, f"pyverbs does not import: {seen.pyverbs_problem}", advice
-    if seen.num_open < seen.num_devices:
-        found = f"pyverbs imports; {seen.num_open} of {seen.num_devices} devices can be opened"
-        return level, found, "Give this user, or the container (--device /dev/infiniband), the uverbs files."
-    return Level.OK, f"pyverbs imports; {seen.num_open} devices can be opened", ""
+    if not seen.num_devices:
+        return Level.OK, "pyverbs imports; no device to open", ""
+    if "ib_uverbs" in seen.missing_modules:
+        return level, "the module ib_uverbs is not loaded", "modprobe ib_uverbs (on the host, for a container)."
+    if not seen.num_files:
+        advice = "Give the container the device files: docker run --device /dev/infiniband, or an RDMA device plugin."
+        return level, "the kernel shows devices, but /dev/infiniband has no uverbs file", advice
+    if seen.denied:
+        advice = "Give this user read and write access to them (a udev rule, or membership of their group)."
+        return level, f"{', '.join(seen.denied)} in /dev/infiniband may not be opened", advice
+    if "rdma_ucm" in seen.missing_modules:
+        found = f"pyverbs imports; {seen.num_files} devices can be opened; rdma_ucm is not loaded"
+        return (
+            Level.NOTE,
+            found,
+            "Moonpool needs it not; tools such as rping and ib_write_bw -R do (modprobe rdma_ucm).",
+        )
+    return Level.OK, f"pyverbs imports; {seen.num_files} devices can be opened", ""
 
 
-def _port(folder: Path, net: Path) -> RdmaPort:
-    gids = {path.name for path in (folder / "gids").glob("*") if _read(path) not in ("", _NO_GID)}
-    kinds = [_read(folder / "gid_attrs" / "types" / name) for name in gids]
-    netdevs = [name for gid in sorted(gids) if (name := _read(folder / "gid_attrs" / "ndevs" / gid))]
-    netdev = netdevs[0] if netdevs else ""
-    return RdmaPort(
-        device=folder.parents[1].name,
-        port=int(folder.name),
-        state=_read(folder / "state").partition(":")[2].strip() or "UNKNOWN",
-        link_layer=_read(folder / "link_layer"),
-        rate=_read(folder / "rate"),
-        num_gids=len(gids),
-        num_roce_v2=sum(kind == "RoCE v2" for kind in kinds),
-        netdev=netdev,
-        mtu=int(_read(net / netdev / "mtu") or 0) if netdev else 0,
-    )
-
-
-def _port_text(port: RdmaPort) -> str:
-    behind = f" on {port.netdev} MTU {port.mtu}" if port.netdev else ""
-    gids = f"{port.num_gids} GIDs, {port.num_roce_v2} of RoCE v2"
-    return f"{port.device}/{port.port} {port.state}, {port.link_layer}{behind}, {port.rate}, {gids}"
+def _has_module(root: Path, name: str) -> bool:
+    """Loaded, or built in: then its class or its files are there all the same."""
+    marks = {"ib_uverbs": "sys/class/infiniband_verbs", "rdma_ucm": "dev/infiniband/rdma_cm"}
+    return (root / "sys/module" / name).is_dir() or (root / marks[name]).exists()
 
 
 def _import_problem(module: str) -> str:
@@ -120,14 +148,10 @@ def _import_problem(module: str) -> str:
     return (done.stderr.strip().splitlines() or ["it ends the interpreter"])[-1] if done.returncode else ""
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-CHECKS: Final = (
-    Check("RDMA ports", observe_ports, judge_ports),
-    Check("RDMA user space", observe_user_space, judge_user_space),
-)
+def checks(devices: Sequence[str] = ()) -> tuple[Check, ...]:
+    """With the devices that are to be used; none to have them chosen."""
+    return (
+        Check("RDMA ports", lambda: observe_ports(devices), judge_ports),
+        Check("RDMA packets", lambda: observe_ports(devices), judge_mtu),
+        Check("RDMA user space", observe_user_space, judge_user_space),
+    )

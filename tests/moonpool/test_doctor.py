@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.doctor import gpu, machine, network, pool_ssd, rdma, software, storage
-from moonpool.doctor.command import all_checks
+from moonpool.doctor import gpu, machine, network, pool_ssd, software, storage
+from moonpool.doctor.command import Asked, all_checks
 from moonpool.doctor.examine import examine
 from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose, Verdict
 
@@ -25,7 +25,6 @@ NOTHING: Needs = frozenset()
 OK, NOTE, WARN, FAIL = Level.OK, Level.NOTE, Level.WARN, Level.FAIL
 
 GOOD_MEMORY = machine.Memory(total=64 * GIB, available=32 * GIB, limit=0, used=0, swap_used=0)
-PORT = rdma.RdmaPort("mlx5_0", 1, "ACTIVE", "Ethernet", "100 Gb/sec (4X EDR)", 4, 2, "eth0", 9000)
 H100 = gpu.Gpu("NVIDIA H100", 80 * GIB)
 DRIVER = gpu.Driver(True, "570.86", 12080, (H100, H100), 1, 1)
 TORCH = gpu.Torch("2.13.0+cu128", "12.8", True, 2)
@@ -57,13 +56,10 @@ SSD = pool_ssd.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (machine.judge_memory, replace(GOOD_MEMORY, limit=4 * GIB, used=GIB), (), WARN, "limit is 4 GiB"),
         (machine.judge_memory, replace(GOOD_MEMORY, limit=2 * GIB, used=3 * GIB), (), FAIL, "0 B free"),
         (machine.judge_memory, replace(GOOD_MEMORY, swap_used=8 * GIB), (), WARN, "Turn swap off"),
-        (machine.judge_files, machine.Limits(1 << 20, 1 << 20, -1), (), OK, "1048576"),
-        (machine.judge_files, machine.Limits(-1, -1, -1), (), OK, "unlimited"),
-        (machine.judge_files, machine.Limits(1024, -1, -1), (), NOTE, "ulimit -n 4096"),
-        (machine.judge_files, machine.Limits(256, 4096, -1), (), FAIL, "256 (hard limit 4096)"),
-        (machine.judge_memlock, machine.Limits(1024, 1024, -1), (Purpose.RDMA,), OK, "unlimited"),
-        (machine.judge_memlock, machine.Limits(1024, 1024, 8 << 20), (), NOTE, "8 MiB"),
-        (machine.judge_memlock, machine.Limits(1024, 1024, 8 << 20), (Purpose.RDMA,), FAIL, "ulimit -l unlimited"),
+        (machine.judge_files, machine.Limits(1 << 20, 1 << 20), (), OK, "1048576"),
+        (machine.judge_files, machine.Limits(-1, -1), (), OK, "unlimited"),
+        (machine.judge_files, machine.Limits(1024, -1), (), NOTE, "ulimit -n 4096"),
+        (machine.judge_files, machine.Limits(256, 4096), (), FAIL, "256 (hard limit 4096)"),
         (machine.judge_huge_pages, machine.HugePages(0, 0, "madvise"), (), OK, "transparent: madvise"),
         (machine.judge_huge_pages, machine.HugePages(512, 512, "never"), (), NOTE, "vm.nr_hugepages=0"),
         (machine.judge_huge_pages, machine.HugePages(512, 12, "never"), (), OK, "12 free"),
@@ -124,23 +120,6 @@ SSD = pool_ssd.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (gpu.judge_torch, replace(TORCH, num_gpus=0), (), WARN, "finds no GPU"),
         (gpu.judge_torch, replace(TORCH, num_gpus=0), (Purpose.GPU,), FAIL, "that the driver supports"),
         (gpu.judge_torch, replace(TORCH, num_gpus=None, problem="no answer within 3.5 s"), (), WARN, "no answer"),
-        (rdma.judge_ports, (), (), NOTE, "no device"),
-        (rdma.judge_ports, (), (Purpose.RDMA,), FAIL, "/dev/infiniband"),
-        (rdma.judge_ports, (PORT,), (Purpose.RDMA,), OK, "mlx5_0/1 ACTIVE, Ethernet on eth0 MTU 9000"),
-        (rdma.judge_ports, (replace(PORT, state="DOWN"),), (), WARN, "No port is active"),
-        (rdma.judge_ports, (replace(PORT, state="DOWN"),), (Purpose.RDMA,), FAIL, "No port is active"),
-        (rdma.judge_ports, (replace(PORT, num_roce_v2=0),), (Purpose.RDMA,), FAIL, "IP address"),
-        (rdma.judge_ports, (replace(PORT, mtu=1500),), (), NOTE, "MTU to 4200"),
-        (
-            rdma.judge_ports,
-            (replace(PORT, link_layer="InfiniBand", num_roce_v2=0, netdev="", mtu=0),),
-            (),
-            OK,
-            "4 GIDs",
-        ),
-        (rdma.judge_user_space, rdma.UserSpace(1, 1, ""), (Purpose.RDMA,), OK, "1 devices can be opened"),
-        (rdma.judge_user_space, rdma.UserSpace(1, 0, ""), (), NOTE, "0 of 1"),
-        (rdma.judge_user_space, rdma.UserSpace(1, 1, "No module"), (Purpose.RDMA,), FAIL, "python3-pyverbs"),
     ],
 )
 def test_a_verdict_follows_from_what_was_observed(
@@ -175,13 +154,10 @@ def test_more_memory_is_never_judged_worse(available: int, more: int, limit: int
 def test_a_purpose_can_only_make_verdicts_stricter(purposes: set[Purpose]) -> None:
     order = [FAIL, WARN, NOTE, OK]
     for judge, seen in (
-        (machine.judge_memlock, machine.Limits(1024, 1024, 1)),
         (network.judge_interfaces, ()),
         (gpu.judge_driver, gpu.Driver(False)),
         (gpu.judge_driver, gpu.Driver(True)),
         (gpu.judge_torch, gpu.Torch("2", "", False, None)),
-        (rdma.judge_ports, (replace(PORT, num_roce_v2=0),)),
-        (rdma.judge_user_space, rdma.UserSpace(1, 0, "")),
     ):
         asked, plain = judge(seen, frozenset(purposes))[0], judge(seen, NOTHING)[0]  # type: ignore[operator]
         assert order.index(asked) <= order.index(plain)
@@ -208,7 +184,10 @@ def test_every_module_that_numba_compiles_is_known() -> None:
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob("*.py")
-        if any(line.startswith(("import numba", "from messenger.native.compiling")) for line in path.read_text().splitlines())
+        if any(
+            line.startswith(("import numba", "from messenger.native.compiling"))
+            for line in path.read_text().splitlines()
+        )
     }
     assert compiling - {"messenger/native/compiling.py", "engine/vector_ops.py"} == set(software.KERNELS)
 
@@ -257,7 +236,8 @@ def test_a_pools_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_pools_folder_is_looked_at_where_one_is_meant(tmp_path: Path) -> None:
     def has_check(folder: Path | None, *needs: Purpose) -> bool:
-        return "pool SSD" in [check.name for check in all_checks(8000, folder, frozenset(needs))]
+        asked = Asked(pool_ssd_dir=folder, needs=frozenset(needs))
+        return "pool SSD" in [check.name for check in all_checks(asked)]
 
     assert (has_check(None), has_check(None, Purpose.POOL), has_check(tmp_path)) == (False, True, True)
 
@@ -271,21 +251,6 @@ def test_a_path_belongs_to_the_innermost_mount() -> None:
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
-
-
-def test_rdma_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
-    port, net = tmp_path / "ib" / "rxe0" / "ports" / "1", tmp_path / "net"
-    for name, text in {"state": "4: ACTIVE", "link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)"}.items():
-        write(port / name, text)
-    for index, kind in enumerate(("IB/RoCE v1", "RoCE v2")):
-        write(port / "gids" / str(index), "fe80:0000:0000:0000:0000:0000:0000:0001")
-        write(port / "gid_attrs" / "types" / str(index), kind)
-        write(port / "gid_attrs" / "ndevs" / str(index), "eth7")
-    write(port / "gids" / "2", "0000:0000:0000:0000:0000:0000:0000:0000")
-    write(net / "eth7" / "mtu", "4200")
-    expected = rdma.RdmaPort("rxe0", 1, "ACTIVE", "Ethernet", "100 Gb/sec (4X EDR)", 2, 1, "eth7", 4200)
-    assert rdma.observe_ports(tmp_path / "ib", net) == (expected,)
-    assert rdma.observe_ports(tmp_path / "none", net) == ()
 
 
 def test_interfaces_are_read_from_the_kernels_files(tmp_path: Path) -> None:
@@ -377,7 +342,7 @@ def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_shows_every_check_and_one_sentence_of_advice() -> None:
     shown = doctor()
     findings = json.loads(doctor("--json").stdout)["checks"]
-    assert [finding["check"] for finding in findings] == [check.name for check in all_checks(8000)]
+    assert [finding["check"] for finding in findings] == [check.name for check in all_checks(Asked())]
     assert all(finding["check"] in shown.stdout for finding in findings)
     assert shown.stderr == ""
     failed = any(finding["level"] == "fail" for finding in findings)
@@ -395,10 +360,3 @@ def test_what_is_asked_for_and_missing_is_a_failure(tmp_path: Path) -> None:
         "run directory"
     ]
     assert doctor("--for", "teleportation").returncode == 2
-
-
-@pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="this machine has RDMA devices")
-def test_without_rdma_devices_a_machine_is_not_fit_for_rdma() -> None:
-    ended = doctor("--for", "rdma", "--json")
-    failed = [f["check"] for f in json.loads(ended.stdout)["checks"] if f["level"] == "fail"]
-    assert (ended.returncode, "RDMA ports" in failed) == (1, True)
