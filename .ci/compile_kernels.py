@@ -9,6 +9,8 @@ from kvpool.local.copy_kernels import copy_kernel, digest_kernel
 from kvpool.local.index_kernels import index_kernels
 from kvpool.ssd.kernels import kernels as ssd_kernels
 from messenger.copying import copy_rows
+from messenger.native.grant_slots import GrantSlots
+from messenger.native.owner_loop import owner_loop
 from messenger.shm.page_kernels import page_kernels
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
@@ -24,4 +26,6 @@ if __name__ == "__main__":
     digest_kernel()
     copy_rows()
     page_kernels()
+    GrantSlots()
+    owner_loop()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")

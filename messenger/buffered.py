@@ -55,7 +55,7 @@ class BufferedLink(Link):
         self._fill(PREFIX.size)
         kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
         self._start += PREFIX.size
-        if length <= _BUFFER_NBYTES:
+        if length <= len(self._buffer):
             self._fill(length)
             body = self._buffer[self._start : self._start + length]
             self._start += length
@@ -78,6 +78,21 @@ class BufferedLink(Link):
             else:
                 taken += 1
         self._receive_views(pending[taken:])
+
+    def lend_buffer(self, nbytes: int = 0) -> tuple[memoryview, int, int]:
+        """The buffer, of at least so many bytes, and where in it what was received and not taken starts and ends.
+
+        For a compiled loop that goes on receiving into it; `return_buffer` says where the loop has left it.
+        """
+        if nbytes > len(self._buffer):
+            larger = memoryview(bytearray(nbytes))
+            larger[: self._end - self._start] = self._buffer[self._start : self._end]
+            self._buffer, self._start, self._end = larger, 0, self._end - self._start
+        return self._buffer, self._start, self._end
+
+    def return_buffer(self, start: int, end: int) -> None:
+        """What was received and not taken is [start, end) of the buffer now."""
+        self._start, self._end = start, end
 
     def drain(self, nbytes: int) -> None:
         """Read and forget the next bytes."""

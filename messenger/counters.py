@@ -12,6 +12,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 Direction = Literal["written", "read", "landed", "served"]
 """written, read: done here in a peer's memory; landed, served: done by a peer in memory of this messenger's."""
 
@@ -27,8 +30,9 @@ _PER_FIRST_EDGE = 1 / FIRST_EDGE_S
 _NBYTES, _SLICES, _OPERATIONS, _SECONDS, _BUCKETS = range(5)
 _LAST = _BUCKETS + len(LATENCY_EDGES_S)
 
-Sums = list[float]
-"""[bytes, slices, operations, seconds, one count per latency bucket ...]"""
+NUM_SUMS = _LAST + 1
+Sums = list[float] | npt.NDArray[np.float64]
+"""[NUM_SUMS]: [bytes, slices, operations, seconds, one count per latency bucket ...]"""
 
 
 @dataclass(frozen=True, order=True)
@@ -108,9 +112,14 @@ class Counters:
         self._ended: deque[weakref.ref[Flow] | weakref.ref[_Events]] = deque()
         self._own = threading.local()
 
-    def flow(self, *, peer: str, transport: str, direction: Direction, rail: str = "") -> Flow:
-        """Sums for whoever moves bytes this way; a new Flow for each connection and direction."""
-        sums: Sums = [0] * (_LAST + 1)
+    def flow(
+        self, *, peer: str, transport: str, direction: Direction, rail: str = "", sums: Sums | None = None
+    ) -> Flow:
+        """Sums for whoever moves bytes this way; a new Flow for each connection and direction.
+
+        `sums`: zeros that the Flow is to add to, for a compiled loop that adds to them as well, in the same thread.
+        """
+        sums = [0] * NUM_SUMS if sums is None else sums
         flow = Flow(sums)
         reference = weakref.ref(flow, self._ended.append)
         with self._lock:

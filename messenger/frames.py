@@ -169,7 +169,7 @@ def _unpack_write(body: memoryview) -> Write:
     if payload_at + payload_nbytes != len(body) or notify > 1:
         raise ProtocolError(f"the parts of a Write frame do not add up to its {len(body)} bytes")
     rows, tag, payload = body[_WRITE.size : tag_at], body[tag_at:payload_at], body[payload_at:]
-    return Write(*numbers, bytes(rows), bool(notify), bytes(tag), bytes(payload))
+    return Write._make((*numbers, bytes(rows), bool(notify), bytes(tag), bytes(payload)))
 
 
 def _pack_notify(message: Notify) -> tuple[bytes, ...]:
@@ -190,12 +190,12 @@ _CODECS = {
     Notify: Codec(_pack_notify, _unpack_notify),
     Read: Codec(
         lambda message: (_READ.pack(*message[:4]), message.rows),
-        lambda body: Read(*_READ.unpack_from(body), bytes(body[_READ.size :])),
+        lambda body: Read._make((*_READ.unpack_from(body), bytes(body[_READ.size :]))),
     ),
-    Ack: Codec(lambda message: (_ACK.pack(*message),), lambda body: Ack(*_ACK.unpack(body))),
+    Ack: Codec(lambda message: (_ACK.pack(*message),), lambda body: Ack._make(_ACK.unpack(body))),
     Refused: Codec(
         lambda message: (_REFUSED.pack(message.seq), message.reason.encode()),
-        lambda body: Refused(*_REFUSED.unpack_from(body), str(body[_REFUSED.size :], "utf-8")),
+        lambda body: Refused._make((*_REFUSED.unpack_from(body), str(body[_REFUSED.size :], "utf-8"))),
     ),
 }
 _FRAMING = Framing(

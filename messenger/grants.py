@@ -9,12 +9,16 @@ revoke closes. When it returns, nothing can change memory under the key, whateve
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from messenger.errors import InvalidArgument
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
+from messenger.shm.grant_page import GrantPage
 from messenger.slices import Rows, within
+
+if TYPE_CHECKING:
+    from messenger.native.grant_slots import GrantSlots
 
 
 class AccessDenied(Exception):
@@ -38,6 +42,7 @@ class Window(Protocol):
 
 @dataclass(eq=False)
 class _Grant:
+    number: int
     key: RemoteKey
     region: Region
     movers: list[Cuttable] = field(default_factory=list)
@@ -72,6 +77,35 @@ class GrantTable:
         self._grants: dict[int, _Grant] = {}
         self._leaving: list[_Grant] = []
         self._next_region_id = 1
+        self._next_number = 1
+        self._slots: GrantSlots | None = None
+        self._page: GrantPage | None = None
+
+    def slots(self) -> "GrantSlots":
+        """The grants as compiled loops see them, kept up to date from now on; numba is imported for them."""
+        from messenger.native.grant_slots import GrantSlots
+
+        with self._changed:
+            if self._slots is None:
+                self._slots = GrantSlots()
+                for grant in self._grants.values():
+                    self._slots.place(grant.number, grant.key, grant.region.address)
+            return self._slots
+
+    def page(self) -> GrantPage:
+        """The grants as readers of this host see them, kept up to date until `close`."""
+        with self._changed:
+            if self._page is None:
+                self._page = GrantPage("messenger")
+                for grant in self._grants.values():
+                    self._page.show(grant.key)
+            return self._page
+
+    def close(self) -> None:
+        """Readers of this host find no grant any more."""
+        with self._changed:
+            if self._page is not None:
+                self._page.close()
 
     def register(self, memory: SharedMemory) -> Region:
         array = memory.array
@@ -101,7 +135,12 @@ class GrantTable:
             while token in self._grants:
                 token = secrets.randbits(64)
             key = RemoteKey(region.region_id, token, offset, nbytes, read, write)
-            self._grants[token] = _Grant(key, region)
+            grant = self._grants[token] = _Grant(self._next_number, key, region)
+            self._next_number += 1
+            if self._slots is not None:
+                self._slots.place(grant.number, key, region.address)
+            if self._page is not None and not self._page.closed:
+                self._page.show(key)
         return key
 
     def revoke(self, key: RemoteKey, grace_s: float) -> None:
@@ -110,14 +149,16 @@ class GrantTable:
             grant = self._grants.pop(key.token, None)
             if grant is not None:
                 self._leaving.append(grant)
+                if self._slots is not None:
+                    self._slots.remove(grant.number, key.token)
+                if self._page is not None and not self._page.closed:
+                    self._page.withdraw(grant.key)
             else:
                 grant = next((one for one in self._leaving if one.key.token == key.token), None)
             if grant is None:
                 return
-            if not self._changed.wait_for(lambda: not grant.movers, grace_s):
-                for mover in grant.movers:
-                    mover.cut()
-                self._changed.wait_for(lambda: not grant.movers)
+            if self._movers(grant):
+                self._wait_for_movers(grant, grace_s)
         # None is opened any more: that is done inside an access.
         for window in grant.windows:
             window.close()
@@ -144,6 +185,11 @@ class GrantTable:
             grant.movers.append(mover)
         return Access(self, grant, mover)
 
+    def left(self) -> None:
+        """A compiled loop has left the fence while a revoke was waiting."""
+        with self._changed:
+            self._changed.notify_all()
+
     def require(self, region: Region) -> None:
         """Raises InvalidArgument unless the region is registered here."""
         with self._changed:
@@ -159,11 +205,26 @@ class GrantTable:
         """Accesses going on now."""
         with self._changed:
             grants = [*self._grants.values(), *self._leaving]
-            return [
-                f"{len(grant.movers)} transfers under way in region {grant.key.region_id}"
-                for grant in grants
-                if grant.movers
-            ]
+            moving = [(len(self._movers(grant)), grant.key.region_id) for grant in grants]
+        return [f"{count} transfers under way in region {region_id}" for count, region_id in moving if count]
+
+    def _movers(self, grant: _Grant) -> list[Cuttable]:
+        """Who moves bytes under the grant now. With the lock held."""
+        return grant.movers + (self._slots.movers_inside(grant.number) if self._slots is not None else [])
+
+    def _wait_for_movers(self, grant: _Grant, grace_s: float) -> None:
+        """Until nobody moves bytes under the grant, by cutting connections after the grace. With the lock held."""
+        slots = self._slots
+        if slots is not None:
+            slots.wait(1)
+        try:
+            if not self._changed.wait_for(lambda: not self._movers(grant), grace_s):
+                for mover in self._movers(grant):
+                    mover.cut()
+                self._changed.wait_for(lambda: not self._movers(grant))
+        finally:
+            if slots is not None:
+                slots.wait(-1)
 
     def _find(self, region_id: int, token: int) -> _Grant:
         grant = self._grants.get(token)

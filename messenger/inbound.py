@@ -6,18 +6,24 @@ connection, with a logged reason, and touch nothing else.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from messenger.counters import Counters
+import numpy as np
+
+from messenger.counters import NUM_SUMS, Counters, Direction, Flow
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import Ack, Ask, Goodbye, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write
 from messenger.grants import Access, AccessDenied, GrantTable
 from messenger.link import Link, LinkClosed
 from messenger.sessions import Session, SessionTable
 from messenger.slices import Rows
-from messenger.transport import Responder, Transport
+from messenger.transport import FloatSums, Responder, Transport
+
+if TYPE_CHECKING:
+    from messenger.native.fast_lane import FastLane
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +58,8 @@ class Inbound:
         self._was_cut = False
         self._transport: Transport
         self._responder: Responder
+        self._landed: Flow
+        self._served: Flow
         self._ended = threading.Event()
         self._hello: Hello | None = None
 
@@ -134,7 +142,24 @@ class Inbound:
 
     def _serve(self, session: Session) -> bool:
         """True when the peer said goodbye."""
+        landed, served = np.zeros(NUM_SUMS), np.zeros(NUM_SUMS)
+        self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
+        lane = self._responder.fast_lane(self._owner.grants, self, landed, served)
+        if lane is None:
+            return self._take_all(session)
+        try:
+            return self._take_all(session, lane)
+        finally:
+            lane.close()
+
+    def _take_all(self, session: Session, lane: "FastLane | None" = None) -> bool:
         while True:
+            note = lane.run(session) if lane is not None else None
+            if note is not None:
+                self._still_wanted()
+                session.last_seq = note.seq
+                self._deliver(note.tag, note.payload)
+                continue  # the lane answers
             message = self._link.receive()
             if isinstance(message, Goodbye):
                 return True
@@ -171,10 +196,11 @@ class Inbound:
             session.last_seq = message.seq
             self._refuse(message.seq, str(error))
             return
+        begun_s = time.monotonic()
         with access:
             self._still_wanted()
             self._responder.land(message, rows, access.region)
-        self._owner.counters.add(f"bytes_landed_{self._transport.name}", message.nbytes)
+        self._landed.add(message.nbytes, len(rows), time.monotonic() - begun_s)
         self._still_wanted()
         session.last_seq = message.seq
         if message.notify:
@@ -197,9 +223,16 @@ class Inbound:
         except AccessDenied as error:
             self._refuse(message.seq, str(error))
             return
+        begun_s = time.monotonic()
         with access:
             self._responder.serve(message, rows, access.region)
-        self._owner.counters.add(f"bytes_served_{self._transport.name}", message.nbytes)
+        self._served.add(message.nbytes, len(rows), time.monotonic() - begun_s)
+
+    def _flow(self, direction: Direction, sums: FloatSums) -> Flow:
+        assert self._hello is not None
+        return self._owner.counters.flow(
+            peer=self._hello.node_id, transport=self._transport.name, direction=direction, sums=sums
+        )
 
     def _ask(self, session: Session, ask: Ask) -> None:
         try:

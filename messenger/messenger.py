@@ -89,6 +89,7 @@ class Messenger:
                 tcp_port = self._server.listen(tcp, spoken).getsockname()[1]
             if config.transport in ("auto", "shm"):
                 shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
+                self._grants.page()
                 self._server.listen(shm, {"shm": shm})
                 shm_socket = os.fspath(shm.path)
         except BaseException:
@@ -110,6 +111,7 @@ class Messenger:
         for peer in peers:
             peer.close()
         self._server.close()
+        self._grants.close()
         self._clock.close()
         for transport in self._transports.values():
             transport.close()

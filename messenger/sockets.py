@@ -40,6 +40,16 @@ class SocketLink(BufferedLink):
             for first in range(0, len(pending), _MAX_VIEWS):
                 self._send_views(pending[first : first + _MAX_VIEWS])
 
+    @property
+    def is_unix(self) -> bool:
+        return self._is_unix
+
+    def keep_fds(self, fds: Sequence[int]) -> None:
+        """Descriptors that came in, for `take_fd`. Raises ProtocolError when they pile up."""
+        self._fds.extend(fds)
+        if len(self._fds) > _MAX_PASSED_FDS:
+            raise ProtocolError(f"more than {_MAX_PASSED_FDS} descriptors came without an offer")
+
     def take_fd(self) -> int:
         """The next descriptor that came with a frame; the caller owns it."""
         if not self._fds:
@@ -71,9 +81,7 @@ class SocketLink(BufferedLink):
         received, ancillary, _, _ = self._sock.recvmsg_into([view], _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._fds.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
-        if len(self._fds) > _MAX_PASSED_FDS:
-            raise ProtocolError(f"more than {_MAX_PASSED_FDS} descriptors came without an offer")
+                self.keep_fds(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
         return received
 
 

@@ -7,8 +7,10 @@ notifications are the same for every transport, and live in stream.py and server
 
 import socket
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
@@ -21,6 +23,11 @@ from messenger.operation import Kind, Part, Transfer
 from messenger.slices import Rows
 from messenger.sockets import SocketLink
 
+if TYPE_CHECKING:
+    from messenger.grants import Cuttable, GrantTable
+    from messenger.native.fast_lane import FastLane
+
+FloatSums = npt.NDArray[np.float64]
 QUICK_NBYTES = 64 << 10
 QUICK_ROWS = 256
 
@@ -77,6 +84,15 @@ class Responder(ABC):
 
     def __init__(self, link: Link) -> None:
         self._link = link
+
+    def fast_lane(
+        self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums
+    ) -> "FastLane | None":
+        """A compiled loop that takes the plain requests, where the transport has one; `mover` ends it when cut.
+
+        It adds to `landed` and `served`, sums of the connection's flows.
+        """
+        return None
 
     @abstractmethod
     def target_rows(self, message: Write) -> Rows:

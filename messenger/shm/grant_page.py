@@ -51,6 +51,10 @@ class GrantPage:
         """When this returns, no copy that ends later is taken for good."""
         self._kernels.replace(self._words, fingerprint(key), 0)
 
+    @property
+    def closed(self) -> bool:
+        return self.memory.closed
+
     def close(self) -> None:
         """Withdraw every key, for those who keep their mapping."""
         if not self.memory.closed:

@@ -7,13 +7,16 @@ import numpy as np
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Offer, Read, Write
 from messenger.memory import PeerMemory, Region
+from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage
 from messenger.shm.offers import Offers
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
 from messenger.sockets import SocketLink
-from messenger.transport import Responder, parse_rows
+from messenger.transport import FloatSums, Responder, parse_rows
 
 if TYPE_CHECKING:
     from messenger.copying import CopyRows
+    from messenger.grants import Cuttable, GrantTable
+    from messenger.native.fast_lane import FastLane
 
 
 class ShmResponder(Responder):
@@ -24,9 +27,20 @@ class ShmResponder(Responder):
         self._copy_rows = copy_rows
         self._offers = Offers(link)
         self._mappings: dict[int, PeerMemory] = {}
+        self._lane: FastLane | None = None
+        self._page: GrantPage | None = None
+
+    def fast_lane(self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums) -> "FastLane":
+        from messenger.native.fast_lane import FastLane
+
+        self._page = grants.page()
+        self._lane = FastLane(self._link, grants, mover, landed, served)
+        return self._lane
 
     def offered(self, offer: Offer) -> None:
-        self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+        memory = self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+        if self._lane is not None:
+            self._lane.offered(offer.region_id, memory)
 
     def target_rows(self, message: Write) -> Rows:
         rows = parse_rows(message.rows, 3, message.nbytes)
@@ -45,5 +59,8 @@ class ShmResponder(Responder):
         """The frame carries no bytes."""
 
     def serve(self, message: Read, rows: Rows, region: Region) -> None:
+        if self._page is not None:
+            self._link.send(Offer(PAGE_ID, PAGE_NBYTES), fd=self._page.memory.fd)
+            self._page = None
         self._offers.make(region)
         self._link.send(Ack(message.seq, message.nbytes))

@@ -24,8 +24,14 @@ class TcpTransport(Transport, Door):
         self._host = config.listen_host
         self._port = config.tcp_port
         self._identity = None if config.tls is None else identity(config.tls)
+        self._has_fast_lanes = config.tls is None and config.transport in ("auto", "tcp")
 
     def listen(self, backlog: int) -> socket.socket:
+        if self._has_fast_lanes:
+            # Numba takes long to import: a process that has no use for it does not wait for it.
+            from messenger.native.owner_loop import owner_loop
+
+            owner_loop()
         where = f"{self._host}:{self._port}"
         try:
             family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]

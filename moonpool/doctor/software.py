@@ -29,6 +29,8 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "kvpool/local/index_kernels.py",
     "kvpool/ssd/kernels.py",
     "messenger/copying.py",
+    "messenger/native/grant_slots.py",
+    "messenger/native/owner_loop.py",
     "messenger/shm/page_kernels.py",
 )
 

@@ -1,0 +1,130 @@
+"""A compiled owner loop at work on one connection: its memory, and what it hands over to Python."""
+
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from messenger.frames import Ack, Notify, Read, Write, prefix
+from messenger.grants import Cuttable, GrantTable
+from messenger.link import LinkClosed
+from messenger.memory import PeerMemory
+from messenger.native import owner_loop as loop
+from messenger.sessions import Session
+from messenger.sockets import SocketLink
+from messenger.transport import FloatSums
+
+__all__ = ["FastLane", "Note"]
+
+MAX_BUFFER_NBYTES = 1 << 20
+"""Frames that are longer are left to Python."""
+
+_CONTROL_HEAD = struct.Struct("@Nii")
+_HEADS = ((loop.WRITE_HEAD, Write), (loop.NOTIFY_HEAD, Notify), (loop.READ_HEAD, Read), (loop.ACK_HEAD, Ack))
+
+
+class Note(NamedTuple):
+    """What was written with it has landed; it takes effect if the caller still wants it."""
+
+    seq: int
+    tag: bytes
+    payload: bytes
+
+
+class FastLane:
+    """Used by the connection's thread alone."""
+
+    def __init__(
+        self, link: SocketLink, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
+    ) -> None:
+        self._link = link
+        self._grants = grants
+        self._slots = grants.slots()
+        self._inside = self._slots.open_lane(mover)
+        self._flows = landed, served
+        self._loop = loop.owner_loop()
+        self._scratch = np.zeros(loop.NUM_SCRATCH, np.int64)
+        self._array = np.zeros(loop.NUM_STATE, np.int64)
+        # The same memory, in which a number is read and set several times as fast.
+        self._state = memoryview(self._array)  # type: ignore[arg-type]
+        for place, kind in _HEADS:
+            self._state[place] = int.from_bytes(prefix(kind, 0)[:8], "little")
+        self._sources = np.zeros((0, 3), np.int64)
+        self._buffer = memoryview(b"")
+
+    def close(self) -> None:
+        """Its thread has ended its work."""
+        self._slots.close_lane(self._inside)
+
+    def offered(self, region_id: int, memory: PeerMemory) -> None:
+        """The caller's memory, which somebody else keeps mapped."""
+        others = self._sources[self._sources[:, 0] != region_id]
+        self._sources = np.vstack([others, np.array([[region_id, memory.address, memory.nbytes]], np.int64)])
+
+    def run(self, session: Session) -> Note | None:
+        """Take requests until one has a notification, or the next frame (None) is for Python to receive.
+
+        The answer to a notification is sent by the next call. Raises OSError when the connection has ended.
+        """
+        state = self._state
+        state[loop.LAST_SEQ], state[loop.REFUSED_OPERATION] = session.last_seq, session.refused_operation
+        self._borrow(0)
+        try:
+            while True:
+                why = self._run()
+                if why == loop.NOTE:
+                    tag_at, payload_at, end = state[loop.TAG_AT], state[loop.PAYLOAD_AT], state[loop.NOTE_END]
+                    tag, payload = bytes(self._buffer[tag_at:payload_at]), bytes(self._buffer[payload_at:end])
+                    return Note(state[loop.ACK_SEQ], tag, payload)
+                if why == loop.FRAME or (why == loop.GROW and state[loop.WANTED] > MAX_BUFFER_NBYTES):
+                    return None
+                if why == loop.GROW:
+                    self._link.return_buffer(state[loop.START], state[loop.END])
+                    self._borrow(2 * state[loop.WANTED])
+                elif why == loop.DESCRIPTORS:
+                    self._link.keep_fds(_passed_fds(self._scratch, state[loop.CONTROL_NBYTES]))
+                elif why == loop.ENDED:
+                    raise _ended(state[loop.ERRNO], self._link.address)
+        finally:
+            session.last_seq = state[loop.LAST_SEQ]
+            self._link.return_buffer(state[loop.START], state[loop.END])
+
+    def _run(self) -> int:
+        why: int = self._loop(
+            self._link.fileno(),
+            self._link.is_unix,
+            self._array,
+            self._scratch,
+            self._buffer_array,
+            self._slots.words,
+            self._inside,
+            self._slots.waiting,
+            self._sources,
+            *self._flows,
+        )
+        if self._slots.waiting[0]:
+            self._grants.left()
+        return why
+
+    def _borrow(self, nbytes: int) -> None:
+        buffer, self._state[loop.START], self._state[loop.END] = self._link.lend_buffer(nbytes)
+        if buffer is not self._buffer:
+            self._buffer, self._buffer_array = buffer, np.frombuffer(buffer, np.uint8)
+
+
+def _passed_fds(scratch: npt.NDArray[np.int64], nbytes: int) -> list[int]:
+    """The descriptors in the control messages (cmsg(3)) that the loop received."""
+    control = scratch[loop.CONTROL_AT :].tobytes()[:nbytes]
+    fds: list[int] = []
+    while len(control) >= _CONTROL_HEAD.size:
+        length, _, _ = _CONTROL_HEAD.unpack_from(control)  # SCM_RIGHTS: sockets get no other kind unless they ask
+        data = control[_CONTROL_HEAD.size : length]
+        fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        control = control[max(-(-length // 8) * 8, _CONTROL_HEAD.size) :]
+    return fds
+
+
+def _ended(errno: int, address: str) -> OSError:
+    return OSError(errno, os.strerror(errno)) if errno else LinkClosed(f"{address} closed the connection")

@@ -1,0 +1,76 @@
+"""The system's calls and the plain loads and stores that compiled loops use; addresses are int64 of this process.
+
+The calls are bound by name, so what is compiled with them can be cached on disk.
+"""
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "EAGAIN",
+    "EINTR",
+    "MSG_CMSG_CLOEXEC",
+    "MSG_DONTWAIT",
+    "MSG_NOSIGNAL",
+    "MSG_WAITALL",
+    "POLLRDHUP",
+    "clock_gettime",
+    "errno_location",
+    "load_i32",
+    "load_i64",
+    "load_u32",
+    "load_u64",
+    "memmove",
+    "poll",
+    "recv",
+    "recvmsg",
+    "send",
+    "sendmsg",
+    "store_i32",
+    "store_i64",
+]
+
+EINTR, EAGAIN = 4, 11
+MSG_DONTWAIT, MSG_WAITALL, MSG_NOSIGNAL, MSG_CMSG_CLOEXEC = 0x40, 0x100, 0x4000, 0x40000000
+POLLRDHUP = 0x2000
+
+_i32, _i64 = types.int32, types.int64
+recv: Any = types.ExternalFunction("recv", _i64(_i32, _i64, _i64, _i32))
+send: Any = types.ExternalFunction("send", _i64(_i32, _i64, _i64, _i32))
+recvmsg: Any = types.ExternalFunction("recvmsg", _i64(_i32, _i64, _i32))
+sendmsg: Any = types.ExternalFunction("sendmsg", _i64(_i32, _i64, _i32))
+poll: Any = types.ExternalFunction("poll", _i32(_i64, _i64, _i32))
+memmove: Any = types.ExternalFunction("memmove", _i64(_i64, _i64, _i64))
+clock_gettime: Any = types.ExternalFunction("clock_gettime", _i32(_i32, _i64))
+errno_location: Any = types.ExternalFunction("__errno_location", _i64())
+
+# Numba wants of an intrinsic a function of the arguments' types that returns its signature and a generator of code.
+
+
+def _load(of: Any, llvm_type: Any) -> Any:
+    def typed(_typing: Any, _address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.load(builder.inttoptr(args[0], llvm_type.as_pointer()), align=1)
+
+        return of(_i64), generate
+
+    return intrinsic(typed)
+
+
+def _store(of: Any, llvm_type: Any) -> Any:
+    def typed(_typing: Any, _address: Any, _value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            builder.store(args[1], builder.inttoptr(args[0], llvm_type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(_i64, of), generate
+
+    return intrinsic(typed)
+
+
+load_i32, load_u32 = _load(types.int32, cgutils.int32_t), _load(types.uint32, cgutils.int32_t)
+load_i64, load_u64 = _load(types.int64, cgutils.intp_t), _load(types.uint64, cgutils.intp_t)
+store_i32, store_i64 = _store(types.int32, cgutils.int32_t), _store(types.int64, cgutils.intp_t)
