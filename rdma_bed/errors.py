@@ -40,4 +40,8 @@ class DeadlineExceeded(BedError):
 
 
 class BootFailed(BedError):
-    """The VM gave no sign that it is ready."""
+    """The VM gave no sign that it is ready. `reason` is the line that tells most; the text tells all that is known."""
+
+    def __init__(self, reason: str, story: str) -> None:
+        super().__init__(story)
+        self.reason = reason

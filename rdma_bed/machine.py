@@ -65,7 +65,12 @@ class _Running:
         if self.ready_s is None and (self.folder / "ready").exists():
             self.ready_s = time.monotonic() - self.began_s
 
+    def errors(self) -> list[str]:
+        """What QEMU complained of."""
+        return (self.folder / "qemu.log").read_text(errors="replace").splitlines()
+
     def console(self) -> str:
+        """What the guest's kernel said."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / "console.log").read_text(errors="replace").replace("\r", "")
         return ""
@@ -165,7 +170,7 @@ def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline
             for machine in machines:
                 machine.look()
                 if machine.ready_s is None and time.monotonic() - machine.began_s > boot_limit_s:
-                    raise BootFailed(_story(machine, f"was not ready within {boot_limit_s:g} s"))
+                    raise _boot_failed(machine, f"was not ready within {boot_limit_s:g} s")
             if time.monotonic() >= limit_s:
                 if status:
                     break
@@ -193,7 +198,7 @@ def _ended(machine: _Running) -> int:
     machine.process.wait()
     machine.look()
     if machine.ready_s is None:
-        raise BootFailed(_story(machine, f"ended (QEMU's status {machine.process.returncode}) before it was ready"))
+        raise _boot_failed(machine, f"ended (QEMU's status {machine.process.returncode}) before it was ready")
     left = machine.folder / "status"
     status = qemu.exit_status(left.read_text()) if left.exists() else qemu.STATUS_NONE
     if status == qemu.STATUS_NONE and not left.exists():
@@ -204,15 +209,18 @@ def _ended(machine: _Running) -> int:
     return status
 
 
+def _boot_failed(machine: _Running, what: str) -> BootFailed:
+    reason = (machine.errors() or [f"the VM {what}"])[-1]
+    advice = "RDMA_BED_ACCEL=tcg boots without KVM; a folder made anew by RDMA_BED_CACHE rules out a bad image."
+    return BootFailed(reason, f"{_story(machine, what)}\n{advice}")
+
+
 def _story(machine: _Running, what: str) -> str:
     """What is known of a VM that failed."""
-    errors = (machine.folder / "qemu.log").read_text(errors="replace").strip()
     told = machine.folder / "failed"
     lines = [f"the VM {what}", *([told.read_text().strip()] if told.exists() else [])]
-    lines += [f"QEMU: {line}" for line in errors.splitlines()[-5:]]
-    lines += [f"console: {line}" for line in machine.console().splitlines()[-20:]]
-    lines.append("RDMA_BED_ACCEL=tcg boots without KVM; a folder made anew by RDMA_BED_CACHE rules out a bad image.")
-    return "\n".join(lines)
+    lines += [f"QEMU: {line}" for line in machine.errors()[-5:]]
+    return "\n".join([*lines, *(f"console: {line}" for line in machine.console().splitlines()[-20:])])
 
 
 def end_on_signals() -> None:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import pyverbs.enums as verbs
 from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.cq import CQ
@@ -12,6 +13,8 @@ from pyverbs.mr import MR
 from pyverbs.pd import PD
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, SendWR
+
+pytestmark = [pytest.mark.transports("rdma"), pytest.mark.usefixtures("transport")]
 
 PORT = 1
 NBYTES = 1 << 20
