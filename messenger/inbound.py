@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 class Host(Protocol):
     """What a connection needs of the server that accepted it."""
 
+    def admit(self, hello: Hello) -> bool: ...
     def greeted(self, hello: Hello) -> None: ...
     def ended(self, connection: "Inbound", hello: Hello | None, *, in_peace: bool) -> None: ...
 
@@ -62,6 +63,11 @@ class Inbound:
         self._served: Flow
         self._ended = threading.Event()
         self._hello: Hello | None = None
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether the caller has not said who it is yet, and was not cut off for it."""
+        return self._hello is None and not self._was_cut
 
     def cut(self) -> None:
         """End the connection; its thread stops touching memory and ends soon after."""
@@ -118,6 +124,12 @@ class Inbound:
         transport = self._transports.get(hello.transport)
         if transport is None:
             self._reject("transport", f"{hello.transport!r} is not spoken here, only {', '.join(self._transports)}")
+            return None
+        if not self._host.admit(hello):
+            owner.counters.add("connections_turned_away")
+            reason = f"{hello.node_id} has as many connections here as max_connections_per_peer allows"
+            _log.warning("turned away a connection from %s: %s", self._link.address, reason)
+            self._reject("full", reason)
             return None
         self._hello = hello
         session = owner.sessions.attach(hello.session, self, owner.handshake_timeout_s)

@@ -68,6 +68,7 @@ class Messenger:
             owner,
             self._clock,
             max_connections=config.max_connections,
+            max_connections_per_peer=config.max_connections_per_peer,
             loss_grace_s=config.peer_loss_grace_s,
             on_lost=self._peer_lost,
             on_found=self._peer_found,

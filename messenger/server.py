@@ -31,6 +31,7 @@ class Server:
         clock: AlarmClock,
         *,
         max_connections: int,
+        max_connections_per_peer: int,
         loss_grace_s: float,
         on_lost: Callable[[str, int], None],
         on_found: Callable[[str, int], None],
@@ -38,12 +39,13 @@ class Server:
         self._owner = owner
         self._clock = clock
         self._max_connections = max_connections
+        self._max_of_peer = max_connections_per_peer
         self._loss_grace_s = loss_grace_s
         self._on_lost = on_lost
         self._on_found = on_found
         self._lock = threading.Lock()
         self._connections: dict[Inbound, threading.Thread] = {}
-        self._callers: Counter[Caller] = Counter()
+        self._callers: dict[Caller, Counter[bytes]] = {}  # connections by session
         self._listeners: list[tuple[Door, socket.socket, threading.Thread]] = []
         self._closing = False
 
@@ -82,9 +84,18 @@ class Server:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def greeted(self, hello: Hello) -> None:
+    def admit(self, hello: Hello) -> bool:
+        """Whether the caller may have this connection too; one that takes an earlier one's place always may."""
+        caller = (hello.node_id, hello.incarnation)
         with self._lock:
-            self._callers[hello.node_id, hello.incarnation] += 1
+            streams = self._callers.get(caller, Counter())
+            if hello.session not in streams and len(streams) >= self._max_of_peer:
+                return False
+            streams[hello.session] += 1
+            self._callers[caller] = streams
+        return True
+
+    def greeted(self, hello: Hello) -> None:
         self._on_found(hello.node_id, hello.incarnation)
 
     def ended(self, connection: Inbound, hello: Hello | None, *, in_peace: bool) -> None:
@@ -93,8 +104,11 @@ class Server:
             if hello is None:
                 return
             caller = (hello.node_id, hello.incarnation)
-            self._callers[caller] -= 1
-            if self._callers[caller] > 0:
+            streams = self._callers[caller]
+            streams[hello.session] -= 1
+            if not streams[hello.session]:
+                del streams[hello.session]
+            if streams:
                 return
             del self._callers[caller]
             if in_peace or self._closing:
@@ -103,7 +117,7 @@ class Server:
 
     def _report_lost(self, caller: Caller) -> None:
         with self._lock:
-            if self._callers[caller] > 0 or self._closing:
+            if caller in self._callers or self._closing:
                 return
         self._on_lost(*caller)
 
@@ -126,10 +140,18 @@ class Server:
         connection = Inbound(self._owner, self, transports, link)
         thread = threading.Thread(target=connection.run, name=f"{self._owner.node_id}-inbound", daemon=True)
         with self._lock:
-            admitted = not self._closing and len(self._connections) < self._max_connections
+            gives_way = None
+            if len(self._connections) >= self._max_connections:
+                # Whoever knocks and says nothing must not keep out those who greet.
+                gives_way = next((one for one in self._connections if one.may_give_way), None)
+            has_room = len(self._connections) < self._max_connections or gives_way is not None
+            admitted = has_room and not self._closing
             if admitted:
                 self._connections[connection] = thread
                 thread.start()
+        if gives_way is not None:
+            self._owner.counters.add("connections_turned_away")
+            gives_way.cut()
         if not admitted:
             self._turn_away(link)
 
@@ -138,7 +160,7 @@ class Server:
         _log.warning("turned away a connection from %s: %d are open", link.address, self._max_connections)
         try:
             link.set_timeout(0.1)
-            link.send(Reject("full", f"{self._max_connections} connections are open, which is the limit"))
+            link.send(Reject("full", f"{self._max_connections} connections are open, which is the limit of all peers"))
         except OSError:
             pass
         link.close()

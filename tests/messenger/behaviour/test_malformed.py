@@ -47,7 +47,7 @@ def rows(*values: tuple[int, ...]) -> bytes:
 
 @pytest.fixture
 def owner(make_node: Any) -> Any:
-    return make_node("b", 4096, handshake_timeout_s=0.5)
+    return make_node("b", 4096, handshake_timeout_s=0.5, max_connections_per_peer=256)
 
 
 @pytest.fixture
