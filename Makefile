@@ -11,13 +11,16 @@ TORCH_INDEX ?=
 TRAIN_STEPS ?= 4000
 # Tests wait for processes more than they compute. A file's tests stay together: they share a cluster.
 TEST_PROCESSES ?= 2
+SOAK_SECONDS ?= 600
+# Drawn, and told, if empty.
+SOAK_SEED ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check format proto train bench clients compare clean distclean
+.PHONY: help setup demo test check format proto train bench clients compare soak-messenger clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -30,6 +33,7 @@ help:
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
+	@echo "make soak-messenger  load and faults for the messenger, SOAK_SECONDS=$(SOAK_SECONDS), SOAK_SEED=N"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
 setup: $(STAMP)
@@ -73,6 +77,9 @@ clients: $(STAMP)
 
 compare: $(STAMP)
 	$(BIN)/python -m benchmarks.disaggregation
+
+soak-messenger: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,6 +25,7 @@ import pytest
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
 
 CHILD = Path(__file__).with_name("child.py")
+TRANSPORTS = ("tcp", "shm", "rdma")
 VERBS_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -43,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("transports")
-        wanted = marker.args if marker else ("tcp", "shm", *(["rdma"] if _has_verbs_device() else []))
         only = metafunc.config.getoption("transport", None)
-        metafunc.parametrize("transport", [name for name in wanted if only in (None, name)], indirect=True)
+        names = [name for name in (marker.args if marker else TRANSPORTS) if only in (None, name)]
+        there = [name for name in names if name != "rdma" or _has_verbs_device()]
+        metafunc.parametrize("transport", there, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

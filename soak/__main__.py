@@ -1,0 +1,183 @@
+"""`python -m soak`: load and trouble for so many seconds; what was found, as JSON, on the last line.
+
+Exit status 1 when a byte was wrong, an error came out of nothing, something hung, or something grew or was left over.
+"""
+
+import argparse
+import faulthandler
+import json
+import random
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from messenger import Messenger, MessengerConfig
+from soak.fleet import Member, PeerGone, Settings, Trouble
+from soak.watch import growth, usage, verbs_resources
+from soak.worker import DEADLINE_S, PATIENCE_S, SLACK_S, Worker
+
+TRANSPORTS = {"auto": ("tcp", "shm"), "tcp": ("tcp",), "shm": ("shm",), "rdma": ("rdma",)}
+PROGRESS_S = 5.0
+SAMPLE_S = 1.0
+
+
+def main() -> int:
+    faulthandler.enable()
+    parser = argparse.ArgumentParser(prog="python -m soak", description="Soak the messenger; JSON on the last line.")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=None, help="of sizes, shapes and trouble; drawn if not given")
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="auto", help="auto: tcp and shm in one run")
+    parser.add_argument("--peers", type=int, default=4, help="processes; the first of each transport is never replaced")
+    parser.add_argument("--workers", type=int, default=2, help="threads of load per peer")
+    parser.add_argument("--slot-kib", type=int, default=1024, help="memory of a thread")
+    parser.add_argument("--trouble-every-s", type=float, default=2.0, help="mean time between faults")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for time limits on slow machines")
+    arguments = parser.parse_args()
+    if arguments.peers <= len(TRANSPORTS[arguments.transport]):
+        parser.error("--peers: more than transports, since the first of each transport is never replaced")
+    if arguments.seed is None:
+        arguments.seed = secrets.randbits(32)
+    print(f"soak: seed {arguments.seed}, {arguments.transport}, {arguments.seconds:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mp-soak-") as run_dir:
+        report = Soak(arguments, run_dir).run()
+    print(json.dumps(report))
+    return 1 if report["failures"] else 0
+
+
+class Soak:
+    def __init__(self, arguments: argparse.Namespace, run_dir: str) -> None:
+        self._arguments = arguments
+        self._settings = Settings(
+            transports=TRANSPORTS[arguments.transport],
+            run_dir=run_dir,
+            slots=arguments.workers,
+            slot_nbytes=arguments.slot_kib << 10,
+            patience=arguments.patience,
+        )
+        self._over = threading.Event()
+        self._failures: list[str] = []
+        self._samples: list[dict[str, int]] = []
+        self._steady_samples: list[dict[str, int]] = []
+
+    def run(self) -> dict[str, Any]:
+        before, verbs_before = usage(), verbs_resources()
+        started_s = time.monotonic()
+        config = MessengerConfig(
+            transport=self._arguments.transport,
+            run_dir=Path(self._settings.run_dir),
+            handshake_timeout_s=5.0 * self._arguments.patience,
+        )
+        messenger = Messenger(config, node_id="soak", incarnation=1)
+        messenger.start()
+        members = [Member(number, self._settings) for number in range(self._arguments.peers)]
+        seed = self._arguments.seed
+        workers = [
+            Worker(messenger, member, slot, self._settings, (seed, number, slot), self._over)
+            for number, member in enumerate(members)
+            for slot in range(self._arguments.workers)
+        ]
+        trouble = Trouble(members, self._arguments.trouble_every_s, random.Random(seed))
+        for worker in workers:
+            worker.thread.start()
+        trouble.start()
+        self._watch(members, workers, trouble, started_s + self._arguments.seconds)
+        trouble.close()
+        self._over.set()
+        self._join(workers)
+        self._question(members, messenger)
+        messenger_counters = messenger.counters()
+        messenger.close()
+        for member in members:
+            member.close()
+        for worker in workers:
+            worker.close()
+        self._failures += growth("the caller", self._samples) + growth(members[0].node_id, self._steady_samples)
+        after = self._usage_at_rest(before)
+        for what in ("descriptors", "threads"):
+            if after[what] > before[what]:
+                self._failures.append(f"{after[what]} {what} are open at the end, {before[what]} were at the start")
+        verbs_after = verbs_resources()
+        if verbs_after != verbs_before:
+            self._failures.append(f"verbs resources were {verbs_before} and are {verbs_after}")
+        if trouble.failure is not None:
+            self._failures.append(f"trouble itself failed: {trouble.failure!r}")
+        return {
+            "seed": seed,
+            "transport": self._arguments.transport,
+            "seconds": round(time.monotonic() - started_s, 1),
+            "operations": dict(_total(workers, "operations")),
+            "errors": dict(_total(workers, "errors")),
+            "trouble": dict(trouble.events),
+            "gib_moved": round(sum(worker.nbytes for worker in workers) / 2**30, 3),
+            "gib_checked": round(sum(worker.checked_nbytes for worker in workers) / 2**30, 3),
+            "connects": messenger_counters.get("connects", 0),
+            "retries": messenger_counters.get("retries", 0),
+            "before": before,
+            "middle": self._samples[len(self._samples) // 2] if self._samples else before,
+            "after": after,
+            "failures": self._failures,
+        }
+
+    def _usage_at_rest(self, before: dict[str, int]) -> dict[str, int]:
+        """Once it is what it was before, for a thread outlives its join by a moment; or after a while."""
+        end_s = time.monotonic() + 5.0 * self._arguments.patience
+        while (now := usage())["threads"] > before["threads"] and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return now
+
+    def _watch(self, members: list[Member], workers: list[Worker], trouble: Trouble, end_s: float) -> None:
+        """Until the time is up, or something failed."""
+        started_s = shown_s = time.monotonic()
+        while not self._over.wait(SAMPLE_S) and time.monotonic() < end_s:
+            self._samples.append(usage())
+            try:
+                self._steady_samples.append(members[0].ask(members[0].generation, "report")["usage"])
+            except PeerGone:
+                self._failures.append(f"{members[0].node_id} is gone, and nobody ended it")
+                return
+            if time.monotonic() - shown_s >= PROGRESS_S:
+                shown_s = time.monotonic()
+                self._show(shown_s - started_s, workers, trouble)
+
+    def _show(self, elapsed_s: float, workers: list[Worker], trouble: Trouble) -> None:
+        operations, errors = _total(workers, "operations"), _total(workers, "errors")
+        moved_gib = sum(worker.nbytes for worker in workers) / 2**30
+        used = " ".join(f"{name} {value}" for name, value in self._samples[-1].items())
+        print(
+            f"{elapsed_s:6.0f} s  {operations.total()} operations, {moved_gib:.2f} GiB, "
+            f"{errors.total()} expected errors, {trouble.events.total()} troubles; {used}",
+            flush=True,
+        )
+
+    def _join(self, workers: list[Worker]) -> None:
+        limit_s = (DEADLINE_S + SLACK_S + PATIENCE_S) * 2 * self._arguments.patience
+        end_s = time.monotonic() + limit_s
+        for worker in workers:
+            worker.thread.join(max(0.0, end_s - time.monotonic()))
+            if worker.thread.is_alive():
+                self._failures.append(f"{worker.thread.name} hangs")
+                faulthandler.dump_traceback()
+            elif worker.failure is not None:
+                self._failures.append(f"{type(worker.failure).__name__}: {worker.failure}")
+
+    def _question(self, members: list[Member], messenger: Messenger) -> None:
+        """At rest nothing is pending, and every notification came with the data that it promised."""
+        self._failures += messenger.validate()
+        for member in members:
+            try:
+                self._failures += member.ask(member.generation, "report")["wrong"]
+            except PeerGone:
+                self._failures.append(f"{member.node_id} is gone, and nobody ended it")
+
+
+def _total(workers: list[Worker], name: str) -> Counter[str]:
+    return sum((getattr(worker, name) for worker in workers), Counter())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What a process uses, and whether that grows: a trend over the run, not the noise in it."""
+
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ALLOWED_GROWTH = {"rss_kib": 16 << 10, "descriptors": 6, "threads": 4}
+"""Of the median in the last third over that of the middle third."""
+FEWEST_SAMPLES = 9
+
+
+def usage() -> dict[str, int]:
+    """Of this process, without compiled help."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "rss_kib": int(status["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+        "threads": int(status["Threads"]),
+    }
+
+
+def verbs_resources() -> dict[str, int]:
+    """Queue pairs, registrations and the like on this machine's verbs devices; empty where there are none."""
+    tool = shutil.which("rdma")
+    if tool is None or not Path("/sys/class/infiniband").is_dir():
+        return {}
+    counts: dict[str, int] = {}
+    shown = subprocess.run([tool, "resource", "show"], capture_output=True, text=True, check=True).stdout
+    for line in shown.splitlines():
+        # 0: rxe0: pd 3 cq 6 qp 7 cm_id 0 mr 12 ctx 2 srq 1
+        words = line.split()[2:]
+        for name, number in zip(words[::2], words[1::2], strict=False):
+            counts[name] = counts.get(name, 0) + int(number)
+    return counts
+
+
+def growth(name: str, samples: Sequence[dict[str, int]]) -> list[str]:
+    """What grew from the middle third of the samples to the last; none with too few samples to tell."""
+    if len(samples) < FEWEST_SAMPLES:
+        return []
+    third = len(samples) // 3
+    found = []
+    for what, allowed in ALLOWED_GROWTH.items():
+        middle, last = (
+            statistics.median(sample[what] for sample in part) for part in (samples[third:-third], samples[-third:])
+        )
+        if last - middle > allowed:
+            found.append(f"{name}: {what} grew from {middle:.0f} to {last:.0f}, where {allowed} is allowed")
+    return found

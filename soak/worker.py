@@ -1,0 +1,291 @@
+"""One thread of load: it owns a slot of a peer's region, knows every byte that must be there, and looks.
+
+Whatever failed leaves the slot with old or new bytes, each at its place; the key is then renewed, so that nothing under
+way can change it any more, and the slot is read and compared. An error is expected while the peer is in trouble, or
+where the worker asked for it; any other is a failure of the run, as is whatever takes longer than its deadline.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from messenger import (
+    Messenger,
+    PeerLost,
+    RemoteAccessError,
+    RemoteKey,
+    SharedMemory,
+    TransferDeadlineExceeded,
+    TransferError,
+)
+from soak.fleet import Generation, Member, PeerGone, Settings
+from soak.peer import SLOT, digest
+from soak.shapes import Bytes, Rows, applied, first_difference, random_rows
+
+DEADLINE_S = 6.0
+SLACK_S = 10.0
+"""By which a future may be later than its deadline, on a machine that is busy."""
+PATIENCE_S = 60.0
+"""How long a peer may be of no use."""
+
+_OF_TROUBLE = (PeerLost, TransferDeadlineExceeded)
+
+
+class Failed(Exception):
+    """The messenger did what it must not."""
+
+
+class Worker:
+    def __init__(
+        self,
+        messenger: Messenger,
+        member: Member,
+        slot: int,
+        settings: Settings,
+        seed: Sequence[int],
+        over: threading.Event,
+    ) -> None:
+        self._messenger = messenger
+        self._member = member
+        self._slot = slot
+        self._room = settings.slot_nbytes
+        self._patience = settings.patience
+        self._over = over
+        self._rng = np.random.default_rng(seed)
+        self._pool: Bytes = self._rng.integers(0, 256, 4 * self._room, dtype=np.uint8)
+        self._memory = SharedMemory.create(2 * self._room, f"{member.node_id}-{slot}")
+        self._region = messenger.register(self._memory)
+        self._expected: Bytes = np.zeros(self._room, dtype=np.uint8)
+        self._possible: list[Bytes] = []
+        self._meet(member.generation)
+        self.operations: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.nbytes = 0
+        self.checked_nbytes = 0
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=f"load-{member.node_id}-{slot}", daemon=True)
+
+    def close(self) -> None:
+        self._messenger.deregister(self._region)
+        del self._region
+        self._memory.close()
+
+    def _run(self) -> None:
+        actions: list[Callable[[], None]] = [
+            self._write,
+            self._write,
+            self._write_and_tell,
+            self._write_and_tell,
+            self._read,
+            self._read,
+            self._many_at_once,
+            self._hurry,
+            self._lose_the_right,
+            self._look,
+        ]
+        try:
+            while not self._over.is_set():
+                action = actions[int(self._rng.integers(len(actions)))]
+                self._guarded(action)
+                self.operations[action.__name__.strip("_").replace("_", " ")] += 1
+            self._guarded(self._look)
+        except BaseException as error:
+            self.failure = error
+            self._over.set()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            if self._possible:
+                self._recover()
+        except PeerGone:
+            self._meet(self._member.next_generation(self._generation, PATIENCE_S * self._patience))
+
+    def _meet(self, generation: Generation) -> None:
+        """A new process begins with zeros."""
+        self._generation = generation
+        self._peer = self._messenger.connect(generation.endpoint)
+        self._key = generation.keys[self._slot]
+        self._expected[:] = 0
+        self._possible.clear()
+
+    # What a worker does.
+
+    def _write(self) -> None:
+        rows = self._fresh_rows()
+        after = applied(rows, self._source, self._expected)
+        self._settle(
+            [self._peer.write(self._key, self._region, self._remote(rows), deadline_s=self._deadline_s)], after
+        )
+
+    def _write_and_tell(self) -> None:
+        rows = self._fresh_rows()
+        after = applied(rows, self._source, self._expected)
+        future = self._peer.write_notify(
+            self._key,
+            self._region,
+            self._remote(rows),
+            SLOT.pack(self._slot),
+            digest(after),
+            deadline_s=self._deadline_s,
+        )
+        self._settle([future], after)
+
+    def _read(self) -> None:
+        rows = random_rows(self._rng, self._room)
+        wanted = applied(rows, self._expected, self._sink)
+        mirrored = rows[:, [1, 0, 2]]
+        mirrored[:, 0] += self._room
+        mirrored[:, 1] += self._slot * self._room
+        started_s = time.monotonic()
+        future = self._peer.read(self._key, self._region, mirrored, deadline_s=self._deadline_s)
+        if self._outcome(future, self._deadline_s, started_s):
+            self._compare("a read", self._sink, wanted)
+
+    def _many_at_once(self) -> None:
+        rows = self._fresh_rows()
+        after = applied(rows, self._source, self._expected)
+        parts = [part for part in np.array_split(rows, int(self._rng.integers(1, 65))) if len(part)]
+        self._settle(
+            [self._peer.write(self._key, self._region, self._remote(p), deadline_s=self._deadline_s) for p in parts],
+            after,
+        )
+
+    def _hurry(self) -> None:
+        """Deadlines that may be too short."""
+        rows = self._fresh_rows()
+        after = applied(rows, self._source, self._expected)
+        deadline_s = float(10 ** self._rng.uniform(-4, -1.5))
+        futures: list[Future[Any]] = [
+            self._peer.write(self._key, self._region, self._remote(rows), deadline_s=deadline_s),
+            self._peer.read(self._key, self._region, [[self._room, self._slot * self._room, 8]], deadline_s=deadline_s),
+        ]
+        self._settle(futures, after, deadline_s=deadline_s, allowed=TransferDeadlineExceeded)
+
+    def _lose_the_right(self) -> None:
+        """Once a revoke has returned, the owner's memory is as the owner leaves it, whatever was under way."""
+        rows = self._remote(self._fresh_rows())
+        started_s = time.monotonic()
+        futures = [
+            self._peer.write(self._key, self._region, rows, deadline_s=self._deadline_s)
+            for _ in range(int(self._rng.integers(1, 9)))
+        ]
+        value = int(self._rng.integers(256))
+        try:
+            self._renew(value)
+            self._expected[:] = value
+        finally:
+            for future in futures:
+                self._outcome(future, self._deadline_s, started_s, RemoteAccessError)
+        self._look()
+
+    def _look(self) -> None:
+        """The whole slot, by a read and by the digest that its owner makes."""
+        found = self._fetched()
+        if found is None:
+            self._possible.append(self._expected)
+            return
+        self._compare("the slot", found, self._expected)
+        if self._member.ask(self._generation, "digest", self._slot) != digest(self._expected).hex():
+            raise Failed(f"{self._who}: its owner's digest is another")
+
+    # Helpers.
+
+    @property
+    def _who(self) -> str:
+        return f"{self._member.node_id} slot {self._slot}"
+
+    @property
+    def _deadline_s(self) -> float:
+        return DEADLINE_S * self._patience
+
+    @property
+    def _source(self) -> Bytes:
+        return self._memory.array[: self._room]
+
+    @property
+    def _sink(self) -> Bytes:
+        return self._memory.array[self._room :]
+
+    def _fresh_rows(self) -> Rows:
+        """Rows within the slot, and new bytes to write."""
+        first = int(self._rng.integers(len(self._pool) - self._room))
+        self._source[:] = self._pool[first : first + self._room]
+        return random_rows(self._rng, self._room)
+
+    def _remote(self, rows: Rows) -> Rows:
+        moved = rows.copy()
+        moved[:, 1] += self._slot * self._room
+        return moved
+
+    def _settle(
+        self,
+        futures: Sequence[Future[Any]],
+        after: Bytes,
+        *,
+        deadline_s: float | None = None,
+        allowed: type[TransferError] | None = None,
+    ) -> None:
+        """The slot holds `after` if all succeeded; if not, each byte of it is an old or a new one."""
+        started_s = time.monotonic()
+        outcomes = [self._outcome(future, deadline_s or self._deadline_s, started_s, allowed) for future in futures]
+        if all(outcomes):
+            self._expected = after
+        else:
+            self._possible += [self._expected, after]
+
+    def _outcome(
+        self, future: Future[Any], deadline_s: float, started_s: float, allowed: type[TransferError] | None = None
+    ) -> bool:
+        try:
+            self.nbytes += future.result(deadline_s + SLACK_S * self._patience).nbytes
+            return True
+        except TransferError as error:
+            name = type(error).__name__
+            self.errors[name] += 1
+            if error.peer != self._member.node_id or not error.address:
+                raise Failed(f"{self._who}: an error that does not tell who and where: {error}") from error
+            asked_for = allowed is not None and isinstance(error, allowed)
+            excused = isinstance(error, _OF_TROUBLE) and self._member.was_disturbed_since(started_s)
+            if not asked_for and not excused:
+                raise Failed(f"{self._who}: an error out of nothing: {name}: {error}") from error
+            return False
+        except TimeoutError as error:
+            raise Failed(f"{self._who}: an operation outlives its deadline of {deadline_s:.3f} s") from error
+
+    def _renew(self, value: int | None) -> None:
+        packed = self._member.ask(self._generation, "renew", self._slot, value)
+        self._key = RemoteKey.unpack(bytes.fromhex(packed))
+
+    def _recover(self) -> None:
+        """After a failure: fence what was under way, then see what has become of the slot."""
+        self._renew(None)
+        end_s = time.monotonic() + PATIENCE_S * self._patience
+        while (found := self._fetched()) is None:
+            if self._member.generation is not self._generation:
+                raise PeerGone(self._member.node_id)
+            if time.monotonic() > end_s:
+                raise Failed(f"{self._who}: of no use for {PATIENCE_S * self._patience:.0f} s")
+            time.sleep(0.05)
+        self._compare("what a failed operation left", found, *self._possible)
+        self._expected = found
+        self._possible.clear()
+
+    def _fetched(self) -> Bytes | None:
+        """A copy of the slot, unless it cannot be had now."""
+        self._sink[:] = 0xA5
+        started_s = time.monotonic()
+        row = [[self._room, self._slot * self._room, self._room]]
+        future = self._peer.read(self._key, self._region, row, deadline_s=self._deadline_s)
+        return self._sink.copy() if self._outcome(future, self._deadline_s, started_s) else None
+
+    def _compare(self, what: str, found: Bytes, *allowed: Bytes) -> None:
+        self.checked_nbytes += len(found)
+        difference = first_difference(found, *allowed)
+        if difference is not None:
+            raise Failed(f"{self._who}: {what}: {difference}")
