@@ -1,7 +1,7 @@
 """Strict mypy over every package, and proof that it looked: "Success" alone can mean two files.
 
-Checks that the packages of the wheel and of mypy's configuration are the same, that mypy counts every file of them, and
-that an error planted in each package is found.
+Checks that the packages of the project and of mypy's configuration are the same, that mypy counts every file of them,
+and that an error planted in each package is found.
 """
 
 import re
@@ -14,14 +14,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLANTED = 'planted_error: int = "text"\n'
 GENERATED_PACKAGES = {"proto/moonpool_proto"}
+UNSHIPPED_PACKAGES = {"rdma_bed"}
 
 
 def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages: list[str] = project["tool"]["mypy"]["packages"]
     shipped = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) - GENERATED_PACKAGES
-    if shipped != set(packages):
-        print(f"packages in the wheel but not under mypy, or the reverse: {sorted(shipped ^ set(packages))}")
+    ours = shipped | UNSHIPPED_PACKAGES
+    if ours != set(packages):
+        print(f"packages of the project but not under mypy, or the reverse: {sorted(ours ^ set(packages))}")
         return 1
     print("types: ", end="", flush=True)
     outcome = mypy()

@@ -80,18 +80,38 @@ def _fetch(prefix: Path, deadline: Deadline) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     archives = fresh / "archives"
     (archives / "partial").mkdir(parents=True)
-    command = [str(apt), "install", "--download-only", "--no-install-recommends", "--yes", "-qq"]
-    command += ["-o", f"Dir::Cache::archives={archives}", "-o", "Debug::NoLocking=true", *recipe.TOOL_PACKAGES]
+    options = [
+        "-qq",
+        "-o",
+        f"Dir::Cache={fresh}",
+        "-o",
+        f"Dir::Cache::archives={archives}",
+        "-o",
+        "Debug::NoLocking=true",
+    ]
+    install = [str(apt), "install", "--download-only", "--no-install-recommends", "--yes", *recipe.TOOL_PACKAGES]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline.left())
+        done = _run([*install, *options], deadline)
+        if done.returncode:
+            # The machine's package lists are old or missing: own ones are fetched, from the machine's sources.
+            lists = fresh / "lists"
+            (lists / "partial").mkdir(parents=True)
+            options += ["-o", f"Dir::State::lists={lists}"]
+            done = _run([str(apt), "update", *options], deadline)
+            done = done if done.returncode else _run([*install, *options], deadline)
+            shutil.rmtree(lists)
     except subprocess.TimeoutExpired:
         raise deadline.error(f"downloading {', '.join(recipe.TOOL_PACKAGES)}") from None
     if done.returncode:
         raise BuildFailed(
             f"apt could not download {', '.join(recipe.TOOL_PACKAGES)}: {done.stderr.strip()[-500:]}\n"
-            "Run `apt-get update` as root and try again, or install the packages."
+            "Mend the machine's apt sources or its network and try again, or install the packages."
         )
     for archive in sorted(archives.glob("*.deb")):
         subprocess.run([unpack, "-x", archive, fresh], check=True)
     shutil.rmtree(archives)
     fresh.rename(prefix)
+
+
+def _run(command: list[str], deadline: Deadline) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=deadline.left())

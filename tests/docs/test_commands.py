@@ -67,7 +67,7 @@ def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
 def targets() -> tuple[set[str], set[str]]:
     """(targets, variables) of the Makefile."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z]+):", text, re.MULTILINE)), set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", text, re.MULTILINE)), set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
 
 
 def words(line: str) -> list[str]:
