@@ -14,6 +14,7 @@ from messenger.errors import (
     PeerUnreachable,
     ProtocolError,
     RemoteAccessError,
+    TransferCancelled,
     TransferDeadlineExceeded,
     TransferError,
 )
@@ -22,6 +23,7 @@ from messenger.memory import Region, SharedMemory
 from messenger.messenger import Messenger
 from messenger.operation import TransferResult
 from messenger.peer import Peer
+from messenger.priority import Priority
 
 __all__ = [
     "AddressInUse",
@@ -38,11 +40,13 @@ __all__ = [
     "PeerLost",
     "PeerRestarted",
     "PeerUnreachable",
+    "Priority",
     "ProtocolError",
     "Region",
     "RemoteAccessError",
     "RemoteKey",
     "SharedMemory",
+    "TransferCancelled",
     "TransferDeadlineExceeded",
     "TransferError",
     "TransferResult",

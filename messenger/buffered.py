@@ -37,6 +37,7 @@ class BufferedLink(Link):
         self._start = 0
         self._end = 0
         self._until_s: float | None = None
+        self._begun: tuple[Message, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
@@ -46,6 +47,17 @@ class BufferedLink(Link):
     def connect(self, connect: Callable[[socket.socket], None]) -> None:
         """Connect the socket, within the time limit."""
         connect(self._sock)
+
+    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+        """As `send`, without waiting for room: whether all of it went. If not, `finish` is what is sent next."""
+        self._begun = message, views
+        return False
+
+    def finish(self) -> None:
+        """Send the rest of what was begun. Raises OSError when cut."""
+        assert self._begun is not None
+        (message, views), self._begun = self._begun, None
+        self.send(message, views)
 
     def fileno(self) -> int:
         """The socket's descriptor, for waiting."""

@@ -10,6 +10,7 @@ MessengerError
 │   ├── PeerUnreachable      nothing answers at the peer's address
 │   └── PeerRestarted        another incarnation answers there: the endpoint, its regions and keys are void
 ├── DeadlineExceeded         the deadline passed first; the operation cannot touch memory any more
+├── TransferCancelled        the caller cancelled it; it cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
 ├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
 ├── ProtocolError            bytes that are no frame of this protocol and version
@@ -79,6 +80,10 @@ class DeadlineExceeded(MessengerError):
 
 class TransferDeadlineExceeded(TransferError, DeadlineExceeded):
     """The deadline passed; the connection that carried the operation is cut, so no byte of it lands later."""
+
+
+class TransferCancelled(TransferError):
+    """The caller cancelled the operation; what was on the wire is cut off as by a deadline."""
 
 
 class RemoteAccessError(TransferError):

@@ -15,14 +15,16 @@ from messenger.grants import GrantTable
 from messenger.inbound import Owner
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
-from messenger.peer import Peer
+from messenger.peer import Peer, roles
 from messenger.rdma.topology import rdma_ports
 from messenger.reporting import reported
+from messenger.road import Road
 from messenger.server import Server
 from messenger.sessions import SessionTable
 from messenger.shm.transport import ShmTransport
 from messenger.stream import Stream
 from messenger.tcp.transport import TcpTransport
+from messenger.traffic import Traffic
 from messenger.transport import Transport
 
 NotifyHandler = Callable[[str, bytes, bytes], None]
@@ -47,6 +49,7 @@ class Messenger:
         self._counters = Counters()
         self._grants = GrantTable()
         self._clock = AlarmClock(f"{node_id}-alarms")
+        self._road = Road()
         self._notify_handlers: list[NotifyHandler] = []
         self._lost_handlers: list[PeerLostHandler] = []
         self._lock = threading.Lock()
@@ -238,6 +241,7 @@ class Messenger:
     def _new_peer(self, endpoint: Endpoint) -> Peer:
         transports = self._choose(endpoint)
         identity = (endpoint.node_id, endpoint.incarnation)
+        traffic = Traffic(endpoint, self._clock, self._counters, self._road)
         streams = [
             Stream(
                 Dialer(
@@ -248,16 +252,19 @@ class Messenger:
                     session=secrets.token_bytes(16),
                     timeout_s=self._config.handshake_timeout_s,
                 ),
-                self._clock,
+                traffic,
+                role,
                 self._counters,
                 name=f"{self._node_id}-{endpoint.node_id}-{index}",
                 on_lost=lambda reason: self._peer_lost(*identity, reason),
                 on_connected=lambda: self._peer_found(*identity),
             )
-            for index in range(self._config.streams_per_peer)
+            for index, role in enumerate(roles(self._config.streams_per_peer))
         ]
+        traffic.go_by(streams)
         return Peer(
             endpoint,
+            traffic,
             streams,
             default_deadline_s=self._config.default_deadline_s,
             require_region=self._grants.require,

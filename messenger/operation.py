@@ -1,15 +1,15 @@
-"""What a caller asked for (an operation) and the pieces it travels in (parts); plain state, guarded by its stream."""
+"""What a caller asked for (an operation) and the pieces it travels in (parts); plain state, guarded by its traffic."""
 
-import time
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from messenger.alarms import Alarm
+from messenger.completion import Completion
 from messenger.keys import RemoteKey
 from messenger.memory import Region
-from messenger.slices import Rows
+from messenger.priority import Priority
+from messenger.slices import Rows, Slices
+
+__all__ = ["Carrier", "Kind", "Notification", "Operation", "Part", "Transfer", "TransferResult"]
 
 
 class Kind(Enum):
@@ -18,59 +18,122 @@ class Kind(Enum):
     NOTIFY = "notify"
 
 
-@dataclass(frozen=True)
-class TransferResult:
-    """A finished operation: bytes moved, seconds from the call to the acknowledgement, and "tcp" or "shm"."""
+class TransferResult(NamedTuple):
+    """A finished operation: bytes moved, seconds from the call to the acknowledgement, and the transport's name."""
 
     nbytes: int
     seconds: float
     transport: str
 
 
-@dataclass(eq=False)
-class Operation:
-    """`outstanding` counts the parts that are queued or in flight; at zero the future is settled, once."""
+class Carrier(Protocol):
+    """The stream that a part of an operation is in flight on."""
 
-    number: int
-    kind: Kind
-    nbytes: int
-    outstanding: int
-    deadline_s: float
-    stall_s: float | None = None  # given up once its stream has made no progress for so long; None: never
-    future: Future[Any] = field(default_factory=Future)
-    started_s: float = field(default_factory=time.monotonic)
-    acknowledged_nbytes: int = 0
-    failure: Exception | None = None
-    alarm: Alarm | None = None
+    @property
+    def transport(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def cause(self) -> str: ...
+
+    def help(self, operation: "Operation") -> None: ...
+    def is_observed(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The memory side of a part: rows (local_offset, remote_offset, nbytes) between `region` and the key's region."""
+class Canceller(Protocol):
+    """Whoever has the operation in hand."""
+
+    def cancel(self, operation: "Operation") -> bool: ...
+
+
+class Operation(Completion[Any]):
+    """`outstanding` counts the parts that are queued or in flight; at zero it is settled, once."""
+
+    def __init__(
+        self,
+        number: int,
+        kind: Kind,
+        priority: Priority,
+        nbytes: int,
+        outstanding: int,
+        started_s: float,
+        deadline_s: float,
+        stall_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.kind = kind
+        self.priority = priority
+        self.nbytes = nbytes
+        self.outstanding = outstanding
+        self.single = outstanding == 1
+        self.started_s = started_s
+        self.deadline_s = deadline_s
+        self.stall_s = stall_s  # given up once the peer has acknowledged nothing for so long; None: never
+        self.flying = 0  # parts in flight
+        self.acknowledged_nbytes = 0
+        self.failure: Exception | None = None
+        self.awaited = False  # a thread waits in `result`, and may help next time
+        self.observed = False
+        self.carrier: Carrier | None = None
+        self.canceller: Canceller | None = None
+
+    def cancel(self) -> bool:
+        """Drop what is queued and cut off what is on the wire; whether it will end with TransferCancelled.
+
+        Local memory is free when the future is done, as always, not when this returns.
+        """
+        return self.canceller is not None and self.canceller.cancel(self)
+
+    def _is_observed(self) -> None:
+        # In this order: whoever puts a part in flight sets the carrier before it looks at `observed`.
+        self.observed = True
+        carrier = self.carrier
+        if carrier is not None:
+            carrier.is_observed()
+
+    def _help(self) -> None:
+        carrier = self.carrier
+        if carrier is None:
+            self.awaited = True
+        else:
+            carrier.help(self)
+
+
+class Transfer(NamedTuple):
+    """The memory side of a part: slices (local_offset, remote_offset, nbytes) between `region` and the key's region."""
 
     key: RemoteKey
     region: Region
-    rows: Rows
-    nbytes: int
+    slices: Slices
+
+    @property
+    def nbytes(self) -> int:
+        return self.slices.nbytes
+
+    @property
+    def rows(self) -> Rows:
+        """int64 [n, 3]"""
+        return self.slices.rows
 
 
-@dataclass(frozen=True)
-class Notification:
+class Notification(NamedTuple):
     tag: bytes
     payload: bytes
 
 
-@dataclass(eq=False)
 class Part:
     """One request on the wire. `seq` is given at the first sending and kept when it is sent again after a loss."""
 
-    operation: Operation
-    transfer: Transfer | None
-    notification: Notification | None = None
-    seq: int = 0
-    attempts: int = 0
-    copied: bool = False
+    __slots__ = ("attempts", "copied", "nbytes", "notification", "operation", "seq", "transfer")
 
-    @property
-    def nbytes(self) -> int:
-        return self.transfer.nbytes if self.transfer is not None else 0
+    def __init__(
+        self, operation: Operation, transfer: Transfer | None, notification: Notification | None = None
+    ) -> None:
+        self.operation = operation
+        self.transfer = transfer
+        self.notification = notification
+        self.nbytes = 0 if transfer is None else transfer.slices.nbytes
+        self.seq = 0
+        self.attempts = 0
+        self.copied = False

@@ -1,65 +1,102 @@
 """A peer as callers see it: one-sided writes and reads, and notifications in order, as futures."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy.typing as npt
 
+from messenger.backlog import Role, Way
 from messenger.config import Endpoint
 from messenger.errors import InvalidArgument
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.keys import RemoteKey
 from messenger.memory import Region
 from messenger.operation import Kind, Notification, Operation, Part, Transfer, TransferResult
-from messenger.slices import checked, coalesced, split
+from messenger.priority import BACKGROUND_PART_NBYTES, Priority
+from messenger.slices import Slices
 from messenger.stream import Stream
+from messenger.traffic import Traffic
+
+__all__ = ["SPREAD_NBYTES", "SPREAD_PART_NBYTES", "Peer", "roles"]
+
+SPREAD_NBYTES = 4 << 20
+"""Writes of at least so much go by several streams, where there are several for writes."""
+SPREAD_PART_NBYTES = 2 << 20
+
+
+def roles(streams: int) -> list[Role]:
+    """What each of a peer's streams carries: writes by the first half, small ones and notifications by the first."""
+    if streams == 1:
+        return [Role(ordered=True, spread=False, reads=True)]
+    writers = (streams + 1) // 2
+    return [Role(ordered=index == 0, spread=1 < writers > index, reads=index >= writers) for index in range(streams)]
 
 
 class Peer:
-    """Safe to use from any thread. Writes and notifies share one ordered stream; reads have streams of their own.
+    """Safe to use from any thread.
 
     Slices are integers [n, 3]: rows (local_offset, remote_offset, nbytes), both offsets from the start of a region.
     Arguments that cannot be right raise InvalidArgument at once; whatever happens later is the future's: PeerLost,
-    PeerRestarted, PeerUnreachable, TransferDeadlineExceeded, RemoteAccessError or MessengerClosed. Futures cannot be
-    cancelled: the deadline ends them, and once one is done its local memory is free for other use.
+    PeerRestarted, PeerUnreachable, TransferDeadlineExceeded, TransferCancelled, RemoteAccessError or MessengerClosed.
+    Once a future is done, and not before, its local memory is free for other use: `cancel` asks for an early end,
+    which then comes as TransferCancelled. (An asyncio future made of one forgets it when it is cancelled itself.)
+
+    Order holds within a priority, and none holds between two of them.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
+        traffic: Traffic,
         streams: Sequence[Stream],
         *,
         default_deadline_s: float,
         require_region: Callable[[Region], None],
     ) -> None:
         self.endpoint = endpoint
+        self._traffic = traffic
         self._streams = streams
+        self._spreads = any(stream.role.spread for stream in streams)
         self._default_deadline_s = default_deadline_s
         self._require_region = require_region
         self._numbers = itertools.count(1)
-        self._readers = itertools.cycle(streams[1:] or streams)
 
     def write(
-        self, key: RemoteKey, region: Region, slices: npt.ArrayLike, *, deadline_s: float | None = None
+        self,
+        key: RemoteKey,
+        region: Region,
+        slices: npt.ArrayLike,
+        *,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
         """Copy local slices into the key's region; done when all of them have landed there."""
-        return self._transfer(Kind.WRITE, key, region, slices, None, deadline_s)
+        return self._transfer(Kind.WRITE, key, region, slices, None, priority, deadline_s)
 
     def read(
-        self, key: RemoteKey, region: Region, slices: npt.ArrayLike, *, deadline_s: float | None = None
+        self,
+        key: RemoteKey,
+        region: Region,
+        slices: npt.ArrayLike,
+        *,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
         """Copy slices of the key's region into local ones. After a failure the local slices hold anything."""
-        return self._transfer(Kind.READ, key, region, slices, None, deadline_s)
+        return self._transfer(Kind.READ, key, region, slices, None, priority, deadline_s)
 
-    def notify(self, tag: bytes, payload: bytes, *, deadline_s: float | None = None) -> Future[None]:
-        """Call the peer's handlers, after every write that this Peer was given before has landed or failed.
+    def notify(
+        self, tag: bytes, payload: bytes, *, deadline_s: float | None = None, priority: Priority = Priority.NORMAL
+    ) -> Future[None]:
+        """Call the peer's handlers, after every write of this priority that was given before has landed or failed.
 
         Done when the handlers have returned. A notify is delivered once, however often the connection breaks.
         """
-        operation = self._operation(Kind.NOTIFY, 0, 1, deadline_s)
-        return self._submit(operation, [Part(operation, None, _notification(tag, payload))], self._streams[0])
+        operation = self._operation(Kind.NOTIFY, priority, 0, 1, deadline_s)
+        self._traffic.submit(operation, Way.ORDERED, [Part(operation, None, _notification(tag, payload))])
+        return operation
 
     def write_notify(
         self,
@@ -71,13 +108,15 @@ class Peer:
         *,
         deadline_s: float | None = None,
         stall_s: float | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
         """A write and its notify in one: the notify is delivered only if the whole write landed.
 
         It also ends with TransferDeadlineExceeded once the peer has acknowledged nothing for `stall_s`, of this or of
-        what was submitted before it: a long queue that moves is no fault.
+        what else it was given to land: a long queue that moves is no fault.
         """
-        return self._transfer(Kind.WRITE, key, region, slices, _notification(tag, payload), deadline_s, stall_s)
+        notification = _notification(tag, payload)
+        return self._transfer(Kind.WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
 
     @property
     def transport(self) -> str:
@@ -86,7 +125,7 @@ class Peer:
 
     def problems(self) -> list[str]:
         """What is pending."""
-        pending = sum(stream.pending() for stream in self._streams)
+        pending = self._traffic.pending()
         return [f"{pending} requests pending towards {self.endpoint.node_id!r} by {self.transport}"] if pending else []
 
     def connections(self) -> int:
@@ -95,10 +134,11 @@ class Peer:
 
     def is_spent(self) -> bool:
         """Nothing pending and no thread left."""
-        return all(stream.idle_and_lost() for stream in self._streams)
+        return not self._traffic.pending() and not any(stream.has_thread() for stream in self._streams)
 
     def close(self) -> None:
         """Fail what is pending and disconnect."""
+        self._traffic.close()
         for stream in self._streams:
             stream.close()
 
@@ -109,37 +149,51 @@ class Peer:
         region: Region,
         slices: npt.ArrayLike,
         notification: Notification | None,
+        priority: Priority,
         deadline_s: float | None,
         stall_s: float | None = None,
     ) -> Future[TransferResult]:
         self._require_region(region)
-        rows = coalesced(checked(slices, region.nbytes))
-        pieces = list(split(rows, MAX_PART_NBYTES, MAX_PART_ROWS)) if len(rows) else []
-        nbytes = sum(nbytes for _, nbytes in pieces)
-        operation = self._operation(kind, nbytes, max(len(pieces), 1), deadline_s, stall_s)
-        parts = [Part(operation, Transfer(key, region, piece, nbytes)) for piece, nbytes in pieces]
-        if notification is not None:
-            if parts:
-                parts[-1].notification = notification
-            else:
-                parts = [Part(operation, None, notification)]
-        if not parts:
-            operation.future.set_result(TransferResult(0, 0.0, self.transport))
-            return operation.future
-        return self._submit(operation, parts, next(self._readers) if kind is Kind.READ else self._streams[0])
+        checked = Slices.of(slices, region.nbytes)
+        way = Way.READS if kind is Kind.READ else Way.ORDERED
+        part_nbytes = MAX_PART_NBYTES if priority is not Priority.BACKGROUND else BACKGROUND_PART_NBYTES
+        if self._spreads and kind is Kind.WRITE and checked.nbytes >= SPREAD_NBYTES:
+            way, part_nbytes = Way.SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
+        pieces = checked.split(part_nbytes, MAX_PART_ROWS)
+        # The notification goes with the last part, or after all of them where these go by several streams.
+        apart = notification is not None and (way is Way.SPREAD or not pieces)
+        operation = self._operation(kind, priority, checked.nbytes, len(pieces) + apart, deadline_s, stall_s)
+        parts = [Part(operation, Transfer(key, region, piece)) for piece in pieces]
+        if apart:
+            parts.append(Part(operation, None, notification))
+        elif not parts:
+            operation.settle(TransferResult(0, 0.0, self.transport), None)
+            return operation
+        else:
+            parts[-1].notification = notification
+        self._traffic.submit(operation, way, parts)
+        return operation
 
     def _operation(
-        self, kind: Kind, nbytes: int, parts: int, deadline_s: float | None, stall_s: float | None = None
+        self,
+        kind: Kind,
+        priority: Priority,
+        nbytes: int,
+        parts: int,
+        deadline_s: float | None,
+        stall_s: float | None = None,
     ) -> Operation:
-        deadline_s = self._default_deadline_s if deadline_s is None else deadline_s
-        for limit_s in (deadline_s, stall_s):
-            if limit_s is not None and not 0 < limit_s < float("inf"):
-                raise InvalidArgument(f"a deadline is a positive number of seconds, not {limit_s!r}")
-        return Operation(next(self._numbers), kind, nbytes, parts, deadline_s, stall_s)
+        if deadline_s is None:
+            deadline_s = self._default_deadline_s
+        if not 0 < deadline_s < _INFINITY or (stall_s is not None and not 0 < stall_s < _INFINITY):
+            wrong = deadline_s if not 0 < deadline_s < _INFINITY else stall_s
+            raise InvalidArgument(f"a deadline is a positive number of seconds, not {wrong!r}")
+        return Operation(
+            next(self._numbers), kind, Priority(priority), nbytes, parts, time.monotonic(), deadline_s, stall_s
+        )
 
-    def _submit(self, operation: Operation, parts: list[Part], stream: Stream) -> Future[Any]:
-        stream.submit(operation, parts)
-        return operation.future
+
+_INFINITY = float("inf")
 
 
 def _notification(tag: bytes, payload: bytes) -> Notification:

@@ -1,6 +1,9 @@
 """Pure arithmetic on slice lists: int64 [n, 3] rows of (local_offset, remote_offset, nbytes)."""
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,112 @@ LOCAL, REMOTE, NBYTES = 0, 1, 2
 
 # Up to so many rows a loop is quicker than numpy's calls.
 _FEW = 24
+_MAX_OFFSET = (1 << 63) - 1
+
+
+class Slices:
+    """Slices of one request: checked, not empty, and no two neighbours touch on both sides.
+
+    Few of them are kept as tuples, since most requests have one or two, and numpy takes longer over these than sending
+    them does; many are kept as rows.
+    """
+
+    __slots__ = ("_few", "_rows", "nbytes")
+
+    def __init__(self, nbytes: int, few: list[tuple[int, int, int]] | None, rows: Rows | None) -> None:
+        self.nbytes = nbytes
+        self._few = few
+        self._rows = rows
+
+    @classmethod
+    def of(cls, slices: npt.ArrayLike, region_nbytes: int) -> "Slices":
+        """Raises InvalidArgument unless `slices` are integers [n, 3] that lie within the local region."""
+        few = _few(slices, region_nbytes)
+        if few is not None:
+            return few
+        rows = coalesced(checked(slices, region_nbytes))
+        return cls(int(rows[:, NBYTES].sum()), None, rows)
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._few is None else len(self._few)  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> Rows:
+        """int64 [n, 3]"""
+        if self._rows is None:
+            self._rows = np.array(self._few, dtype=np.int64).reshape(-1, 3)
+        return self._rows
+
+    def split(self, max_nbytes: int, max_rows: int) -> "list[Slices]":
+        """In order, in pieces of at most so many bytes and rows; a too long slice is cut."""
+        if self.nbytes <= max_nbytes and len(self) <= max_rows:
+            return [self] if self.nbytes else []
+        return [Slices(nbytes, None, rows) for rows, nbytes in split(self.rows, max_nbytes, max_rows)]
+
+    def packed(self) -> bytes:
+        """The rows as bytes."""
+        few = self._few
+        if few is None:
+            return self.rows.tobytes()
+        return _packing(3 * len(few)).pack(*(number for row in few for number in row))
+
+    def packed_runs(self, side: int) -> bytes:
+        """As `runs`, as bytes."""
+        few = self._few
+        if few is None:
+            return runs(self.rows, side).tobytes()
+        if len(few) == 1:
+            return _packing(2).pack(few[0][side], few[0][NBYTES])
+        merged = self.runs(side)
+        return _packing(2 * len(merged)).pack(*(number for run in merged for number in run))
+
+    def runs(self, side: int) -> Sequence[Sequence[int]]:
+        """(offset, nbytes) of one side alone: the same bytes in the same order, in as few runs as possible."""
+        few = self._few
+        if few is None:
+            listed: list[list[int]] = runs(self.rows, side).tolist()
+            return listed
+        merged: list[tuple[int, int]] = []
+        for row in few:
+            offset, nbytes = row[side], row[NBYTES]
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = merged[-1][0], merged[-1][1] + nbytes
+            else:
+                merged.append((offset, nbytes))
+        return merged
+
+
+def _few(slices: Any, region_nbytes: int) -> Slices | None:
+    """A few slices that are right; None where it takes a closer look."""
+    if isinstance(slices, np.ndarray):
+        slices = slices.tolist() if slices.dtype == np.int64 and len(slices) <= _FEW else None
+    if type(slices) not in (list, tuple) or not 0 < len(slices) <= _FEW:
+        return None
+    few: list[tuple[int, int, int]] = []
+    total = 0
+    try:
+        for local, remote, nbytes in slices:
+            if not (type(local) is type(remote) is type(nbytes) is int):
+                return None
+            if local < 0 or remote < 0 or nbytes < 0 or nbytes > region_nbytes - local or remote > _MAX_OFFSET - nbytes:
+                return None
+            if not nbytes:
+                continue
+            total += nbytes
+            if few:
+                last = few[-1]
+                if last[0] + last[2] == local and last[1] + last[2] == remote:
+                    few[-1] = last[0], last[1], last[2] + nbytes
+                    continue
+            few.append((local, remote, nbytes))
+    except (TypeError, ValueError):
+        return None
+    return Slices(total, few, None)
+
+
+@cache
+def _packing(numbers: int) -> struct.Struct:
+    return struct.Struct(f"<{numbers}q")
 
 
 def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:

@@ -25,6 +25,7 @@ class SocketLink(BufferedLink):
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(sock, address)
         self._fds: deque[int] = deque()
+        self._rest: list[memoryview] = []
 
     def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` travels with the frame's first byte. Raises OSError when cut."""
@@ -39,6 +40,23 @@ class SocketLink(BufferedLink):
             pending = [memoryview(header), *views]
             for first in range(0, len(pending), _MAX_VIEWS):
                 self._send_views(pending[first : first + _MAX_VIEWS])
+
+    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+        pending = [memoryview(encode(message)), *views]
+        while pending:
+            chunk = pending if len(pending) <= _MAX_VIEWS else pending[:_MAX_VIEWS]
+            try:
+                sent = self._sock.sendmsg(chunk, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._rest = pending
+                return False
+            pending = [*_advanced(chunk, sent), *pending[len(chunk) :]]
+        return True
+
+    def finish(self) -> None:
+        pending, self._rest = self._rest, []
+        for first in range(0, len(pending), _MAX_VIEWS):
+            self._send_views(pending[first : first + _MAX_VIEWS])
 
     @property
     def is_unix(self) -> bool:

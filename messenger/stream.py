@@ -1,38 +1,32 @@
-"""One ordered stream of requests to a peer: queue, sending thread, receiving thread, retries and deadlines.
+"""One ordered stream of requests to a peer: its connection, made again when it breaks, and whoever sends on it.
 
-Order: requests are sent, done and acknowledged in the order of submission. A connection that breaks is made again and
-what was not acknowledged is repeated under the same numbers, which the owner recognises; a peer whose process is gone
-fails everything at once.
+Order: requests are sent, done and answered in the order in which they begin. A connection that breaks is made again and
+what was not answered is repeated under the same numbers, which the owner recognises; a peer whose process is gone fails
+everything at once.
 
-Deadlines: an operation that is still queued simply leaves the queue. One that is on the wire has its connection cut
-first, and its future fails only when both threads have let go of it: from then on no byte of its local memory is read
-or written. In the owner's memory, bytes that were under way may still land until it revokes the key (its own fence)
-or notices the cut, which it does before it delivers a notify. Other requests of the stream are repeated.
+One at a time sends. Where nobody does, a caller sends its request itself, as far as the link takes it without waiting;
+the rest, and what was queued meanwhile, is the sending thread's, which also connects, and cleans up after a connection.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from messenger.alarms import AlarmClock
-from messenger.counters import Counters
+from messenger.backlog import Role
+from messenger.counters import Counters, Flow
 from messenger.dialing import Dialer, Restarted, Unreachable
-from messenger.errors import (
-    MessengerClosed,
-    PeerLost,
-    PeerRestarted,
-    PeerUnreachable,
-    ProtocolError,
-    RemoteAccessError,
-    TransferDeadlineExceeded,
-    TransferError,
-)
-from messenger.frames import Ack, Allow, Goodbye, Offer, Refused
+from messenger.errors import PeerLost, PeerRestarted, PeerUnreachable
+from messenger.flight import Flight
+from messenger.frames import Goodbye
 from messenger.link import Link
-from messenger.operation import Kind, Operation, Part, TransferResult
-from messenger.outbox import Outbox
-from messenger.transport import Requester, Transport
+from messenger.operation import Kind, Operation, Part
+from messenger.priority import Priority
+from messenger.receiving import Receiver
+from messenger.traffic import Traffic
+from messenger.transport import Requester, Sent, Transport
+
+__all__ = ["MAX_BARREN_LINKS", "Stream"]
 
 MAX_BARREN_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -42,71 +36,46 @@ _log = logging.getLogger(__name__)
 
 
 class Stream:
-    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers."""
+    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers.
+
+    `lock` is the traffic's; methods named `..._locked` are called with it.
+    """
 
     def __init__(
         self,
         dialer: Dialer,
-        clock: AlarmClock,
+        traffic: Traffic,
+        role: Role,
         counters: Counters,
         *,
         name: str,
         on_lost: Callable[[str], None],
         on_connected: Callable[[], None],
     ) -> None:
+        self.role = role
+        self.lock = traffic.lock
+        self.flight = Flight()
+        self.cause = "it has not been connected yet"
+        """The connection's last trouble."""
         self._dialer = dialer
         self._transport = dialer.transports[0]
-        self._clock = clock
+        self._traffic = traffic
         self._counters = counters
         self._name = name
         self._on_lost = on_lost
         self._on_connected = on_connected
-        self._changed = threading.Condition()
-        self._outbox = Outbox()
+        self._wakes = threading.Condition(self.lock)
         self._link: Link | None = None
         self._link_ended = False
-        self._sender: threading.Thread | None = None
-        self._receiver: threading.Thread | None = None
-        self._closing = False
         self._requester: Requester | None = None
-        self._caller_sends = False
+        self._receiver: Receiver | None = None
+        self._flows: dict[Kind, Flow] = {}
+        self._sender: threading.Thread | None = None
+        self._sending = False
+        self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
+        self._closing = False
         self._answered = False
         self._barren_links = 0
-        self._progressed_s = 0.0  # when the peer last acknowledged something, or there was first something to do
-        self._cause = "it has not been connected yet"
-
-    def submit(self, operation: Operation, parts: Iterable[Part]) -> None:
-        """Queue the operation's parts; its future is settled on a messenger thread.
-
-        On an idle stream the caller sends a single quick part itself, which saves waking the sending thread. Nothing
-        is under way then, so the socket has room, and the call does not block.
-        """
-        operation.future.set_running_or_notify_cancel()
-        with self._changed:
-            requester = None if self._closing else self._requester
-            if self._closing:
-                operation.failure = MessengerClosed(f"the messenger was closed before its {operation.kind.value} began")
-            else:
-                if not self._outbox:
-                    self._progressed_s = operation.started_s  # idleness before it is no stall
-                self._set_alarm(operation)
-                self._outbox.push(parts)
-                only = self._outbox.only_queued()
-                idle = only is not None and not self._caller_sends and not self._link_ended
-                if idle and only is not None and requester is not None and requester.is_quick(only):
-                    self._caller_sends = True
-                    part = self._outbox.begin()
-                else:
-                    self._wake_sender()
-                    return
-        if requester is None:
-            self._settle([operation])
-            return
-        self._send(requester, part)
-        with self._changed:
-            self._caller_sends = False
-            if self._outbox.has_queued or self._link_ended or self._closing:
-                self._wake_sender()
 
     @property
     def transport(self) -> str:
@@ -114,45 +83,115 @@ class Stream:
         return self._transport.name
 
     @property
-    def _address(self) -> str:
+    def address(self) -> str:
+        """Where the peer is sought."""
         return self._transport.address_of(self._dialer.endpoint)
 
-    def pending(self) -> int:
-        """Requests queued or in flight."""
-        with self._changed:
-            return len(self._outbox)
-
     def connected(self) -> bool:
-        with self._changed:
+        with self.lock:
             return self._receiver is not None and not self._link_ended
 
-    def idle_and_lost(self) -> bool:
-        """Nothing to do and no thread: the stream can be forgotten."""
-        with self._changed:
-            return self._sender is None and not self._outbox
+    def has_thread(self) -> bool:
+        with self.lock:
+            return self._sender is not None
 
     def close(self) -> None:
-        """Fail what is pending with MessengerClosed, say goodbye, end the threads."""
-        with self._changed:
+        """Say goodbye and end the threads; the traffic has failed what was pending."""
+        with self.lock:
             self._closing = True
-            failure = MessengerClosed(f"the messenger was closed during an operation towards {self._address}")
-            settled = self._outbox.doom_all(lambda _: failure)
-            if self._link is not None and (self._outbox.has_in_flight or self._receiver is None):
+            if self._link is not None and (self.flight.in_flight or self._receiver is None):
                 self._link.cut()
-            self._changed.notify_all()
+            self._wakes.notify_all()
             sender, receiver = self._sender, self._receiver
-        self._settle(settled)
         # A future's callback may close the messenger: it runs on one of these threads, which ends after it.
-        if sender is not None and threading.current_thread() not in (sender, receiver):
+        own = threading.current_thread()
+        if sender is not None and own is not sender and not (receiver is not None and receiver.is_own(own)):
             sender.join()
 
-    def _wake_sender(self) -> None:
+    def count(self, name: str) -> None:
+        """An event of this stream's."""
+        self._counters.add(name)
+
+    # Observers of an operation in flight.
+
+    def help(self, operation: Operation) -> None:
+        """The calling thread waits for the operation: it receives the answer itself if it may."""
+        receiver = self._receiver
+        if receiver is None:
+            operation.awaited = True
+        else:
+            receiver.help(operation)
+
+    def is_observed(self) -> None:
+        """Somebody waits for an operation who does not receive."""
+        receiver = self._receiver
+        if receiver is not None and not receiver.thread_holds:
+            with self.lock:
+                receiver.call_thread()
+
+    # Sending: whoever submitted, and the thread.
+
+    def has_room_locked(self) -> bool:
+        """Whether nobody sends on the connection, nor has anything to send before what is new."""
+        return self._requester is not None and not (
+            self._sending or self._link_ended or self._closing or self.flight.again
+        )
+
+    def begin_locked(self, part: Part) -> None:
+        """Begin the part; the calling thread sends it, with `send_as_caller` or as the sending thread."""
+        self._sending = True
+        self.flight.begin(part)
+        operation = part.operation
+        operation.carrier = self
+        if operation.observed and self._receiver is not None:
+            self._receiver.call_thread()
+
+    def send_as_caller(self) -> None:
+        """Send the part that was just begun as far as it goes without waiting; the thread does the rest."""
+        requester, part = self._requester, self.flight.in_flight[-1]
+        assert requester is not None
+        sent = self._send(part, requester.begin)
+        with self.lock:
+            if sent is Sent.PARTLY:
+                self._unfinished = True
+                self.wake_locked()
+                return
+            self._sending = False
+            ended = self._ended_unanswered_locked(part) if sent is Sent.DONE else []
+            if self._link_ended or self._closing or self._traffic.waits_locked(self):
+                self.wake_locked()
+        self._traffic.settle(ended)
+
+    def wake_locked(self) -> None:
+        """There may be something to do for the sending thread."""
         if self._sender is None:
+            if self._closing:
+                return
             self._sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
             self._sender.start()
-        self._changed.notify_all()
+        self._wakes.notify_all()
 
-    # The sending thread: it alone connects, sends, and cleans up after a lost connection.
+    def num_background_locked(self) -> int:
+        """Background parts in flight."""
+        return sum(part.operation.priority is Priority.BACKGROUND for part in self.flight.in_flight)
+
+    def cut_locked(self) -> None:
+        """End the link: whoever uses it lets go of it soon."""
+        if self._link is not None:
+            self._link.cut()
+
+    def _send(self, part: Part, send: Callable[[Part], Sent]) -> Sent:
+        part.attempts += 1
+        if part.attempts > 1:
+            self._counters.add("retries")
+        try:
+            return send(part)
+        except OSError as error:
+            self.end_link(error)
+        except Exception as error:
+            _log.exception("sending to %s failed", self.address)
+            self.end_link(error)
+        return Sent.WHOLE
 
     def _run(self) -> None:
         requester: Requester | None = None
@@ -160,47 +199,71 @@ class Stream:
             if requester is None:
                 requester = self._connect()
                 if requester is None:
-                    with self._changed:
-                        if self._closing or not self._outbox.has_queued:
+                    with self.lock:
+                        if self._closing or not self._has_work_locked():
                             self._sender = None
                             return
                     continue
-            part = self._take()
-            if part is not None:
-                self._send(requester, part)
+            if self._send_next(requester):
                 continue
-            with self._changed:
+            with self.lock:
                 said_goodbye = self._closing and not self._link_ended
             if said_goodbye:
                 self._say_goodbye()
             self._clean_up()
             requester = None
 
-    def _take(self) -> Part | None:
-        """The next part, in flight from now on; None when the link ended or the stream closes."""
-        with self._changed:
-            while not self._link_ended and not self._closing and (self._caller_sends or not self._outbox.has_queued):
-                self._changed.wait()
-            if not self._link_ended and not self._closing:
-                return self._outbox.begin()
-            # The link is cut in either case if the caller's part is under way.
-            self._changed.wait_for(lambda: not self._caller_sends)
-        return None
+    def _has_work_locked(self) -> bool:
+        return bool(self.flight.again) or self._traffic.backlog.has_for(self.role)
 
-    def _send(self, requester: Requester, part: Part) -> None:
-        part.attempts += 1
-        if part.attempts > 1:
-            self._counters.add("retries")
+    def _send_next(self, requester: Requester) -> bool:
+        """Send one part, or the rest of one; False when the link ended or the stream closes."""
+        with self.lock:
+            part = self._next_locked()
+            while part is None and not self._unfinished and not self._over_locked():
+                self._wakes.wait()
+                part = self._next_locked()
+            unfinished, self._unfinished = self._unfinished, False
+        if part is not None:
+            sent = self._send(part, requester.send)
+        elif unfinished:
+            part = self.flight.in_flight[-1]
+            sent = self._finish(requester)
+        else:
+            return False
+        with self.lock:
+            self._sending = False
+            ended = self._ended_unanswered_locked(part) if sent is Sent.DONE else []
+        self._traffic.settle(ended)
+        return True
+
+    def _next_locked(self) -> Part | None:
+        """The next part, begun, if there is one and nobody sends."""
+        if self._sending or self._link_ended or self._closing:
+            return None
+        part = self.flight.again.popleft() if self.flight.again else self._traffic.take_locked(self)
+        if part is not None:
+            self.begin_locked(part)
+        return part
+
+    def _over_locked(self) -> bool:
+        """Whether the link is to be cleaned up, and no caller uses it any more."""
+        return (self._link_ended or self._closing) and not self._sending
+
+    def _finish(self, requester: Requester) -> Sent:
         try:
-            requester.send(part)
+            return requester.finish()
         except OSError as error:
-            self._end_link(error)
+            self.end_link(error)
         except Exception as error:
-            _log.exception("sending to %s failed", self._address)
-            self._end_link(error)
+            _log.exception("sending to %s failed", self.address)
+            self.end_link(error)
+        return Sent.WHOLE
+
+    # The connection: the sending thread alone makes it, and cleans up after it.
 
     def _connect(self) -> Requester | None:
-        """A fresh connection; None when the stream closes, or the peer is lost and everything queued has failed."""
+        """A fresh connection; None when the stream closes, or the peer is lost and everything has failed."""
         failures = 0
         while not self._given_up(failures):
             try:
@@ -213,10 +276,10 @@ class Stream:
                 return None
             except OSError as error:
                 self._counters.add("failed_connects")
-                with self._changed:
+                with self.lock:
                     self._link = None
-                    self._cause = f"cannot connect: {error}"
-                    self._changed.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                    self.cause = f"cannot connect: {error}"
+                    self._wakes.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
                 continue
             self._begin_receiving(transport, link, requester)
@@ -224,30 +287,34 @@ class Stream:
         return None
 
     def _given_up(self, failures: int) -> bool:
-        with self._changed:
+        with self.lock:
             if self._closing:
                 return True
-            if self._outbox.has_queued or failures < _PROBES_WHEN_IDLE:
+            if self._has_work_locked() or failures < _PROBES_WHEN_IDLE:
                 return False
         # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer.
-        self._lose(PeerUnreachable, self._cause)
+        self._lose(PeerUnreachable, self.cause)
         return True
 
     def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
-        receiver = threading.Thread(
-            target=self._receive, args=(link, requester), name=f"{self._name}-receive", daemon=True
-        )
-        with self._changed:
+        peer = self._dialer.endpoint.node_id
+        flows = {
+            Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
+            Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
+        }
+        receiver = Receiver(self, link, requester, f"{self._name}-receive")
+        with self.lock:
             self._transport = transport
             self._receiver = receiver
             self._requester = requester
+            self._flows = flows
             self._link_ended = self._answered = False
         self._counters.add("connects")
         receiver.start()
         self._on_connected()
 
     def _opened(self, link: Link) -> None:
-        with self._changed:
+        with self.lock:
             self._link = link
             if self._closing:
                 link.cut()
@@ -261,168 +328,97 @@ class Stream:
                 pass
 
     def _clean_up(self) -> None:
-        """Both threads have let go of the parts in flight after this: settle the doomed, queue the others again."""
+        """All threads have let go of the parts in flight after this: drop the doomed, send the others again."""
         link, receiver = self._link, self._receiver
         assert link is not None
         assert receiver is not None
         link.cut()
+        with self.lock:
+            receiver.end()
         receiver.join()
-        with self._changed:
-            link.close(reset=self._outbox.has_in_flight)
+        with self.lock:
+            link.close(reset=bool(self.flight.in_flight))
             self._link = self._receiver = self._requester = None
             self._link_ended = False
             self._blame_oldest()
-            settled = self._outbox.connection_lost()
-        self._settle(settled)
+            self.flight.connection_lost()
+            ended = self._traffic.drop_doomed_locked()
+        self._traffic.settle(ended)
 
     def _blame_oldest(self) -> None:
         """A request over which connection after connection breaks must not hold up the others for ever."""
-        oldest = self._outbox.oldest_in_flight()
-        if oldest is None or self._answered:
+        if self._answered or not self.flight.in_flight:
             self._barren_links = 0
             return
         self._barren_links += 1
         if self._barren_links >= MAX_BARREN_LINKS:
             self._barren_links = 0
-            operation = oldest.operation
-            reason = f"{MAX_BARREN_LINKS} connections in a row broke over it, at last because {self._cause}"
-            operation.failure = operation.failure or self._error(PeerLost, reason, operation)
+            reason = f"{MAX_BARREN_LINKS} connections in a row broke over it, at last because {self.cause}"
+            self._traffic.give_up_locked(self.flight.in_flight[0].operation, reason)
 
     def _lose(self, kind: type[PeerLost], reason: str) -> None:
         self._on_lost(reason)
-        with self._changed:
+        with self.lock:
             self._link = None
-            self._cause = reason
-            settled = self._outbox.doom_all(lambda operation: self._error(kind, reason, operation))
-        self._settle(settled)
+            self.cause = reason
+        self._traffic.lose(kind, reason)
 
-    # The receiving thread of one link.
-
-    def _receive(self, link: Link, requester: Requester) -> None:
-        try:
-            while True:
-                message = link.receive()
-                if isinstance(message, Allow):
-                    requester.allowed(message)
-                    continue
-                if isinstance(message, Offer):
-                    requester.offered(message)
-                    continue
-                part = self._oldest_in_flight()
-                if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
-                    raise ProtocolError(f"{link.address} answers {type(message).__name__} to what was not asked")
-                self._answered = True
-                if isinstance(message, Refused):
-                    requester.refused(part)
-                    self._refused(part, message.reason)
-                elif requester.accept(part, message):
-                    self._done(part)
-                else:
-                    self._next_step()
-        except OSError as error:
-            self._end_link(error)
-        except ProtocolError as error:
-            _log.warning("closed the connection to %s: %s", link.address, str(error))
-            self._counters.add("malformed_frames")
-            self._end_link(error)
-        except Exception as error:
-            _log.exception("receiving from %s failed", link.address)
-            self._end_link(error)
-
-    def _oldest_in_flight(self) -> Part | None:
-        with self._changed:
-            return self._outbox.oldest_in_flight()
-
-    def _done(self, part: Part) -> None:
-        with self._changed:
-            self._progressed_s = time.monotonic()
-            settled = self._outbox.done()
-        self._count(part)
-        self._settle(settled)
-
-    def _next_step(self) -> None:
-        with self._changed:
-            self._progressed_s = time.monotonic()
-            settled = self._outbox.next_step()
-            self._changed.notify_all()
-        self._settle(settled)
-
-    def _refused(self, part: Part, reason: str) -> None:
-        operation = part.operation
-        self._counters.add("refused")
-        with self._changed:
-            settled = self._outbox.refused(self._error(RemoteAccessError, reason, operation))
-        self._settle(settled)
-
-    def _end_link(self, error: Exception) -> None:
-        with self._changed:
+    def end_link(self, error: BaseException) -> None:
+        """The connection is of no use any more."""
+        with self.lock:
             self._link_ended = True
-            self._cause = str(error)
+            self.cause = str(error)
             if self._link is not None:
                 self._link.cut()
-            self._changed.notify_all()
+            if self._receiver is not None:
+                self._receiver.end()
+            self._wakes.notify_all()
 
-    # Any thread.
+    # Answers, from whoever receives.
 
-    def _set_alarm(self, operation: Operation) -> None:
-        """Ring when the operation is, or may be, too late. With the lock held."""
-        left_s = operation.started_s + operation.deadline_s - time.monotonic()
-        if operation.stall_s is not None:
-            left_s = min(left_s, self._stalls_at_s(operation) - time.monotonic())
-        operation.alarm = self._clock.set(max(0.0, left_s), lambda: self._expire(operation))
+    def acknowledged(self, part: Part) -> None:
+        """The oldest part in flight is done."""
+        flight, receiver, operation = self.flight, self._receiver, part.operation
+        with self.lock:
+            self._answered = True
+            flight.answered()
+            ended = self._landed_locked(part)
+            idle = not flight.in_flight and not flight.again and not self._sending
+            if idle and ended and operation.awaited and receiver is not None and not self._traffic.backlog:
+                receiver.may_stand_back()
+            if operation.priority is Priority.BACKGROUND and self._traffic.waits_locked(self):
+                self.wake_locked()
+        self._traffic.settle(ended)
 
-    def _stalls_at_s(self, operation: Operation) -> float:
-        assert operation.stall_s is not None
-        return max(self._progressed_s, operation.started_s) + operation.stall_s
+    def one_step_more(self) -> None:
+        """The oldest part in flight was answered, and takes another request."""
+        with self.lock:
+            self._answered = True
+            self.flight.one_step_more()
+            ended = self._traffic.drop_doomed_locked()
+            self.wake_locked()
+        self._traffic.settle(ended)
 
-    def _expire(self, operation: Operation) -> None:
-        with self._changed:
-            if not operation.outstanding or operation.failure is not None:
-                return
-            now_s = time.monotonic()
-            if now_s >= operation.started_s + operation.deadline_s:
-                reason = f"not done within {operation.deadline_s:.3g} s"
-            elif operation.stall_s is not None and now_s >= self._stalls_at_s(operation):
-                reason = f"nothing was acknowledged for {operation.stall_s:.3g} s"
-            else:
-                self._set_alarm(operation)  # there was progress
-                return
-            reason += f"; the connection's last trouble: {self._cause}"
-            operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
-            self._counters.add("deadlines_exceeded")
-            settled = self._outbox.drop_doomed()
-            if self._outbox.carries(operation) and self._link is not None:
-                self._link.cut()
-        self._settle(settled)
+    def refused(self, part: Part, reason: str) -> None:
+        """The owner refused the oldest part in flight."""
+        self._counters.add("refused")
+        with self.lock:
+            self._answered = True
+            self.flight.answered()
+            ended = self._traffic.refused_locked(part, reason)
+        self._traffic.settle(ended)
 
-    def _settle(self, operations: list[Operation]) -> None:
-        """Give the futures their outcome; never with the lock held, since callbacks run here."""
-        for operation in operations:
-            if operation.alarm is not None:
-                self._clock.clear(operation.alarm)
-            if operation.failure is not None:
-                operation.future.set_exception(operation.failure)
-                continue
-            if operation.kind is Kind.NOTIFY:
-                operation.future.set_result(None)
-                continue
-            seconds = time.monotonic() - operation.started_s
-            operation.future.set_result(TransferResult(operation.nbytes, seconds, self._transport.name))
+    def _ended_unanswered_locked(self, part: Part) -> list[Operation]:
+        if self._link_ended and part not in self.flight.in_flight:
+            return []
+        self.flight.ended(part)
+        return self._landed_locked(part)
 
-    def _count(self, part: Part) -> None:
-        transport = self._transport.name
+    def _landed_locked(self, part: Part) -> list[Operation]:
+        now_s = time.monotonic()
+        operation = part.operation
         if part.transfer is not None:
-            verb = "read" if part.operation.kind is Kind.READ else "written"
-            self._counters.add(f"bytes_{verb}_{transport}", part.nbytes)
-            self._counters.add(f"slices_{verb}_{transport}", len(part.transfer.rows))
+            self._flows[operation.kind].add(part.nbytes, len(part.transfer.slices), now_s - operation.started_s)
         if part.notification is not None:
             self._counters.add("notifies_sent")
-
-    def _error(self, kind: type[TransferError], reason: str, operation: Operation) -> TransferError:
-        return kind(
-            f"{operation.kind.value} of {operation.nbytes} bytes failed: {reason}",
-            peer=self._dialer.endpoint.node_id,
-            transport=self._transport.name,
-            address=self._address,
-            acknowledged_nbytes=operation.acknowledged_nbytes,
-        )
+        return self._traffic.ended_locked(part, now_s)

@@ -2,11 +2,12 @@
 
 A transport opens links to peers, and a door takes in theirs. On each link there is a Requester (the side that calls
 write, read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
-notifications are the same for every transport, and live in stream.py and server.py.
+notifications are the same for every transport, and live in traffic.py, stream.py and server.py.
 """
 
 import socket
 from abc import ABC, abstractmethod
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, No
 from messenger.grants import Access
 from messenger.link import Link
 from messenger.memory import Region
-from messenger.operation import Kind, Part, Transfer
+from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.slices import Rows
 from messenger.sockets import SocketLink
 
@@ -28,8 +29,17 @@ if TYPE_CHECKING:
     from messenger.native.fast_lane import FastLane
 
 FloatSums = npt.NDArray[np.float64]
-QUICK_NBYTES = 64 << 10
-QUICK_ROWS = 256
+
+
+class Sent(Enum):
+    """How far a part has come."""
+
+    WHOLE = "whole"
+    """On the wire, to be answered."""
+    PARTLY = "partly"
+    """Some of it, perhaps nothing: `finish` does the rest."""
+    DONE = "done"
+    """Over, without a request: no answer comes."""
 
 
 class NoPath(ConnectionError):
@@ -37,12 +47,13 @@ class NoPath(ConnectionError):
 
 
 class Requester(ABC):
-    """The calling side of one link. One thread at a time sends, and the stream's receiving thread does the rest."""
+    """The calling side of one link. One thread at a time sends, and one receives; neither is always the same."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._begun: Part | None = None
 
-    def send(self, part: Part) -> None:
+    def send(self, part: Part) -> Sent:
         """Put the part on the wire; blocks while the link is full. Raises OSError when the link ended."""
         if part.transfer is None:
             assert part.notification is not None
@@ -51,10 +62,25 @@ class Requester(ABC):
             self._send_read(part, part.transfer)
         else:
             self._send_write(part, part.transfer)
+        return Sent.WHOLE
 
-    @abstractmethod
-    def is_quick(self, part: Part) -> bool:
-        """Whether sending the part on an idle link takes microseconds and cannot block."""
+    def begin(self, part: Part) -> Sent:
+        """As `send`, but never blocks: as far as it goes. After PARTLY `finish` comes before anything else is sent.
+
+        On a caller's thread; a transport that can do nothing there does all of it in `finish`.
+        """
+        self._begun = part
+        return Sent.PARTLY
+
+    def finish(self) -> Sent:
+        """Send the rest of what `begin` began; blocks. Raises OSError when the link ended."""
+        part, self._begun = self._begun, None
+        assert part is not None
+        return self.send(part)
+
+    def always_answers(self, operation: Operation) -> bool:
+        """Whether no part of the operation can be DONE without an answer."""
+        return True
 
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:

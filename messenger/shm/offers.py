@@ -12,6 +12,10 @@ class Offers:
         self._link = link
         self._sent: set[int] = set()
 
+    def made(self, region: Region) -> bool:
+        """Whether the other side has the region's descriptor."""
+        return region.region_id in self._sent
+
     def make(self, region: Region) -> None:
         """Send the region's descriptor unless the other side has it."""
         if region.region_id not in self._sent:

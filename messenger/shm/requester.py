@@ -1,20 +1,31 @@
-"""The caller's side of shm: asks, and copies what it reads out of the owner's memory itself."""
+"""The caller's side of shm: copies what it reads out of the owner's memory itself, and asks where it has to.
+
+A key that the owner shows on its grant page is read under without a request: shown after the copy, it was good all
+along. For any other key the owner is asked, which brings the mapping, the bytes are copied, and it is asked again.
+"""
 
 from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from messenger.frames import Ack, Offer, Read, Write
+from messenger.frames import Ack, Message, Notify, Offer, Read, Write
+from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory
-from messenger.operation import Kind, Part, Transfer
+from messenger.operation import Kind, Operation, Part, Transfer
+from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
 from messenger.shm.offers import Offers
-from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
+from messenger.slices import LOCAL, NBYTES, REMOTE, within
 from messenger.sockets import SocketLink
-from messenger.transport import QUICK_NBYTES, QUICK_ROWS, Requester
+from messenger.transport import Requester, Sent
 
 if TYPE_CHECKING:
     from messenger.copying import CopyRows
 
 MAX_CONSENTS = 4096
+QUICK_NBYTES = 256 << 10
+"""Reads of up to so much are copied by the calling thread."""
+
+_print_of = lru_cache(MAX_CONSENTS)(fingerprint)
 
 
 class ShmRequester(Requester):
@@ -25,58 +36,117 @@ class ShmRequester(Requester):
         self._copy_rows = copy_rows
         self._offers = Offers(link)
         self._mappings: dict[int, PeerMemory] = {}
+        self._page: GrantReader | None = None
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offered(self, offer: Offer) -> None:
-        self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+        memory = PeerMemory(self._link.take_fd(), offer.nbytes)
+        if offer.region_id == PAGE_ID:
+            self._page = GrantReader(memory)
+        else:
+            self._mappings[offer.region_id] = memory
 
-    def is_quick(self, part: Part) -> bool:
-        copied_nbytes = part.nbytes if part.operation.kind is Kind.READ else 0
-        return copied_nbytes <= QUICK_NBYTES and (part.transfer is None or len(part.transfer.rows) <= QUICK_ROWS)
+    def begin(self, part: Part) -> Sent:
+        transfer, note = part.transfer, part.notification
+        message: Message
+        if transfer is None:
+            assert note is not None
+            message = Notify(part.seq, note.tag, note.payload)
+        elif part.operation.kind is not Kind.READ:
+            if not self._offers.made(transfer.region):
+                return super().begin(part)
+            message = _write(part, transfer)
+        elif self._can_copy(transfer):
+            # Longer copies are the sending thread's, and so is a second request.
+            if part.nbytes > QUICK_NBYTES or not self._copied_under_page(transfer):
+                return super().begin(part)
+            return Sent.DONE
+        else:
+            message = _read(part, transfer)
+        return Sent.WHOLE if self._link.begin(message) else Sent.PARTLY
+
+    def finish(self) -> Sent:
+        if self._begun is not None:
+            return super().finish()
+        self._link.finish()
+        return Sent.WHOLE
+
+    def send(self, part: Part) -> Sent:
+        transfer = part.transfer
+        is_read = part.operation.kind is Kind.READ
+        if is_read and transfer is not None and self._can_copy(transfer) and self._copied_under_page(transfer):
+            return Sent.DONE
+        return super().send(part)
+
+    def always_answers(self, operation: Operation) -> bool:
+        return operation.kind is not Kind.READ
 
     def accept(self, part: Part, ack: Ack) -> bool:
         transfer = part.transfer
-        if transfer is None or part.operation.kind is not Kind.READ:
+        if transfer is None or part.operation.kind is not Kind.READ or part.copied:
             return True
-        self._consents[_consent(transfer)] = None
+        if self._can_copy(transfer) and self._copied_under_page(transfer):
+            return True
+        self._consents[_consent(transfer.key)] = None
         if len(self._consents) > MAX_CONSENTS:
             self._consents.popitem(last=False)
-        return part.copied
+        return False
 
     def refused(self, part: Part) -> None:
         if part.transfer is not None:
-            self._consents.pop(_consent(part.transfer), None)
+            self._consents.pop(_consent(part.transfer.key), None)
+
+    def _can_copy(self, transfer: Transfer) -> bool:
+        """Whether the region is mapped, and the slices lie within the key's window."""
+        mapping = self._mappings.get(transfer.key.region_id)
+        if mapping is None:
+            return False
+        key, rows = transfer.key, transfer.slices.rows
+        end = min(key.offset + key.nbytes, mapping.nbytes)
+        return within(rows[:, REMOTE], rows[:, NBYTES], key.offset, end)
+
+    def _copied_under_page(self, transfer: Transfer) -> bool:
+        """Copy; whether the owner showed the key before and after, and lived."""
+        page, key, region = self._page, transfer.key, transfer.region
+        if page is None:
+            return False
+        source = self._mappings[key.region_id].address
+        good = page.copy(_print_of(key), region.address, source, transfer.slices.rows, LOCAL, REMOTE)
+        return good and not self._link.peer_is_gone()
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         self._offers.make(transfer.region)
-        note = part.notification
-        message = Write(
-            seq=part.seq,
-            operation=part.operation.number,
-            region_id=transfer.key.region_id,
-            token=transfer.key.token,
-            source_id=transfer.region.region_id,
-            nbytes=transfer.nbytes,
-            rows=transfer.rows.tobytes(),
-            notify=note is not None,
-            tag=note.tag if note else b"",
-            payload=note.payload if note else b"",
-        )
-        self._link.send(message)
+        self._link.send(_write(part, transfer))
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
-        mapping = self._mappings.get(transfer.key.region_id)
-        rows = transfer.rows
-        if mapping is not None and _consent(transfer) in self._consents and _inside(rows, mapping):
-            self._copy_rows(transfer.region.address, mapping.address, rows, LOCAL, REMOTE)
+        key = transfer.key
+        if _consent(key) in self._consents and self._can_copy(transfer):
+            source = self._mappings[key.region_id].address
+            self._copy_rows(transfer.region.address, source, transfer.slices.rows, LOCAL, REMOTE)
             part.copied = True
-        asked = rows[:, REMOTE:].tobytes()
-        self._link.send(Read(part.seq, transfer.key.region_id, transfer.key.token, transfer.nbytes, asked))
+        self._link.send(_read(part, transfer))
 
 
-def _consent(transfer: Transfer) -> tuple[int, int]:
-    return transfer.key.region_id, transfer.key.token
+def _consent(key: RemoteKey) -> tuple[int, int]:
+    return key.region_id, key.token
 
 
-def _inside(rows: Rows, mapping: PeerMemory) -> bool:
-    return within(rows[:, REMOTE], rows[:, NBYTES], 0, mapping.nbytes)
+def _write(part: Part, transfer: Transfer) -> Write:
+    key, note = transfer.key, part.notification
+    return Write(
+        part.seq,
+        part.operation.number,
+        key.region_id,
+        key.token,
+        transfer.region.region_id,
+        part.nbytes,
+        transfer.slices.packed(),
+        note is not None,
+        b"" if note is None else note.tag,
+        b"" if note is None else note.payload,
+    )
+
+
+def _read(part: Part, transfer: Transfer) -> Read:
+    key = transfer.key
+    return Read(part.seq, key.region_id, key.token, part.nbytes, transfer.slices.rows[:, REMOTE:].tobytes())

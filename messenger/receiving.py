@@ -1,0 +1,159 @@
+"""Receiving the answers of one link: by a thread of its own, or by a caller that waits for one of them anyway.
+
+Whoever receives holds the role; nobody else touches the link's receiving side meanwhile. At first the thread holds it.
+After an answer for which a caller was waiting in `result`, with nothing else under way, the thread stands back for a
+moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change of threads
+on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, another thread's
+`result`), the thread is called and keeps the role. In any case it takes the role when nobody has had it for `PARK_S`:
+so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from messenger.errors import ProtocolError
+from messenger.frames import Ack, Allow, Offer, Refused
+from messenger.link import Link
+from messenger.operation import Operation
+from messenger.transport import Requester
+
+if TYPE_CHECKING:
+    from messenger.stream import Stream
+
+__all__ = ["PARK_S", "Receiver"]
+
+PARK_S = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Methods with the stream's lock held, unless they say otherwise."""
+
+    def __init__(self, stream: "Stream", link: Link, requester: Requester, name: str) -> None:
+        self._stream = stream
+        self._link = link
+        self._requester = requester
+        self._wakes = threading.Condition(stream.lock)
+        self._held = False
+        self._thread_holds = False
+        self._called = False
+        self._helps = 0
+        self._seen_helps = 0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Without the lock."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """The link was cut: whoever receives leaves."""
+        self._ended = True
+        self._wakes.notify_all()
+
+    def join(self) -> None:
+        """Wait until nobody receives. Without the lock."""
+        self._thread.join()
+        with self._stream.lock:
+            self._wakes.wait_for(lambda: not self._held)
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """Whether it is the receiving thread."""
+        return thread is self._thread
+
+    def call_thread(self) -> None:
+        """Have the thread receive, since somebody waits who does not."""
+        if not self._thread_holds:
+            self._called = True
+            if not self._held:
+                self._wakes.notify_all()
+
+    def may_stand_back(self) -> None:
+        """Nothing is under way, and he who waited for the last answer would have received it himself."""
+        if self._thread_holds:
+            self._thread_holds = self._held = self._called = False
+            self._seen_helps = -1
+
+    @property
+    def thread_holds(self) -> bool:
+        return self._thread_holds
+
+    def help(self, operation: Operation) -> None:
+        """Receive on the calling thread until the operation is over, if nobody else does. Without the lock."""
+        with self._stream.lock:
+            # What is in flight here, as a whole, ends by an answer or the link's end alone.
+            may_help = operation.flying and operation.single and self._requester.always_answers(operation)
+            if self._held or self._called or self._ended or not may_help:
+                operation.awaited = True
+                self.call_thread()
+                return
+            self._held = True
+        try:
+            while operation.flying and not self._ended:
+                self._receive_one()
+        except BaseException as error:
+            # An interrupt, perhaps in the middle of a frame.
+            self._stream.end_link(error)
+            raise
+        finally:
+            with self._stream.lock:
+                self._held = False
+                self._helps += 1
+                if not operation.settled:
+                    operation.awaited = True
+                    self._called = True
+                if self._called or self._ended:
+                    self._wakes.notify_all()
+
+    def _run(self) -> None:
+        while self._take_over():
+            while self._thread_holds and not self._ended:
+                self._receive_one()
+        with self._stream.lock:
+            if self._thread_holds:
+                self._thread_holds = self._held = False
+
+    def _take_over(self) -> bool:
+        """Wait until the thread is needed; False when the link has ended."""
+        with self._stream.lock:
+            while not self._ended:
+                if not self._held and (self._called or self._helps == self._seen_helps):
+                    self._held = self._thread_holds = True
+                    return True
+                self._seen_helps = self._helps
+                self._wakes.wait(PARK_S)
+            return False
+
+    def _receive_one(self) -> None:
+        """Receive and handle one message, with the role and without the lock."""
+        stream = self._stream
+        try:
+            message = self._link.receive()
+            if isinstance(message, Offer):
+                self._requester.offered(message)
+                return
+            if isinstance(message, Allow):
+                self._requester.allowed(message)
+                return
+            in_flight = stream.flight.in_flight
+            part = in_flight[0] if in_flight else None
+            if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
+                raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
+            if isinstance(message, Refused):
+                self._requester.refused(part)
+                stream.refused(part, message.reason)
+            elif self._requester.accept(part, message):
+                stream.acknowledged(part)
+            else:
+                stream.one_step_more()
+        except OSError as error:
+            stream.end_link(error)
+        except ProtocolError as error:
+            _log.warning("closed the connection to %s: %s", self._link.address, str(error))
+            stream.count("malformed_frames")
+            stream.end_link(error)
+        except Exception as error:
+            _log.exception("receiving from %s failed", self._link.address)
+            stream.end_link(error)

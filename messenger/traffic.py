@@ -1,0 +1,318 @@
+"""All that is under way to one peer: what its streams share, from an operation's submission to its outcome.
+
+The streams take parts from here as they have room. Whatever ends an operation early (a deadline, a cancel, a refusal, a
+peer that is gone, the end of the messenger) dooms it: its queued parts are dropped, the links that carry others are
+cut, and it is settled when none of its parts is left: from then on no byte of its local memory is read or written. In
+the owner's memory, bytes that were under way may still land until it revokes the key (its own fence) or notices the
+cut, which it does before it delivers a notify. Other requests of a link that was cut are repeated.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from messenger.alarms import AlarmClock
+from messenger.backlog import Backlog, Way
+from messenger.config import Endpoint
+from messenger.counters import Counters
+from messenger.deadlines import Deadlines
+from messenger.errors import (
+    MessengerClosed,
+    PeerLost,
+    RemoteAccessError,
+    TransferCancelled,
+    TransferDeadlineExceeded,
+    TransferError,
+)
+from messenger.operation import Carrier, Kind, Operation, Part, TransferResult
+from messenger.priority import MAX_BACKGROUND_PARTS, Priority
+from messenger.road import Road
+
+if TYPE_CHECKING:
+    from messenger.stream import Stream
+
+__all__ = ["Traffic"]
+
+
+class Traffic:
+    """`lock` guards all state of the peer's operations and streams; methods named `..._locked` are called with it."""
+
+    def __init__(self, endpoint: Endpoint, clock: AlarmClock, counters: Counters, road: Road) -> None:
+        self.lock = threading.Lock()
+        self.backlog = Backlog()
+        self._endpoint = endpoint
+        self._clock = clock
+        self._counters = counters
+        self._road = road
+        self._open: dict[Operation, None] = {}
+        self._deadlines = Deadlines(clock, self._expire)
+        self._kicks = Deadlines(clock, self._kick)
+        self._streams: Sequence[Stream] = ()
+        self._ways: dict[Way, Sequence[Stream]] = {}
+        self._next_reader = 0
+        self._closing = False
+        self._progressed_s = [0.0, 0.0]  # writes', reads': when the peer last acknowledged something
+        self._last_background_s = 0.0
+
+    def go_by(self, streams: "Sequence[Stream]") -> None:
+        """Once, before anything is submitted; the first stream is the one that keeps the order."""
+        self._streams = streams
+        self._ways = {way: [stream for stream in streams if stream.role.carries(way)] for way in Way}
+
+    # Callers.
+
+    def submit(self, operation: Operation, way: Way, parts: Sequence[Part]) -> None:
+        """Queue the operation, or begin it on this thread where a stream has room; never blocks.
+
+        Spread parts are all but one that carries a notification, which is ordered.
+        """
+        stream: Stream | None = None
+        with self.lock:
+            closed = self._closing
+            if not closed:
+                self._admit(operation)
+                if len(parts) == 1 and self.backlog.is_clear(operation.priority):
+                    stream = self._idle(way, operation.priority)
+                if stream is not None:
+                    stream.begin_locked(parts[0])
+                else:
+                    stream = self._queue(way, parts)
+        if closed:
+            operation.settle(None, MessengerClosed(f"the messenger was closed before its {operation.kind.value} began"))
+        elif stream is not None:
+            stream.send_as_caller()
+
+    def cancel(self, operation: Operation) -> bool:
+        """Whether it will end with TransferCancelled, by this call or an earlier one."""
+        with self.lock:
+            if operation not in self._open:
+                return False
+            if operation.failure is not None:
+                return isinstance(operation.failure, TransferCancelled)
+            operation.failure = self._error(TransferCancelled, "it was cancelled", operation)
+            self._counters.add("cancelled")
+            ended = self._doom_locked([operation])
+        self.settle(ended)
+        return True
+
+    def pending(self) -> int:
+        """Requests queued or in flight."""
+        with self.lock:
+            return sum(operation.outstanding for operation in self._open)
+
+    def close(self) -> None:
+        """Fail what is pending with MessengerClosed."""
+        with self.lock:
+            self._closing = True
+            address = self._streams[0].address
+            ended = self._fail_all_locked(
+                lambda _: MessengerClosed(f"the messenger was closed during an operation towards {address}")
+            )
+            self._deadlines.clear()
+            self._kicks.clear()
+        self.settle(ended)
+
+    # Streams.
+
+    def take_locked(self, stream: "Stream") -> Part | None:
+        """The next part for a stream, which begins it."""
+        if not len(self.backlog):
+            return None
+        part = self.backlog.take(stream.role, background=self._may_background(stream))
+        if part is not None and part.operation.priority is Priority.BACKGROUND:
+            self._last_background_s = time.monotonic()
+        return part
+
+    def waits_locked(self, stream: "Stream") -> bool:
+        """Whether there is a part that the stream may begin now."""
+        return len(self.backlog) > 0 and self.backlog.waits_for(stream.role, background=self._may_background(stream))
+
+    def ended_locked(self, part: Part, landed_s: float | None) -> list[Operation]:
+        """A part is over: it landed at this time, or failed. Returns what is to be settled."""
+        operation = part.operation
+        if landed_s is not None:
+            operation.acknowledged_nbytes += part.nbytes
+            self._progressed_s[operation.kind is Kind.READ] = landed_s
+            if operation.priority is Priority.URGENT:
+                self._road.moved(landed_s)
+        operation.outstanding -= 1
+        if self.backlog.spread_ended(part):
+            self._streams[0].wake_locked()
+        if operation.outstanding:
+            return []
+        del self._open[operation]
+        return [operation]
+
+    def refused_locked(self, part: Part, reason: str) -> list[Operation]:
+        """The owner refused a part, which dooms its operation."""
+        operation = part.operation
+        if operation.failure is None:
+            operation.failure = self._error(RemoteAccessError, reason, operation)
+        return self.ended_locked(part, None) or self._drop_locked([operation])
+
+    def give_up_locked(self, operation: Operation, reason: str) -> None:
+        """The operation breaks every connection: it is to fail once its parts are dropped."""
+        if operation.failure is None:
+            operation.failure = self._error(PeerLost, reason, operation)
+
+    def drop_doomed_locked(self) -> list[Operation]:
+        """Drop what is queued of operations that have failed; returns what is to be settled."""
+        return self._drop_locked([operation for operation in self._open if operation.failure is not None])
+
+    def lose(self, kind: type[PeerLost], reason: str) -> None:
+        """The peer's process is gone: everything fails."""
+        with self.lock:
+            ended = self._fail_all_locked(lambda operation: self._error(kind, reason, operation))
+        self.settle(ended)
+
+    def settle(self, operations: Iterable[Operation]) -> None:
+        """Give the futures their outcome; never with the lock held, since callbacks run here."""
+        for operation in operations:
+            if operation.priority is Priority.URGENT:
+                for call in self._road.closed():
+                    call()
+            if operation.failure is not None:
+                operation.settle(None, operation.failure)
+            elif operation.kind is Kind.NOTIFY:
+                operation.settle(None, None)
+            else:
+                seconds = time.monotonic() - operation.started_s
+                transport = self._carrier(operation).transport
+                operation.settle(TransferResult(operation.nbytes, seconds, transport), None)
+
+    # With the lock held.
+
+    def _admit(self, operation: Operation) -> None:
+        operation.canceller = self
+        started_s = operation.started_s
+        if not self._open:
+            self._progressed_s = [started_s, started_s]  # idleness before it is no stall
+        self._open[operation] = None
+        if operation.priority is Priority.URGENT:
+            self._road.opened(started_s)
+        self._deadlines.watch(self._due_s(operation))
+
+    def _idle(self, way: Way, priority: Priority) -> "Stream | None":
+        """A stream on which a part may begin at once."""
+        if priority is Priority.BACKGROUND:
+            return None
+        streams = self._ways[way]
+        for stream in streams:
+            if stream.has_room_locked():
+                return stream
+        return None
+
+    def _queue(self, way: Way, parts: Sequence[Part]) -> "Stream | None":
+        """Queue the parts, and wake who may send them; returns the stream that the caller is to send by, if any."""
+        for part in parts:
+            self.backlog.push(way if part.transfer is not None else Way.ORDERED, part)
+        streams = self._ways[way]
+        if way is Way.READS and len(streams) > 1:
+            self._next_reader += 1
+            first = self._next_reader % len(streams)
+            streams = [*streams[first:], *streams[:first]][: len(parts)]
+        chosen: Stream | None = None
+        for stream in streams:
+            if chosen is None and stream.has_room_locked():
+                first_part = self.take_locked(stream)
+                if first_part is not None:
+                    stream.begin_locked(first_part)
+                    chosen = stream
+                continue
+            stream.wake_locked()
+        return chosen
+
+    def _may_background(self, stream: "Stream") -> bool:
+        """Whether background may go by the stream now; if not yet, it is called again in time."""
+        if not self.backlog.has_background() or stream.num_background_locked() >= MAX_BACKGROUND_PARTS:
+            return False
+        now_s = time.monotonic()
+        until_s = self._road.until_s(self._last_background_s, now_s, self._kick)
+        if until_s > now_s:
+            self._kicks.watch(until_s)
+        return until_s <= now_s
+
+    def _due_s(self, operation: Operation) -> float:
+        due_s = operation.started_s + operation.deadline_s
+        return due_s if operation.stall_s is None else min(due_s, self._stalls_at_s(operation))
+
+    def _stalls_at_s(self, operation: Operation) -> float:
+        if operation.stall_s is None:
+            return math.inf
+        return max(self._progressed_s[operation.kind is Kind.READ], operation.started_s) + operation.stall_s
+
+    def _fail_all_locked(self, failure: Callable[[Operation], Exception]) -> list[Operation]:
+        for operation in self._open:
+            if operation.failure is None:
+                operation.failure = failure(operation)
+        return self._doom_locked(list(self._open))
+
+    def _doom_locked(self, operations: Sequence[Operation]) -> list[Operation]:
+        ended = self._drop_locked(operations)
+        doomed = set(operations)
+        for stream in self._streams:
+            if stream.flight.carries(doomed):
+                stream.cut_locked()
+        return ended
+
+    def _drop_locked(self, operations: Sequence[Operation]) -> list[Operation]:
+        if not operations:
+            return []
+        doomed = set(operations)
+        dropped = self.backlog.drop(doomed)
+        for stream in self._streams:
+            dropped += stream.flight.drop(doomed)
+        ended = [operation for part in dropped for operation in self.ended_locked(part, None)]
+        if dropped and len(self.backlog):
+            self._streams[0].wake_locked()  # a notification may have waited for what was dropped
+        return ended
+
+    def _carrier(self, operation: Operation) -> Carrier:
+        """The stream that carries the operation, or will."""
+        return operation.carrier or self._ways[Way.READS if operation.kind is Kind.READ else Way.ORDERED][0]
+
+    def _error(self, kind: type[TransferError], reason: str, operation: Operation) -> TransferError:
+        stream = self._carrier(operation)
+        return kind(
+            f"{operation.kind.value} of {operation.nbytes} bytes failed: {reason}",
+            peer=self._endpoint.node_id,
+            transport=stream.transport,
+            address=stream.address,
+            acknowledged_nbytes=operation.acknowledged_nbytes,
+        )
+
+    # The clock's thread, and whoever ended the last urgent operation.
+
+    def _expire(self) -> None:
+        with self.lock:
+            self._deadlines.rang()
+            now_s = time.monotonic()
+            late = [
+                operation for operation in self._open if operation.failure is None and self._is_late(operation, now_s)
+            ]
+            for operation in self._open:
+                if operation.failure is None:
+                    self._deadlines.watch(self._due_s(operation))
+            self._counters.add("deadlines_exceeded", len(late))
+            ended = self._doom_locked(late)
+        self.settle(ended)
+
+    def _is_late(self, operation: Operation, now_s: float) -> bool:
+        if now_s >= operation.started_s + operation.deadline_s:
+            reason = f"not done within {operation.deadline_s:.3g} s"
+        elif now_s >= self._stalls_at_s(operation):
+            reason = f"nothing was acknowledged for {operation.stall_s:.3g} s"
+        else:
+            return False
+        reason += f"; the connection's last trouble: {self._carrier(operation).cause}"
+        operation.failure = self._error(TransferDeadlineExceeded, reason, operation)
+        return True
+
+    def _kick(self) -> None:
+        with self.lock:
+            self._kicks.clear()
+            if len(self.backlog):
+                for stream in self._streams:
+                    stream.wake_locked()

@@ -1,0 +1,69 @@
+"""Who goes first: higher classes do, lower ones are never starved, and background yields to urgent bytes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messenger.priority import FRESH_S, HELD_S, MAX_PASSED, Priority, Turns, Yielding
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300))
+def test_turns_go_to_classes_that_wait_and_a_waiting_one_is_passed_over_a_bounded_number_of_times(
+    waiting: list[tuple[bool, bool, bool]],
+) -> None:
+    turns = Turns()
+    passed = [0] * len(Priority)
+    for each in waiting:
+        chosen = turns.pick(each)
+        if chosen is None:
+            assert not any(each)
+            continue
+        assert each[chosen]
+        for priority in Priority:
+            passed[priority] = passed[priority] + 1 if each[priority] and priority != chosen else 0
+        # Two classes may become due at once, and then one of them waits for the other.
+        assert max(passed) <= MAX_PASSED + 1
+
+
+def test_the_highest_class_goes_first_until_a_lower_one_is_due() -> None:
+    turns = Turns()
+    picks = [turns.pick([True, False, True]) for _ in range(2 * (MAX_PASSED + 1))]
+    share = [Priority.URGENT] * MAX_PASSED + [Priority.BACKGROUND]
+    assert picks == share * 2
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["open", "move", "close", "try"]), st.floats(0.0, 0.08, allow_nan=False)), max_size=200
+)
+
+
+@given(events)
+def test_background_is_held_while_urgent_bytes_move_and_goes_in_bounded_time_all_the_same(
+    events: list[tuple[str, float]],
+) -> None:
+    yielding = Yielding()
+    now_s, last_s, opened, moved_s = 100.0, 0.0, 0, 0.0
+    for event, delay_s in events:
+        now_s += delay_s
+        if event == "open":
+            yielding.opened(now_s)
+            opened, moved_s = opened + 1, now_s
+        elif event == "move" and opened:
+            yielding.moved(now_s)
+            moved_s = now_s
+        elif event == "close" and opened:
+            opened -= 1
+            assert yielding.closed() == (opened == 0)
+        until_s = yielding.until_s(last_s, now_s)
+        if not opened:
+            assert until_s <= now_s
+        elif now_s < moved_s + FRESH_S and now_s < last_s + HELD_S:
+            assert until_s > now_s
+        assert until_s <= max(now_s, last_s + HELD_S)
+        if event == "try" and until_s <= now_s:
+            last_s = now_s
+
+
+def test_an_urgent_operation_whose_peer_stands_still_holds_nobody_back_for_long() -> None:
+    yielding = Yielding()
+    yielding.opened(10.0)
+    assert yielding.until_s(10.0 + FRESH_S, 10.0 + FRESH_S) <= 10.0 + FRESH_S
