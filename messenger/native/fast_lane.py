@@ -11,7 +11,8 @@ from messenger.frames import Ack, Notify, Read, Write, prefix
 from messenger.grants import Cuttable, GrantTable
 from messenger.link import LinkClosed
 from messenger.memory import PeerMemory
-from messenger.native import owner_loop as loop
+from messenger.native import socket_io as loop
+from messenger.native.owner_loop import owner_loop
 from messenger.sessions import Session
 from messenger.sockets import SocketLink
 from messenger.transport import FloatSums
@@ -43,15 +44,26 @@ class FastLane:
         self._grants = grants
         self._slots = grants.slots()
         self._inside = self._slots.open_lane(mover)
-        self._flows = landed, served
-        self._loop = loop.owner_loop()
-        self._scratch = np.zeros(loop.NUM_SCRATCH, np.int64)
+        self._waiting = memoryview(self._slots.waiting)  # type: ignore[arg-type]
+        self._loop = owner_loop()
         self._array = np.zeros(loop.NUM_STATE, np.int64)
         # The same memory, in which a number is read and set several times as fast.
         self._state = memoryview(self._array)  # type: ignore[arg-type]
+        self._scratch = np.zeros(loop.NUM_SCRATCH, np.int64)
+        self._flows = landed, served
+        for place, array in (
+            (loop.SCRATCH, self._scratch),
+            (loop.SLOTS, self._slots.words),
+            (loop.INSIDE, self._inside),
+            (loop.WAITING, self._slots.waiting),
+            (loop.LANDED, landed),
+            (loop.SERVED, served),
+        ):
+            self._state[place] = array.ctypes.data
         for place, kind in _HEADS:
             self._state[place] = int.from_bytes(prefix(kind, 0)[:8], "little")
-        self._sources = np.zeros((0, 3), np.int64)
+        self._state[loop.FD], self._state[loop.IS_UNIX] = link.fileno(), link.is_unix
+        self._offer(np.zeros((0, 3), np.int64))
         self._buffer = memoryview(b"")
 
     def close(self) -> None:
@@ -61,7 +73,7 @@ class FastLane:
     def offered(self, region_id: int, memory: PeerMemory) -> None:
         """The caller's memory, which somebody else keeps mapped."""
         others = self._sources[self._sources[:, 0] != region_id]
-        self._sources = np.vstack([others, np.array([[region_id, memory.address, memory.nbytes]], np.int64)])
+        self._offer(np.vstack([others, np.array([[region_id, memory.address, memory.nbytes]], np.int64)]))
 
     def run(self, session: Session) -> Note | None:
         """Take requests until one has a notification, or the next frame (None) is for Python to receive.
@@ -92,26 +104,20 @@ class FastLane:
             self._link.return_buffer(state[loop.START], state[loop.END])
 
     def _run(self) -> int:
-        why: int = self._loop(
-            self._link.fileno(),
-            self._link.is_unix,
-            self._array,
-            self._scratch,
-            self._buffer_array,
-            self._slots.words,
-            self._inside,
-            self._slots.waiting,
-            self._sources,
-            *self._flows,
-        )
-        if self._slots.waiting[0]:
+        why: int = self._loop(self._array)
+        if self._waiting[0]:
             self._grants.left()
         return why
+
+    def _offer(self, sources: npt.NDArray[np.int64]) -> None:
+        self._sources = sources
+        self._state[loop.SOURCES], self._state[loop.NUM_SOURCES] = sources.ctypes.data, len(sources)
 
     def _borrow(self, nbytes: int) -> None:
         buffer, self._state[loop.START], self._state[loop.END] = self._link.lend_buffer(nbytes)
         if buffer is not self._buffer:
-            self._buffer, self._buffer_array = buffer, np.frombuffer(buffer, np.uint8)
+            self._buffer, self._state[loop.BUFFER_NBYTES] = buffer, len(buffer)
+            self._state[loop.BUFFER] = np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 def _passed_fds(scratch: npt.NDArray[np.int64], nbytes: int) -> list[int]:

@@ -24,6 +24,7 @@ from messenger.native.compiling import compiled
 Words = npt.NDArray[np.uint64]
 
 BUCKETS, WAYS, WORDS = 1024, 8, 8
+NUM_WORDS = BUCKETS * WAYS * WORDS
 READ, WRITE = 1, 2
 _PLACEMENT, _NUMBER, _TOKEN, _REGION, _START, _END, _RIGHTS, _ADDRESS = range(WORDS)
 
@@ -45,7 +46,7 @@ class GrantSlots:
     """Calls under the lock of the grant table, except for `words` and `waiting`, which loops read."""
 
     def __init__(self) -> None:
-        self.words: Words = np.zeros(BUCKETS * WAYS * WORDS, np.uint64)
+        self.words: Words = np.zeros(NUM_WORDS, np.uint64)
         self.waiting: Words = np.zeros(1, np.uint64)
         """How many revokes wait for a lane: one that leaves then tells Python."""
         self._kernels = _kernels()

@@ -24,6 +24,10 @@ __all__ = [
     "load_u32",
     "load_u64",
     "memmove",
+    "pointer_f64",
+    "pointer_i64",
+    "pointer_u8",
+    "pointer_u64",
     "poll",
     "recv",
     "recvmsg",
@@ -71,6 +75,20 @@ def _store(of: Any, llvm_type: Any) -> Any:
     return intrinsic(typed)
 
 
+def _pointer(of: Any) -> Any:
+    def typed(_typing: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(of)(_i64), generate  # type: ignore[no-untyped-call]
+
+    return intrinsic(typed)
+
+
 load_i32, load_u32 = _load(types.int32, cgutils.int32_t), _load(types.uint32, cgutils.int32_t)
 load_i64, load_u64 = _load(types.int64, cgutils.intp_t), _load(types.uint64, cgutils.intp_t)
 store_i32, store_i64 = _store(types.int32, cgutils.int32_t), _store(types.int64, cgutils.intp_t)
+# For numba.carray, which makes an array of what is at an address.
+pointer_u8, pointer_i64, pointer_u64, pointer_f64 = (
+    _pointer(of) for of in (types.uint8, types.int64, types.uint64, types.float64)
+)

@@ -5,9 +5,9 @@ notify or a read whose frame is well formed, comes for the first time, and is co
 at the front of the connection it leaves there, untouched, for that code, which stays the only one to refuse, to answer
 again and to complain. The wire's layout is that of `messenger.frames`.
 
-`state` int64 [NUM_STATE] and `scratch` int64 [NUM_SCRATCH] belong to one connection; so do `landed` and `served`,
-float64, laid out as `messenger.counters.Flow` has its sums. `buffer` uint8 holds what was received and not yet taken,
-[START, END) of it. `sources` int64 [n, 3] are the (id, address, bytes) of the memory that the caller has offered.
+All that a connection's loop works on is named in its `state` (`messenger.native.socket_io`): `landed` and `served`,
+float64, laid out as `messenger.counters.Flow` has its sums; `sources` int64 [n, 3], the (id, address, bytes) of the
+memory that the caller has offered; `words`, `inside` and `waiting` of `messenger.native.grant_slots`.
 """
 
 import functools
@@ -16,68 +16,69 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.np.numpy_support import carray
 
-from messenger.counters import FIRST_EDGE_S
+from messenger.counters import FIRST_EDGE_S, NUM_SUMS
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.framing import PREFIX
 from messenger.native.compiling import compiled
-from messenger.native.grant_slots import READ, WRITE, enter, leave
+from messenger.native.grant_slots import NUM_WORDS, READ, WRITE, enter, leave
 from messenger.native.libc import (
-    EAGAIN,
-    EINTR,
-    MSG_CMSG_CLOEXEC,
-    MSG_DONTWAIT,
-    MSG_NOSIGNAL,
-    MSG_WAITALL,
-    POLLRDHUP,
     clock_gettime,
-    errno_location,
-    load_i32,
     load_i64,
     load_u32,
     load_u64,
     memmove,
-    poll,
-    recv,
-    recvmsg,
-    send,
-    sendmsg,
-    store_i32,
-    store_i64,
+    pointer_f64,
+    pointer_i64,
+    pointer_u8,
+    pointer_u64,
+)
+from messenger.native.socket_io import (
+    ACK_NBYTES,
+    ACK_SEQ,
+    BUFFER,
+    BUFFER_NBYTES,
+    ENDED,
+    ERRNO,
+    FD,
+    FRAME,
+    GROW,
+    INSIDE,
+    IS_UNIX,
+    LANDED,
+    LAST_SEQ,
+    LEFT,
+    NOTE,
+    NOTE_END,
+    NOTIFY_HEAD,
+    NUM_SCRATCH,
+    NUM_SOURCES,
+    PAYLOAD_AT,
+    READ_HEAD,
+    REFUSED_OPERATION,
+    SCRATCH,
+    SERVED,
+    SLOTS,
+    SOURCES,
+    START,
+    TAG_AT,
+    TIME_AT,
+    WAITING,
+    WANTED,
+    WRITE_HEAD,
+    fill,
+    flush,
+    gather,
+    is_gone,
+    queue_ack,
+    receive,
 )
 
-__all__ = ["NUM_SCRATCH", "NUM_STATE", "owner_loop"]
-
-# Why the loop returned.
-FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(1, 7)
-"""FRAME: the frame at START is Python's. NOTE: a notification is due, [TAG_AT, PAYLOAD_AT, NOTE_END) of the buffer, and
-then the answer ACK_SEQ, ACK_NBYTES. LEFT: a revoke waits for who has left the fence. GROW: the frame at START wants a
-buffer of WANTED bytes. DESCRIPTORS: [DESCRIPTORS_AT] of scratch has CONTROL_NBYTES of control messages. ENDED: the
-other side closed (ERRNO 0), or a call failed."""
-
-# Places in `state`.
-(
-    START, END, LAST_SEQ, REFUSED_OPERATION, ACK_SEQ, ACK_NBYTES, TAG_AT, PAYLOAD_AT, NOTE_END, WANTED, CONTROL_NBYTES,
-    ERRNO, OUT_NBYTES, WRITE_HEAD, NOTIFY_HEAD, READ_HEAD, ACK_HEAD, NUM_STATE,
-) = range(18)  # fmt: skip
-"""*_HEAD: the first 8 bytes of such a frame, as one number. OUT_NBYTES: of answers that have not been sent."""
-
-_MAX_VIEWS = 1024  # Linux's IOV_MAX
-_ACK_NBYTES = PREFIX.size + 16
-_MAX_ACKS = 64
-# Places in `scratch`: the answers to send, a msghdr, a pollfd, a timespec, control messages, views.
-_OUT_AT = 0
-_MESSAGE_AT = _OUT_AT + _MAX_ACKS * _ACK_NBYTES // 8 + 1
-_POLL_AT = _MESSAGE_AT + 7
-_TIME_AT = _POLL_AT + 1
-CONTROL_AT = _TIME_AT + 2
-MAX_CONTROL_NBYTES = 16 + 4 * 64
-_VIEWS_AT = CONTROL_AT + MAX_CONTROL_NBYTES // 8
-NUM_SCRATCH = _VIEWS_AT + 2 * _MAX_VIEWS
+__all__ = ["owner_loop"]
 
 _PREFIX_NBYTES = PREFIX.size
 _WRITE_NBYTES, _NOTIFY_NBYTES, _READ_NBYTES = 64, 16, 32
-_AHEAD_NBYTES = 4096  # what is received with a frame is copied once more
 _CLOCK_MONOTONIC = 1
 _PER_FIRST_EDGE = 1 / FIRST_EDGE_S
 _FIRST_BUCKET = 4
@@ -86,23 +87,25 @@ _TAKEN = 0  # by what takes one request: it is done, go on
 
 @functools.cache
 def owner_loop() -> Any:
-    """`loop(fd, is_unix, state, scratch, buffer, words, inside, waiting, sources, landed, served) -> why it returned`.
-
-    Compiled, or loaded from the cache, at the first call.
-    """
-    i64s, u64s, f64s = (types.Array(kind, 1, "C") for kind in (types.int64, types.uint64, types.float64))
-    bytes_, rows = types.Array(types.uint8, 1, "C"), types.Array(types.int64, 2, "C")
-    arguments = (types.int32, types.boolean, i64s, i64s, bytes_, u64s, u64s, u64s, rows, f64s, f64s)
-    return compiled(_serve, types.int64(*arguments))
+    """`loop(state) -> why it returned`. Compiled, or loaded from the cache, at the first call."""
+    return compiled(_serve, types.int64(types.Array(types.int64, 1, "C")))
 
 
-def _serve(fd, is_unix, state, scratch, buffer, words, inside, waiting, sources, landed, served):  # type: ignore[no-untyped-def]
+def _serve(state):  # type: ignore[no-untyped-def]
+    fd, is_unix = np.int32(state[FD]), state[IS_UNIX] != 0
+    scratch = carray(pointer_i64(state[SCRATCH]), NUM_SCRATCH)
+    buffer = carray(pointer_u8(state[BUFFER]), state[BUFFER_NBYTES])
+    words = carray(pointer_u64(state[SLOTS]), NUM_WORDS)
+    inside, waiting = carray(pointer_u64(state[INSIDE]), 1), carray(pointer_u64(state[WAITING]), 1)
+    sources = carray(pointer_i64(state[SOURCES]), (state[NUM_SOURCES], 3))
+    landed = carray(pointer_f64(state[LANDED]), NUM_SUMS)
+    served = carray(pointer_f64(state[SERVED]), NUM_SUMS)
     if state[ACK_SEQ]:
-        _queue_ack(fd, state, scratch, state[ACK_SEQ], state[ACK_NBYTES])
+        queue_ack(fd, state, scratch, state[ACK_SEQ], state[ACK_NBYTES])
         state[ACK_SEQ] = 0
     base = buffer.ctypes.data
     while True:
-        why = _fill(fd, is_unix, state, scratch, buffer, _PREFIX_NBYTES)
+        why = fill(fd, is_unix, state, scratch, buffer, _PREFIX_NBYTES)
         if why:
             break
         head, length = load_i64(base + state[START]), np.int64(load_u32(base + state[START] + 8))
@@ -114,7 +117,7 @@ def _serve(fd, is_unix, state, scratch, buffer, words, inside, waiting, sources,
             state[WANTED] = _PREFIX_NBYTES + length
             why = GROW
             break
-        why = _fill(fd, is_unix, state, scratch, buffer, _PREFIX_NBYTES + length)
+        why = fill(fd, is_unix, state, scratch, buffer, _PREFIX_NBYTES + length)
         if why:
             break
         if is_write:
@@ -125,7 +128,7 @@ def _serve(fd, is_unix, state, scratch, buffer, words, inside, waiting, sources,
             why = _take_read(fd, state, scratch, buffer, length, words, inside, waiting, served)
         if why:
             break
-    if why != ENDED and not _flush(fd, state, scratch):
+    if why != ENDED and not flush(fd, state, scratch):
         why = ENDED
     return why
 
@@ -156,7 +159,7 @@ def _take_write(fd, is_unix, state, scratch, buffer, length, words, inside, wait
         return FRAME
     if not _are_within(rows_at, rows_nbytes, columns, columns - 2, start, end, nbytes):
         return _left(inside, waiting, FRAME)
-    if _is_gone(fd, scratch):
+    if is_gone(fd, scratch):
         return _left(inside, waiting, ENDED)
     num_rows = rows_nbytes // (8 * columns)
     body_end = state[START] + _PREFIX_NBYTES + length
@@ -164,10 +167,10 @@ def _take_write(fd, is_unix, state, scratch, buffer, length, words, inside, wait
     if is_unix:
         for row_at in range(rows_at, rows_at + rows_nbytes, 24):
             memmove(address + load_i64(row_at + 8), source + load_i64(row_at), load_i64(row_at + 16))
-    elif not _receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):
+    elif not receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):
         return _left(inside, waiting, ENDED)
     why = _left(inside, waiting, _TAKEN)
-    if _is_gone(fd, scratch):
+    if is_gone(fd, scratch):
         state[ERRNO] = 0
         return ENDED
     _count(landed, nbytes, num_rows, _now_s(scratch) - begun_s)
@@ -178,7 +181,7 @@ def _take_write(fd, is_unix, state, scratch, buffer, length, words, inside, wait
         state[ACK_SEQ], state[ACK_NBYTES] = seq, nbytes
         return NOTE
     state[LAST_SEQ] = seq
-    _queue_ack(fd, state, scratch, seq, nbytes)
+    queue_ack(fd, state, scratch, seq, nbytes)
     return why
 
 
@@ -212,8 +215,8 @@ def _take_read(fd, state, scratch, buffer, length, words, inside, waiting, serve
     if not _are_within(rows_at, rows_nbytes, 2, 0, start, end, nbytes):
         return _left(inside, waiting, FRAME)
     state[START] += _PREFIX_NBYTES + length
-    _queue_ack(fd, state, scratch, seq, nbytes)
-    if not _gather(fd, state, scratch, rows_at, rows_nbytes // 16, address):
+    queue_ack(fd, state, scratch, seq, nbytes)
+    if not gather(fd, state, scratch, rows_at, rows_nbytes // 16, address):
         return _left(inside, waiting, ENDED)
     _count(served, nbytes, rows_nbytes // 16, _now_s(scratch) - begun_s)
     return _left(inside, waiting, _TAKEN)
@@ -250,171 +253,9 @@ def _left(inside, waiting, why):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _fill(fd, is_unix, state, scratch, buffer, nbytes):  # type: ignore[no-untyped-def]
-    """Have so many bytes in the buffer; sends what is to be sent before it blocks. Returns why not, or 0."""
-    unread = state[END] - state[START]
-    if unread >= nbytes:
-        return 0
-    base = buffer.ctypes.data
-    if state[START] and (unread == 0 or state[START] + max(nbytes, unread + _AHEAD_NBYTES) > len(buffer)):
-        memmove(base, base + state[START], unread)
-        state[START], state[END] = 0, unread
-    while state[END] - state[START] < nbytes:
-        missing = nbytes - (state[END] - state[START])
-        room = min(len(buffer) - state[END], max(missing, _AHEAD_NBYTES))
-        flags = MSG_DONTWAIT if state[OUT_NBYTES] else 0
-        received = _receive_some(fd, is_unix, scratch, base + state[END], room, flags)
-        if received > 0:
-            state[END] += received
-            if is_unix and scratch[_MESSAGE_AT + 5]:
-                state[CONTROL_NBYTES] = scratch[_MESSAGE_AT + 5]
-                return DESCRIPTORS
-            continue
-        errno = load_i32(errno_location()) if received else np.int32(0)
-        if errno == EINTR:
-            continue
-        if errno == EAGAIN and flags:
-            if not _flush(fd, state, scratch):
-                return ENDED
-            continue
-        state[ERRNO] = errno
-        return ENDED
-    return 0
-
-
-@numba.njit
-def _receive_some(fd, is_unix, scratch, address, nbytes, flags):  # type: ignore[no-untyped-def]
-    if not is_unix:
-        return recv(fd, address, nbytes, np.int32(flags))
-    words = scratch.ctypes.data
-    scratch[_VIEWS_AT], scratch[_VIEWS_AT + 1] = address, nbytes
-    _address_message(scratch, 1)
-    scratch[_MESSAGE_AT + 4], scratch[_MESSAGE_AT + 5] = words + 8 * CONTROL_AT, MAX_CONTROL_NBYTES
-    return recvmsg(fd, words + 8 * _MESSAGE_AT, np.int32(flags | MSG_CMSG_CLOEXEC))
-
-
-@numba.njit
-def _address_message(scratch, num_views):  # type: ignore[no-untyped-def]
-    """A msghdr of the first views: no name, no control messages."""
-    words = scratch.ctypes.data
-    for place in range(7):
-        scratch[_MESSAGE_AT + place] = 0
-    scratch[_MESSAGE_AT + 2], scratch[_MESSAGE_AT + 3] = words + 8 * _VIEWS_AT, num_views
-
-
-@numba.njit
-def _receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # type: ignore[no-untyped-def]
-    """The payload into its rows, first what is in the buffer. False: the connection ended."""
-    buffered = state[END] - state[START]
-    if nbytes > buffered and not _flush(fd, state, scratch):
-        return False
-    base = buffer.ctypes.data
-    views, row = 0, 0
-    while row < num_rows or views:
-        while row < num_rows and views < _MAX_VIEWS:
-            to, left = address + load_i64(rows_at + 16 * row), load_i64(rows_at + 16 * row + 8)
-            row += 1
-            ready = min(left, state[END] - state[START])
-            if ready:
-                memmove(to, base + state[START], ready)
-                state[START] += ready
-            if left > ready:
-                scratch[_VIEWS_AT + 2 * views], scratch[_VIEWS_AT + 2 * views + 1] = to + ready, left - ready
-                views += 1
-        if views and not _move_views(fd, state, scratch, views, False):
-            return False
-        views = 0
-    return True
-
-
-@numba.njit
-def _gather(fd, state, scratch, rows_at, num_rows, address):  # type: ignore[no-untyped-def]
-    """Send what is to be sent, and the rows after it. False: the connection ended."""
-    scratch[_VIEWS_AT], scratch[_VIEWS_AT + 1] = scratch.ctypes.data + 8 * _OUT_AT, state[OUT_NBYTES]
-    state[OUT_NBYTES] = 0
-    views, row = 1, 0
-    while row < num_rows or views:
-        while row < num_rows and views < _MAX_VIEWS:
-            left = load_i64(rows_at + 16 * row + 8)
-            if left:
-                scratch[_VIEWS_AT + 2 * views] = address + load_i64(rows_at + 16 * row)
-                scratch[_VIEWS_AT + 2 * views + 1] = left
-                views += 1
-            row += 1
-        if views and not _move_views(fd, state, scratch, views, True):
-            return False
-        views = 0
-    return True
-
-
-@numba.njit
-def _move_views(fd, state, scratch, views, sending):  # type: ignore[no-untyped-def]
-    """Receive into, or send, all of the first views."""
-    words = scratch.ctypes.data
-    first = 0
-    while first < views:
-        _address_message(scratch, views - first)
-        scratch[_MESSAGE_AT + 2] = words + 8 * (_VIEWS_AT + 2 * first)
-        if sending:
-            moved = sendmsg(fd, words + 8 * _MESSAGE_AT, np.int32(MSG_NOSIGNAL))
-        else:
-            moved = recvmsg(fd, words + 8 * _MESSAGE_AT, np.int32(MSG_WAITALL))
-        if moved <= 0:
-            errno = load_i32(errno_location()) if moved else np.int32(0)
-            if errno == EINTR:
-                continue
-            state[ERRNO] = errno
-            return False
-        while first < views and moved >= scratch[_VIEWS_AT + 2 * first + 1]:
-            moved -= scratch[_VIEWS_AT + 2 * first + 1]
-            first += 1
-        if moved:
-            scratch[_VIEWS_AT + 2 * first] += moved
-            scratch[_VIEWS_AT + 2 * first + 1] -= moved
-    return True
-
-
-@numba.njit
-def _queue_ack(fd, state, scratch, seq, nbytes):  # type: ignore[no-untyped-def]
-    """Answers go out together, before the loop blocks or returns."""
-    if state[OUT_NBYTES] >= _MAX_ACKS * _ACK_NBYTES:
-        _flush(fd, state, scratch)
-    at = scratch.ctypes.data + 8 * _OUT_AT + state[OUT_NBYTES]
-    store_i64(at, state[ACK_HEAD])
-    store_i32(at + 8, np.int32(16))
-    store_i64(at + 12, seq)
-    store_i64(at + 20, nbytes)
-    state[OUT_NBYTES] += _ACK_NBYTES
-
-
-@numba.njit
-def _flush(fd, state, scratch):  # type: ignore[no-untyped-def]
-    """Send the answers. False: the connection ended."""
-    at, left = scratch.ctypes.data + 8 * _OUT_AT, state[OUT_NBYTES]
-    state[OUT_NBYTES] = 0
-    while left:
-        sent = send(fd, at, left, np.int32(MSG_NOSIGNAL))
-        if sent < 0:
-            errno = load_i32(errno_location())
-            if errno == EINTR:
-                continue
-            state[ERRNO] = errno
-            return False
-        at, left = at + sent, left - sent
-    return True
-
-
-@numba.njit
-def _is_gone(fd, scratch):  # type: ignore[no-untyped-def]
-    """Whether the other side closed, cut or died, though bytes of it may be unread."""
-    scratch[_POLL_AT] = np.int64(fd) | (np.int64(POLLRDHUP) << 32)
-    return poll(scratch.ctypes.data + 8 * _POLL_AT, np.int64(1), np.int32(0)) > 0
-
-
-@numba.njit
 def _now_s(scratch):  # type: ignore[no-untyped-def]
-    clock_gettime(np.int32(_CLOCK_MONOTONIC), scratch.ctypes.data + 8 * _TIME_AT)
-    return np.float64(scratch[_TIME_AT]) + 1e-9 * np.float64(scratch[_TIME_AT + 1])
+    clock_gettime(np.int32(_CLOCK_MONOTONIC), scratch.ctypes.data + 8 * TIME_AT)
+    return np.float64(scratch[TIME_AT]) + 1e-9 * np.float64(scratch[TIME_AT + 1])
 
 
 @numba.njit
