@@ -86,7 +86,7 @@ class Operation(Completion[Any]):
         return self.canceller is not None and self.canceller.cancel(self)
 
     def _is_observed(self) -> None:
-        # In this order: whoever puts a part in flight sets the carrier before it looks at `observed`.
+        # In this order: whoever puts a part in flight sets the carrier before it looks at these.
         self.observed = True
         carrier = self.carrier
         if carrier is not None:
@@ -96,7 +96,8 @@ class Operation(Completion[Any]):
         carrier = self.carrier
         if carrier is None:
             self.awaited = True
-        else:
+            carrier = self.carrier
+        if carrier is not None:
             carrier.help(self)
 
 

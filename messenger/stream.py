@@ -143,7 +143,7 @@ class Stream:
         self.flight.begin(part)
         operation = part.operation
         operation.carrier = self
-        if operation.observed and self._receiver is not None:
+        if (operation.observed or operation.awaited) and self._receiver is not None:
             self._receiver.call_thread()
 
     def send_as_caller(self) -> None:
