@@ -67,9 +67,10 @@ _LAZY = (
     ),
     (
         "bench",
-        "replay.bench.cli",
-        "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear.\n\n"
-        "[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]",
+        "moonpool.bench_command",
+        "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear; measure how fast "
+        "KV goes between two hosts.\n\n[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]\n\n"
+        "[bold]moonpool bench messenger[/bold]",
     ),
     (
         "pool",

@@ -16,6 +16,7 @@ MoonpoolError               1
 ├── ChatFailed              1  a chat cannot begin, or an answer failed
 │   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
 │   └── ChatCommandError    1  a line that begins with / is no command
+├── TransferBenchFailed     1  nothing could be measured between two hosts, or bytes arrived wrong
 └── DemoFailed              1  the demo ran, and its result is not what it must be
 """
 
@@ -98,6 +99,10 @@ class ScaleRefused(ConfigError):
 
 class DrainRefused(MoonpoolError):
     """The conductor does not let the node go, or does not know it."""
+
+
+class TransferBenchFailed(MoonpoolError):
+    """The other side cannot be reached or refuses, or what arrived is not what was sent."""
 
 
 class DemoFailed(MoonpoolError):

@@ -23,7 +23,7 @@ from replay.config import MAX_SEND_LAG_S
 from replay.errors import ReplayError, SettingInvalid
 from replay.report import finite
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests of any OpenAI-compatible server.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests: of a server, of the way between hosts.")
 
 _SERVER, _PROMPTS, _TRAFFIC, _SAMPLING, _REPORT, _CAPACITY = (
     *("Server", "Prompts", "Traffic", "Sampling", "Report"),

@@ -1,0 +1,169 @@
+"""The command `bench messenger`: flags in, progress, a table or JSON out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from messenger import AddressInUse, InvalidArgument, MessengerConfig, MessengerError
+from messenger.control import run
+from moonpool.errors import ConfigError, TransferBenchFailed
+from moonpool.options import reported_errors
+from moonpool.tether import tether_to_supervisor
+from moonpool.transfer_bench.owner import WILDCARDS, Listening, own
+from moonpool.transfer_bench.plan import Plan, Tls, bytes_of
+from moonpool.transfer_bench.report import table
+from moonpool.transfer_bench.run import Outcome, measure_all, measure_here
+
+DEFAULT_PORT = 7011
+ANYWHERE = f"0.0.0.0:{DEFAULT_PORT}"
+EXIT_INTERRUPTED = 130
+
+
+class ListenAnywhere(TyperCommand):
+    """`--listen` alone listens at every address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a bare --listen its value."""
+        given = list(args)
+        for place, flag in enumerate(args):
+            if flag == "--listen" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                given.insert(place + 1, ANYWHERE)
+        return super().parse_args(ctx, given)
+
+
+def messenger(
+    listen: Annotated[
+        str, typer.Option(help=f"Be the other side, for whoever measures; alone: at {ANYWHERE}.", metavar="[HOST:PORT]")
+    ] = "",
+    to: Annotated[str, typer.Option(help="Measure against the side that listens there.", metavar="HOST[:PORT]")] = "",
+    local: Annotated[
+        bool, typer.Option("--local", help="Measure against a process of this host: the default.")
+    ] = False,
+    size: Annotated[list[str] | None, typer.Option(help="Bytes of a slice; repeatable. [64KiB, 1MiB, 16MiB]")] = None,
+    slices: Annotated[list[int] | None, typer.Option(help="Slices of a batch; repeatable. [1]")] = None,
+    direction: Annotated[list[str] | None, typer.Option(help="write or read; repeatable. [both]")] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="auto, rdma, tcp or shm; repeatable. [auto; with --local: shm and tcp]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="For each line of the table.")] = 2.0,
+    window: Annotated[int, typer.Option(min=1, max=1024, help="Batches under way, for throughput.")] = 8,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a batch may take.")] = 30.0,
+    digests: Annotated[
+        bool, typer.Option("--digests", help="Send digests and compare them, as the cluster does for each block.")
+    ] = False,
+    data_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --listen: port of the bytes. [the next one]", show_default=False)
+    ] = 0,
+    tls_cert: Annotated[Path | None, typer.Option(help="As of `serve`: this host's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="The CA of both.")] = None,
+    tls_name: Annotated[str, typer.Option(help="DNS name that both certificates carry.")] = "moonpool",
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on the last line.")] = False,
+) -> None:
+    """Measure how fast KV goes between two hosts, by the cluster's own messenger, and check its bytes.
+
+    Run it with --listen on one host, and with --to on the other. Bytes are checked before every line, in full; the
+    command fails when one is wrong.
+
+    Examples: moonpool bench messenger · moonpool bench messenger --listen · moonpool bench messenger --to 10.0.0.2
+    --size 16KiB --slices 2000 --digests
+    """
+    tls = Tls(tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, tls_name=tls_name)
+    with reported_errors():
+        if sum(map(bool, (listen, to, local))) > 1:
+            raise ConfigError("--listen, --to and --local exclude each other: one side listens, the other measures")
+        try:
+            if listen:
+                tether_to_supervisor()
+                _listen(*host_and_port(listen), data_port, tls, as_json)
+                return
+            plan = Plan(
+                sizes=tuple(bytes_of(text) for text in size or ("64KiB", "1MiB", "16MiB")),
+                slices=tuple(slices or (1,)),
+                directions=tuple(direction or ("write", "read")),
+                transports=tuple(transport or (("auto",) if to else ("shm", "tcp"))),
+                window=window,
+                seconds=seconds,
+                digests=digests,
+                deadline_s=deadline,
+            )
+            console = Console(stderr=True)
+            outcome = measure_all(plan, *host_and_port(to), tls, console) if to else measure_here(plan, tls, console)
+        except AddressInUse as error:
+            raise ConfigError(f"{error} (--listen HOST:PORT, --data-port)") from error
+        except InvalidArgument as error:
+            raise ConfigError(str(error)) from error
+        except MessengerError as error:
+            raise TransferBenchFailed(str(error)) from error
+        _show(outcome, plan, as_json)
+        raise typer.Exit(EXIT_INTERRUPTED if outcome.interrupted else 0)
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Of HOST, HOST:PORT, [ADDRESS]:PORT or :PORT. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):
+        host, port = text, str(DEFAULT_PORT)
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} has no port: expected HOST:PORT, such as {ANYWHERE}")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> None:
+    config = MessengerConfig(
+        listen_host=host,
+        advertise_host=host if host in WILDCARDS else None,
+        tcp_port=data_port or (port and port + 1),
+        **tls,
+    )
+
+    def told(listening: Listening) -> None:
+        if as_json:
+            print(json.dumps(asdict(listening)), flush=True)
+            return
+        print(
+            f"Listening at {listening.target}, the bytes at port {listening.data_port}: let both through firewalls.\n"
+            f"On the other host: moonpool bench messenger --to {_shown(host)}:{listening.target.rpartition(':')[2]}\n"
+            "Whoever reaches these ports may use memory here. Ctrl-C ends it.",
+            flush=True,
+        )
+
+    stop = asyncio.Event()
+    run(own(host, port, config, stop, told), stop=stop)
+
+
+def _shown(host: str) -> str:
+    return "THIS_HOST" if host in WILDCARDS else host
+
+
+def _show(outcome: Outcome, plan: Plan, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(outcome.to_json(plan)))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table(outcome.results))
+    for line in _remarks(outcome):
+        console.print(line)
+
+
+def _remarks(outcome: Outcome) -> Sequence[str]:
+    checked = sum(result.checked_bytes for result in outcome.results)
+    lines = [f"{checked:,} bytes were compared one by one, and were right."]
+    compared = sum(result.digests_compared for result in outcome.results)
+    if compared:
+        lines.append(f"{compared:,} batches had the digests they were sent with.")
+    if outcome.trouble:
+        lines.append("On the way: " + ", ".join(f"{name} {count}" for name, count in outcome.trouble.items()))
+    if outcome.interrupted:
+        lines.append("Interrupted: the rest was not measured.")
+    return lines

@@ -1,0 +1,198 @@
+"""The side that listens: lends memory to whoever measures against it, one region a session, and checks what lands.
+
+A session is one stream of JSON messages over gRPC; its memory goes when the stream ends, however it ends. The bytes go
+through a real messenger with a port of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from messenger import Messenger, MessengerConfig, MessengerError, SharedMemory
+from messenger.control import secure, start_server
+from messenger.frames import VERSION
+from moonpool.errors import ConfigError
+from moonpool.transfer_bench.digests import SliceDigests
+from moonpool.transfer_bench.plan import MAX_REGION_NBYTES, Shape
+
+SERVICE, METHOD = "moonpool.TransferBench", "Session"
+PLAIN, WITH_DIGESTS = b"plain", b"digests"
+MAX_SESSIONS = 16
+Context = grpc.aio.ServicerContext[bytes, bytes]
+WILDCARDS = ("0.0.0.0", "[::]", "::")
+
+
+class Refusal(Exception):
+    """A session cannot be had; the message goes to the caller."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where the owner can be reached, once it can; 0: the messenger does not listen by tcp."""
+
+    target: str
+    data_port: int
+
+
+async def own(
+    host: str, port: int, config: MessengerConfig, stop: asyncio.Event, told: Callable[[Listening], None]
+) -> None:
+    """Listen until `stop` is set; `told` hears where. Raises MessengerError when it cannot be listened there."""
+    secure(config.tls)
+    owner = Owner(host, config)
+    server = None
+    try:
+        endpoint = owner.messenger.start()
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(owner.session)
+        handlers = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
+        server = await start_server(
+            f"{host}:{port}", lambda grpc_server: grpc_server.add_generic_rpc_handlers((handlers,))
+        )
+        told(Listening(server.target, endpoint.tcp_port))
+        await stop.wait()
+    finally:
+        if server is not None:
+            await server.stop(0.5)
+        await asyncio.to_thread(owner.close)
+
+
+class Owner:
+    """The messenger and its sessions by the node id of their callers."""
+
+    def __init__(self, host: str, config: MessengerConfig) -> None:
+        self._wildcard = host in WILDCARDS
+        self._sessions: dict[str, Lent] = {}
+        identity = f"bench-owner-{socket.gethostname()}-{os.getpid()}"
+        self.messenger = Messenger(config, node_id=identity, incarnation=secrets.randbits(63))
+        self.messenger.on_notify(self._on_notify)
+
+    def close(self) -> None:
+        self.messenger.close()
+        for lent in self._sessions.values():
+            lent.close()
+
+    async def session(self, _requests: object, context: Context) -> None:
+        """One caller, from its greeting to its leaving.
+
+        No generator: one that is cancelled between two answers would be closed whenever memory is tidied.
+        """
+        caller, lent = "", None
+        try:
+            while isinstance(request := await context.read(), bytes):
+                message = json.loads(request)
+                if lent is None:
+                    caller, lent = await self._open(message)
+                    answer = self._greeting(lent)
+                else:
+                    answer = await asyncio.to_thread(lent.answer, message)
+                await context.write(json.dumps(answer).encode())
+        except (Refusal, ValueError, KeyError, TypeError) as error:
+            refusal = str(error) if isinstance(error, Refusal) else f"a message is not understood: {error!r}"
+            await context.write(json.dumps({"refused": refusal}).encode())
+        finally:
+            if lent is not None:
+                del self._sessions[caller]
+                await asyncio.shield(asyncio.to_thread(lent.close))
+
+    async def _open(self, hello: dict[str, Any]) -> tuple[str, Lent]:
+        if hello["version"] != VERSION:
+            raise Refusal(
+                f"this side speaks version {VERSION} of the messenger's protocol, the other {hello['version']}: "
+                "run the same Moonpool on both hosts"
+            )
+        caller, nbytes = str(hello["node_id"]), int(hello["region_nbytes"])
+        if caller in self._sessions or len(self._sessions) >= MAX_SESSIONS:
+            raise Refusal(f"{len(self._sessions)} sessions are open, of at most {MAX_SESSIONS}: try again later")
+        if not 0 < nbytes <= MAX_REGION_NBYTES:
+            raise Refusal(f"{nbytes} bytes of memory were asked for, of at most {MAX_REGION_NBYTES}")
+        try:
+            lent = await asyncio.to_thread(Lent, self.messenger, nbytes)
+        except (OSError, MemoryError) as error:
+            raise Refusal(f"there are no {nbytes} bytes of memory to lend here: {error}") from error
+        self._sessions[caller] = lent
+        return caller, lent
+
+    def _greeting(self, lent: Lent) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "endpoint": self.messenger.endpoint.to_proto().SerializeToString().hex(),
+            "wildcard": self._wildcard,
+            "key": lent.key.pack().hex(),
+            "host": socket.gethostname(),
+            "cores": os.cpu_count(),
+        }
+
+    def _on_notify(self, caller: str, tag: bytes, payload: bytes) -> None:
+        lent = self._sessions.get(caller)
+        if lent is not None and tag == WITH_DIGESTS:
+            lent.compare(payload)
+
+
+class Lent:
+    """The memory of one session, and what is counted about it."""
+
+    def __init__(self, messenger: Messenger, nbytes: int) -> None:
+        self._messenger = messenger
+        self._memory = SharedMemory.create(nbytes, "bench", "auto")
+        fill(self._memory.array)
+        self._region = messenger.register(self._memory)
+        self.key = messenger.grant(self._region, 0, nbytes, read=True, write=True)
+        self._digests = SliceDigests(self._memory.array)
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._verified: list[Future[bool]] = []
+
+    def compare(self, message: bytes) -> None:
+        """Compare a batch with its digests, on a thread of its own."""
+        self._verified.append(self._verifier.submit(self._digests.agrees, message))
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the caller asks between its batches."""
+        if message["ask"] == "hash":
+            shape = Shape(int(message["slice_nbytes"]), int(message["slices"]))
+            return {"hash": hash_of(self._memory.array, shape, int(message["base"]))}
+        if message["ask"] == "settle":
+            done, self._verified = self._verified, []
+            wrong = sum(not future.result() for future in done)
+            return {"verified": len(done), "wrong": wrong, "cpu_s": time.process_time()}
+        raise Refusal(f"nobody knows what {message['ask']!r} is")
+
+    def close(self) -> None:
+        self._verifier.shutdown(cancel_futures=True)
+        try:
+            self._messenger.deregister(self._region)
+        except MessengerError:
+            pass  # the messenger was closed first
+        self._memory.close()
+
+
+def hash_of(memory: NDArray[np.uint8], shape: Shape, base: int) -> str:
+    """Of the batch's bytes in order; both sides make it the same way."""
+    if base < 0 or base + shape.span > len(memory) or shape.slice_nbytes < 1:
+        raise ConfigError(f"a batch of {shape} at {base} is not within {len(memory)} bytes")
+    digest = hashlib.blake2b(digest_size=16)
+    for offset in shape.offsets(base).tolist():
+        digest.update(memory[offset : offset + shape.slice_nbytes])  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def fill(memory: NDArray[np.uint8]) -> None:
+    """Random bytes, another sequence each time, a piece at a time."""
+    rng = np.random.default_rng()
+    for start in range(0, len(memory), 16 << 20):
+        piece = memory[start : start + (16 << 20)]
+        piece[:] = np.frombuffer(rng.bytes(len(piece)), np.uint8)

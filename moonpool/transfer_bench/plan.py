@@ -1,0 +1,133 @@
+"""What is to be measured: sizes, directions, transports, for how long. Plain data, checked where it is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.errors import ConfigError
+
+DIRECTIONS = ("write", "read")
+TRANSPORTS = ("auto", "rdma", "tcp", "shm")
+MAX_REGION_NBYTES = 4 << 30
+LEAST_REGION_NBYTES = 64 << 20
+MAX_SLICES = 1 << 16
+DIGEST_UNIT = 256  # bytes: what digests can be made of
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+
+
+class Tls(TypedDict):
+    """Where the key material lies, under the messenger's own names; no certificate: nothing is encrypted."""
+
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_ca: Path | None
+    tls_name: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of `slices` slices; more than one lie apart on both sides, as layers of scattered blocks do."""
+
+    slice_nbytes: int
+    slices: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.slice_nbytes * self.slices
+
+    @property
+    def stride(self) -> int:
+        return self.slice_nbytes * (2 if self.slices > 1 else 1)
+
+    @property
+    def span(self) -> int:
+        return self.stride * self.slices
+
+    def offsets(self, base: int) -> NDArray[np.int64]:
+        """Where the slices of the batch at `base` begin, int64 [slices]."""
+        return base + self.stride * np.arange(self.slices, dtype=np.int64)
+
+    def rows(self, base: int) -> NDArray[np.int64]:
+        """int64 [slices, 3]: local offset, remote offset, bytes."""
+        offsets = self.offsets(base)
+        return np.stack([offsets, offsets, np.full_like(offsets, self.slice_nbytes)], axis=1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the result."""
+
+    shape: Shape
+    direction: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`seconds` is for each cell, a third of it for latency; `deadline_s` for each batch."""
+
+    sizes: tuple[int, ...]
+    slices: tuple[int, ...]
+    directions: tuple[str, ...]
+    transports: tuple[str, ...]
+    window: int
+    seconds: float
+    digests: bool
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("directions", DIRECTIONS), ("transports", TRANSPORTS)):
+            for value in getattr(self, name):
+                if value not in allowed:
+                    raise ConfigError(f"--{name[:-1]} {value!r} is unknown: expected one of {', '.join(allowed)}")
+        for size in self.sizes:
+            if size < 1 or (self.digests and size % DIGEST_UNIT):
+                least = f"multiples of {DIGEST_UNIT} bytes, for --digests" if self.digests else "1 byte or more"
+                raise ConfigError(f"--size {size} cannot be: expected {least}")
+        for slices in self.slices:
+            if not 1 <= slices <= MAX_SLICES:
+                raise ConfigError(f"--slices {slices} cannot be: expected 1 to {MAX_SLICES}")
+        if self.largest_span > MAX_REGION_NBYTES:
+            raise ConfigError(
+                f"a batch would spread over {self.largest_span} bytes of memory: expected sizes and slices for which "
+                f"it is at most {MAX_REGION_NBYTES} (slices lie apart by their own size)"
+            )
+
+    @property
+    def largest_span(self) -> int:
+        return max(cell.shape.span for cell in self.cells())
+
+    @property
+    def region_nbytes(self) -> int:
+        """Memory on each side: room for two of the largest batches, and more than fits into caches."""
+        return min(max(2 * self.largest_span, LEAST_REGION_NBYTES), MAX_REGION_NBYTES)
+
+    def cells(self) -> Iterator[Cell]:
+        for slices in self.slices:
+            for size in self.sizes:
+                for direction in self.directions:
+                    yield Cell(Shape(size, slices), direction)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of "64KiB", "1 MiB", "4096". Raises ConfigError."""
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: expected a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def size_text(nbytes: int) -> str:
+    """As people write it: 64 KiB, 1 MiB, 1000 B."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,162 @@
+"""A whole measurement: every transport of the plan in turn, against an owner elsewhere or a child of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from messenger import MessengerConfig
+from messenger.control import run, secure
+from moonpool.errors import TransferBenchFailed
+from moonpool.tether import SUPERVISOR_VARIABLE
+from moonpool.transfer_bench.caller import Caller
+from moonpool.transfer_bench.plan import Cell, Plan, Tls, size_text
+from moonpool.transfer_bench.report import CellResult
+from moonpool.transfer_bench.session import Session
+
+_TROUBLE = ("retries", "failed_connects", "failovers", "deadlines_exceeded", "refused", "malformed_frames")
+
+
+@dataclass
+class Outcome:
+    """What was found; `trouble` counts what the messenger had to do twice."""
+
+    results: list[CellResult] = field(default_factory=list)
+    trouble: dict[str, int] = field(default_factory=dict)
+    there: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def to_json(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "bench": "messenger",
+            "plan": asdict(plan),
+            "here": {"host": os.uname().nodename, "cores": os.cpu_count()},
+            "there": self.there,
+            "results": [result.to_json() for result in self.results],
+            "trouble": self.trouble,
+            "interrupted": self.interrupted,
+        }
+
+
+def measure_all(plan: Plan, host: str, port: int, tls: Tls, console: Console) -> Outcome:
+    """Measure against the owner at host:port. Ctrl-C ends it early, with what there is until then.
+
+    Raises TransferBenchFailed, MessengerError.
+    """
+    outcome = Outcome()
+    stop = asyncio.Event()
+    with _progress(plan, console) as bar:
+        run(_measure(plan, host, port, tls, outcome, bar, stop), stop=stop)
+    outcome.interrupted = stop.is_set()
+    return outcome
+
+
+def measure_here(plan: Plan, tls: Tls, console: Console) -> Outcome:
+    """Measure against a process that this one starts and ends."""
+    with _child(tls) as port:
+        return measure_all(plan, "127.0.0.1", port, tls, console)
+
+
+async def _measure(plan: Plan, host: str, port: int, tls: Tls, outcome: Outcome, bar: Bar, stop: asyncio.Event) -> None:
+    secure(MessengerConfig(**tls).tls)
+    stopping = threading.Event()
+    waiting = asyncio.ensure_future(stop.wait())
+    waiting.add_done_callback(lambda _: stopping.set())
+    try:
+        for transport in plan.transports:
+            if not stopping.is_set():
+                config = MessengerConfig(transport=transport, **tls)  # type: ignore[arg-type]
+                await _measure_transport(plan, config, Session(host, port), outcome, bar, stopping)
+    finally:
+        waiting.cancel()
+
+
+async def _measure_transport(
+    plan: Plan, config: MessengerConfig, session: Session, outcome: Outcome, bar: Bar, stopping: threading.Event
+) -> None:
+    try:
+        owner = await session.open(plan.region_nbytes)
+        outcome.there = {"host": owner.host, "cores": owner.cores}
+        caller = await asyncio.to_thread(Caller, plan, config, session.node_id, owner)
+        try:
+            for cell in plan.cells():
+                if stopping.is_set():
+                    break
+                outcome.results.append(await caller.measure(cell, session, stopping, bar.show))
+            for name, count in caller.counters().items():
+                if name in _TROUBLE:
+                    outcome.trouble[name] = outcome.trouble.get(name, 0) + count
+        finally:
+            await asyncio.to_thread(caller.close)
+    finally:
+        await session.close()
+
+
+class Bar:
+    """What the user sees meanwhile: a bar over all cells on a terminal, a line per cell elsewhere."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._num_cells = len(plan.transports) * sum(1 for _ in plan.cells())
+        self._console = console
+        self._seen: list[tuple[str, Cell]] = []
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self.progress.add_task("connecting", total=self._num_cells)
+
+    def show(self, transport: str, cell: Cell, share: float) -> None:
+        """So much of a cell is done."""
+        size = size_text(cell.shape.slice_nbytes)
+        batch = size if cell.shape.slices == 1 else f"{cell.shape.slices} x {size}"
+        text = f"{transport} {cell.direction} {batch}"
+        if (transport, cell) not in self._seen:
+            self._seen.append((transport, cell))
+            if not self._console.is_terminal:
+                self._console.print(f"{len(self._seen)} of {self._num_cells}: {text}", highlight=False)
+        self.progress.update(self._task, description=text, completed=len(self._seen) - 1 + share)
+
+
+@contextmanager
+def _progress(plan: Plan, console: Console) -> Iterator[Bar]:
+    bar = Bar(plan, console)
+    with bar.progress:
+        yield bar
+
+
+@contextmanager
+def _child(tls: Tls) -> Iterator[int]:
+    """The port of an owner that lives as long as this context, and no longer than this process."""
+    flags = [text for name, value in tls.items() if value for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "moonpool", "bench", "messenger", "--listen", "127.0.0.1:0", "--json", *flags]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A Ctrl-C is this process's to handle, which ends the child when it is done.
+        start_new_session=True,
+        env=os.environ | {SUPERVISOR_VARIABLE: str(os.getpid())},
+    )
+    try:
+        assert child.stdout is not None
+        told = child.stdout.readline()
+        if not told.startswith("{"):
+            raise TransferBenchFailed(f"the other side did not start; see above, or run: {' '.join(command)}")
+        yield int(json.loads(told)["target"].rpartition(":")[2])
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
