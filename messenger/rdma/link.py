@@ -127,7 +127,10 @@ class RdmaLink(Link):
                 self._pump()
             frame = self._arrived.popleft()
             self._receive_credits.freed()
+            unsent_frames = self._unsent_frames
             self._drive()
+            if self._unsent_frames < unsent_frames:
+                self._tell()
         kind, length = decode_prefix(frame[: PREFIX.size])
         if length != len(frame) - PREFIX.size:
             raise ProtocolError(f"a frame of {len(frame)} bytes that announces {length}")
@@ -198,7 +201,7 @@ class RdmaLink(Link):
     def wake(self) -> None:
         """What somebody waits for may be true now."""
         with self._changed:
-            self._changed.notify_all()
+            self._tell()
 
     def bind(self, registrations: Sequence[Any], address: int, nbytes: int, access: int) -> Window:
         """A window for the peer, on every lane, done when the hardware has it. Raises OSError."""
@@ -243,6 +246,12 @@ class RdmaLink(Link):
                 if not self._unsent_frames and not mark:
                     mark = lane.pair.drain_mark()
 
+    def _tell(self) -> None:
+        """Let everybody look again, the leader too, which may wait for what another thread just did."""
+        self._changed.notify_all()
+        if self._is_led:
+            os.eventfd_write(self._wake, 1)
+
     def _pump(self, timeout_s: float | None = None) -> None:
         """Let something happen: as the leader, or by waiting for the one there is."""
         if self._is_led:
@@ -282,6 +291,8 @@ class RdmaLink(Link):
         if found:
             return found
         ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
         for lane in self.lanes:
             if lane.queue.fd in ready:
                 lane.queue.take_event()
@@ -415,8 +426,7 @@ class RdmaLink(Link):
             self._sock.cut()
         for lane in self.lanes:
             lane.pair.fail()
-        os.eventfd_write(self._wake, 1)
-        self._changed.notify_all()
+        self._tell()
 
     def _drain(self) -> None:
         """Wait until everything posted came back; destroying the queue pairs does the rest."""

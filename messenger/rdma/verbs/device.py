@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import itertools
+import logging
 import resource
 import threading
 import time
@@ -17,6 +19,7 @@ from messenger.rdma.policy.credits import InboxFull, Shares
 from messenger.rdma.verbs import abi
 
 _RECEIVES = 8192
+_CHAIN = 64
 _REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
 
 
@@ -53,7 +56,7 @@ class Device:
                 max_reads=max(1, min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 16)),
             )
             self.pd: Any = PD(self.context)
-            self._receives = min(_RECEIVES, attributes.max_srq_wr)
+            self._receives = min(_RECEIVES, attributes.max_srq_wr) // _CHAIN * _CHAIN
             self.srq: Any = self._shared_receive_queue()
         except PyverbsError as error:
             raise RdmaUnavailable(f"cannot use {name}: {error}{_memlock_hint(error)}") from error
@@ -142,14 +145,22 @@ class Device:
 
         srq = SRQ(self.pd, SrqInitAttr(SrqAttr(max_wr=self._receives, max_sge=1)))
         # Frames arrive by writes into the inboxes: a receive request only tells of one, and holds no memory.
-        self._receive = RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=[SGE(0, 0, 0)])
-        for _ in range(self._receives):
-            srq.post_recv(self._receive)
+        place = [SGE(0, 0, 0)]
+        self._receive = RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=place)
+        chain = [RecvWR(wr_id=abi.RECEIVE_ID, num_sge=1, sg=place) for _ in range(_CHAIN)]
+        for request, following in itertools.pairwise(chain):
+            request.next_wr = following
+        for _ in range(self._receives // _CHAIN):
+            srq.post_recv(chain[0])
+        for request in chain:
+            request.close()
         return srq
 
 
 def require_pyverbs() -> None:
     """Raises RdmaUnavailable, naming what to install."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     try:
         import pyverbs.device  # noqa: F401
     except ImportError as error:
@@ -157,6 +168,10 @@ def require_pyverbs() -> None:
             f"rdma needs pyverbs, which cannot be imported ({error}): install python3-pyverbs of the distribution, for "
             "the Python that runs Moonpool, or rdma-core's sources from PyPI (pyverbs)"
         ) from error
+    finally:
+        # It takes the liberty to set up the process's logging.
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _memlock_hint(error: Exception) -> str:
