@@ -131,6 +131,39 @@ def judge_user_space(seen: UserSpace, needs: Needs) -> Verdict:
     return Level.OK, f"pyverbs imports; {seen.num_files} devices can be opened", ""
 
 
+@dataclass(frozen=True)
+class GpuPath:
+    """What lets an adapter reach GPU memory: `exports_dmabuf`, as the driver's open kernel modules do, or the module
+    that makes GPU memory known to adapters' drivers."""
+
+    num_gpus: int
+    num_devices: int
+    exports_dmabuf: bool
+    has_peer_memory: bool
+
+
+def observe_gpu_path(root: Path = _ROOT) -> GpuPath:
+    from messenger.rdma.gpu_memory import has_peer_memory
+
+    return GpuPath(
+        num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),
+        num_devices=len(list((root / "sys/class/infiniband").glob("*"))),
+        exports_dmabuf="Open Kernel Module" in _read(root / "proc/driver/nvidia/version"),
+        has_peer_memory=has_peer_memory(root),
+    )
+
+
+def judge_gpu_path(seen: GpuPath, needs: Needs) -> Verdict:
+    if not seen.num_gpus or not seen.num_devices:
+        return Level.OK, "needs a GPU and an RDMA device", ""
+    ways = [*(["dmabuf"] if seen.exports_dmabuf else []), *(["peer memory"] if seen.has_peer_memory else [])]
+    if ways:
+        return Level.OK, f"can be registered by {' or '.join(ways)}", ""
+    level = Level.FAIL if {Purpose.RDMA, Purpose.GPU} <= needs else Level.NOTE
+    advice = "Install the driver's open kernel modules, or modprobe nvidia-peermem; until then KV goes by host memory."
+    return level, "adapters cannot reach it: no open kernel modules, no nvidia-peermem", advice
+
+
 def _has_module(root: Path, name: str) -> bool:
     """Loaded, or built in: then its class or its files are there all the same."""
     marks = {"ib_uverbs": "sys/class/infiniband_verbs", "rdma_ucm": "dev/infiniband/rdma_cm"}
@@ -148,10 +181,18 @@ def _import_problem(module: str) -> str:
     return (done.stderr.strip().splitlines() or ["it ends the interpreter"])[-1] if done.returncode else ""
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def checks(devices: Sequence[str] = ()) -> tuple[Check, ...]:
     """With the devices that are to be used; none to have them chosen."""
     return (
         Check("RDMA ports", lambda: observe_ports(devices), judge_ports),
         Check("RDMA packets", lambda: observe_ports(devices), judge_mtu),
         Check("RDMA user space", observe_user_space, judge_user_space),
+        Check("RDMA to GPU memory", observe_gpu_path, judge_gpu_path),
     )

@@ -137,6 +137,30 @@ def test_files_that_this_user_may_not_open_are_found(short_path: Path) -> None:
     assert shown.stdout.strip() == "('uverbs0',)"
 
 
+@pytest.mark.parametrize(
+    ("module", "peer_module", "level", "said"),
+    [
+        ("NVIDIA UNIX Open Kernel Module for x86_64  570.86", "", OK, "by dmabuf"),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  570.86", "nvidia_peermem", OK, "by dmabuf or peer memory"),
+        ("NVIDIA UNIX x86_64 Kernel Module  535.54", "nv_peer_mem", OK, "by peer memory"),
+        ("NVIDIA UNIX x86_64 Kernel Module  535.54", "", FAIL, "modprobe nvidia-peermem"),
+    ],
+)
+def test_what_lets_adapters_reach_gpu_memory_is_looked_for(
+    rdma_machine: Any, module: str, peer_module: str, level: Level, said: str
+) -> None:
+    needs = frozenset({Purpose.RDMA, Purpose.GPU})
+    rdma_machine.write("proc/driver/nvidia/version", module)
+    assert rdma.judge_gpu_path(rdma.observe_gpu_path(rdma_machine.root), needs)[0] is OK  # neither GPU nor adapter
+    rdma_machine.write("dev/nvidia0", "")
+    rdma_machine.nic("mlx5_0", layer="InfiniBand")
+    if peer_module:
+        rdma_machine.write(f"sys/module/{peer_module}/refcnt", "0")
+    verdict = rdma.judge_gpu_path(rdma.observe_gpu_path(rdma_machine.root), needs)
+    assert verdict[0] is level
+    assert said in " ".join(verdict[1:])
+
+
 # Locked memory.
 
 
