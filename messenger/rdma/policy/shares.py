@@ -18,7 +18,8 @@ def shares(nbytes: int, backlogs: Sequence[int], speeds: Sequence[float], least_
     done it first; among equals the earliest).
     """
     chosen = sorted(range(len(speeds)), key=lambda rail: ((backlogs[rail] + nbytes) / speeds[rail], rail))
-    if nbytes < 2 * least_nbytes:
+    chosen = chosen[: max(1, nbytes // least_nbytes)]
+    if len(chosen) == 1:
         return [nbytes if rail == chosen[0] else 0 for rail in range(len(speeds))]
     while True:
         result = _levelled(nbytes, backlogs, speeds, chosen)
