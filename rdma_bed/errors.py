@@ -3,7 +3,7 @@
 BedError
 ├── UnsupportedHost      not Linux on x86-64, or a Python that the guest's libraries do not fit
 ├── MissingTool          a program that the bed cannot fetch by itself
-├── NotPermitted         neither root nor user namespaces: no root filesystem can be made
+├── NotPermitted         no right to make a root filesystem, or to write to the cache folder
 ├── NoSpace              the cache folder's disk is too full
 ├── BuildFailed          a step of the build failed (a download, most often)
 ├── DeadlineExceeded     the time given for everything is over
@@ -24,7 +24,7 @@ class MissingTool(BedError):
 
 
 class NotPermitted(BedError):
-    """No right to make a root filesystem."""
+    """No right to make a root filesystem, or to write to the cache folder."""
 
 
 class NoSpace(BedError):

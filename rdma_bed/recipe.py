@@ -46,7 +46,7 @@ MODULES = (
 TOOL_PACKAGES = ("qemu-system-x86", "mmdebstrap")
 
 _HERE = Path(__file__).parent
-_INGREDIENTS = ("recipe.py", "image.py", "guest_kernel.py", "initramfs.py", "guest/initramfs.sh")
+_INGREDIENTS = ("recipe.py", "building.py", "guest_kernel.py", "initramfs.py", "guest/initramfs.sh")
 
 
 def tools_key() -> str:
