@@ -15,7 +15,7 @@ Rows = npt.NDArray[np.int64]
 LOCAL, REMOTE, NBYTES = 0, 1, 2
 
 # Up to so many rows a loop is quicker than numpy's calls.
-_FEW = 24
+FEW = 24
 _MAX_OFFSET = (1 << 63) - 1
 
 
@@ -94,8 +94,8 @@ class Slices:
 def _few(slices: Any, region_nbytes: int) -> Slices | None:
     """A few slices that are right; None where it takes a closer look."""
     if isinstance(slices, np.ndarray):
-        slices = slices.tolist() if slices.dtype == np.int64 and len(slices) <= _FEW else None
-    if type(slices) not in (list, tuple) or not 0 < len(slices) <= _FEW:
+        slices = slices.tolist() if slices.dtype == np.int64 and len(slices) <= FEW else None
+    if type(slices) not in (list, tuple) or not 0 < len(slices) <= FEW:
         return None
     few: list[tuple[int, int, int]] = []
     total = 0
@@ -141,7 +141,7 @@ def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:
 
 def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
     """Whether every [offset, offset + nbytes) lies in [start, end); safe for any int64, hostile ones included."""
-    if len(offsets) <= _FEW:
+    if len(offsets) <= FEW:
         return all(
             start <= offset and 0 <= length <= end - offset
             for offset, length in zip(offsets.tolist(), nbytes.tolist(), strict=True)

@@ -21,7 +21,7 @@ from messenger.grants import Access
 from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Operation, Part, Transfer
-from messenger.slices import Rows
+from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
 
 if TYPE_CHECKING:
@@ -218,9 +218,17 @@ def parse_rows(packed: bytes, columns: int, nbytes: int) -> Rows:
     if len(packed) % (8 * columns) or len(packed) > 8 * columns * MAX_PART_ROWS:
         raise ProtocolError(f"{len(packed)} bytes are no list of at most {MAX_PART_ROWS} slices")
     rows: Rows = np.frombuffer(packed, dtype="<i8").reshape(-1, columns)
-    lengths = rows[:, -1]
-    if not len(rows) or int(lengths.min()) < 0 or int(lengths.max()) > MAX_PART_NBYTES:
+    least, most, total = _extremes(rows[:, -1]) if len(rows) else (-1, 0, 0)
+    if least < 0 or most > MAX_PART_NBYTES:
         raise ProtocolError(f"slices must be of 0 to {MAX_PART_NBYTES} bytes")
-    if int(lengths.sum()) != nbytes or nbytes > MAX_PART_NBYTES:
-        raise ProtocolError(f"slices of {int(lengths.sum())} bytes where the frame announces {nbytes}")
+    if total != nbytes or nbytes > MAX_PART_NBYTES:
+        raise ProtocolError(f"slices of {total} bytes where the frame announces {nbytes}")
     return rows
+
+
+def _extremes(lengths: Rows) -> tuple[int, int, int]:
+    """The least, the greatest, and the sum, which is right if the greatest is small enough."""
+    if len(lengths) <= FEW:
+        few = lengths.tolist()
+        return min(few), max(few), sum(few)
+    return int(lengths.min()), int(lengths.max()), int(lengths.sum())
