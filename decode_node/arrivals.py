@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from decode_node.reservation import Reservation
 from kvpool import KvPoolError, Lease
-from messenger import MessengerError
+from messenger import MessengerError, Priority
 from moonpool_proto.v1.worker_pb2 import PullRange
 from worker.node import WorkerNode
 from worker.settle import in_thread, settled
@@ -129,6 +129,7 @@ class Arrivals:
                     memory.region,
                     memory.slot_slices(slots, remote),
                     deadline_s=min(self._node.config.lease_s, max(0.1, reservation.request.time_left_s)),
+                    priority=Priority.URGENT,
                 )
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)

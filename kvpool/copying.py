@@ -18,7 +18,7 @@ from kvpool.handles import Lease
 from kvpool.node import PoolNode
 from kvpool.policy import SlotStatus
 from kvpool.spec import KvSpec
-from messenger import MessengerError
+from messenger import MessengerError, Priority
 
 __all__ = ["Copied", "copy_blocks"]
 
@@ -129,11 +129,18 @@ async def _read(
     slices = np.concatenate([np.stack([local[g], remote[g], sizes[g]], axis=1) for g in range(spec.num_groups)])
     peer = node.messenger.connect(lease.endpoint)
     left_s = _left_s(deadline)
-    future = node.own_read(put_id, lambda: peer.read(lease.key, node.region, slices, deadline_s=left_s))
-    # A read cannot be cancelled, and its failure may come when nobody waits for it any more.
+    future = node.own_read(
+        put_id,
+        lambda: peer.read(lease.key, node.region, slices, deadline_s=left_s, priority=Priority.BACKGROUND),
+    )
+    # Its failure may come when nobody waits for it any more.
     reading = asyncio.wrap_future(future)
     reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await asyncio.wait([reading])
+    try:
+        await asyncio.wait([reading])
+    except asyncio.CancelledError:
+        future.cancel()  # the slots stay fenced until it has ended
+        raise
     reading.result()
 
 

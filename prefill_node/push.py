@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from messenger import Peer, RemoteKey, TransferResult
+from messenger import Peer, Priority, RemoteKey, TransferResult
 from worker.counters import Counters
 from worker.errors import RequestFailed
 from worker.kv_memory import KvMemory
@@ -111,6 +111,7 @@ class Pusher:
                 payload,
                 deadline_s=max(0.1, self._deadline_s()),
                 stall_s=self._stall_s,
+                priority=Priority.URGENT,
             )
         except Exception as error:
             self._finish(done, error)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import KvPoolError, PoolClient, PutTicket
-from messenger import Messenger, MessengerError
+from messenger import Messenger, MessengerError, Priority
 from messenger.control import ControlError
 from worker.counters import Counters
 from worker.keeping import Kept
@@ -77,7 +77,10 @@ class PoolPuts:
         peer = self._messenger.connect(ticket.endpoint)
         assert ticket.key is not None
         slices = self._memory.slot_slices(slots, remote)
-        done = await settled(peer.write(ticket.key, self._memory.region, slices, deadline_s=self._ttl_s))
+        writing = peer.write(
+            ticket.key, self._memory.region, slices, deadline_s=self._ttl_s, priority=Priority.BACKGROUND
+        )
+        done = await settled(writing)
         await client.seal(ticket, digests)
         self._counters.add_transfer("store", done.nbytes, time.perf_counter() - began)
 
