@@ -74,6 +74,10 @@ class Backlog:
     def __len__(self) -> int:
         return self._queued
 
+    def depths(self) -> list[int]:
+        """Parts queued, by priority."""
+        return [sum(len(queue) for queue in self._classes[priority].queues()) for priority in Priority]
+
     def push(self, way: Way, part: Part) -> None:
         """Queue a part behind those of its way and priority; all parts of an operation before any of them begins."""
         own = self._classes[part.operation.priority]

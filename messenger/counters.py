@@ -37,7 +37,9 @@ Sums = list[float] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, order=True)
 class FlowKey:
-    """`rail` is the device of the transport that carried the bytes, "" where it has but one."""
+    """By peer, with `rail` "": all that went this way. By rail, with `peer` "": how a transport spread the same bytes
+    over its devices.
+    """
 
     peer: str
     transport: str
@@ -159,6 +161,8 @@ class Counters:
         """Every count so far by name: events, and `bytes_`, `slices_` and `operations_<direction>_<transport>`."""
         counts = Counter(self.events())
         for flow in self.flows():
+            if flow.key.rail:
+                continue  # the same bytes once more, by the rails that carried them
             way = f"{flow.key.direction}_{flow.key.transport}"
             counts[f"bytes_{way}"] += flow.nbytes
             counts[f"slices_{way}"] += flow.slices

@@ -16,6 +16,7 @@ from messenger.inbound import Owner
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.peer import Peer, roles
+from messenger.priority import Priority
 from messenger.rdma.topology import rdma_ports
 from messenger.reporting import reported
 from messenger.road import Road
@@ -187,12 +188,14 @@ class Messenger:
     def _held(self) -> dict[str, int]:
         regions, grants = self._grants.counts()
         with self._lock:
-            outbound = sum(peer.connections() for peer in self._peers.values())
+            peers = list(self._peers.values())
+        queued = [peer.queued() for peer in peers]
         return {
+            **{f"queued_{one.name.lower()}_open": sum(depths[one] for depths in queued) for one in Priority},
             "regions_open": regions,
             "grants_open": grants,
             "connections_in_open": self._server.connections(),
-            "connections_out_open": outbound,
+            "connections_out_open": sum(peer.connections() for peer in peers),
         }
 
     def validate(self) -> list[str]:

@@ -128,6 +128,10 @@ class Peer:
         pending = self._traffic.pending()
         return [f"{pending} requests pending towards {self.endpoint.node_id!r} by {self.transport}"] if pending else []
 
+    def queued(self) -> list[int]:
+        """Requests that have not begun yet, by priority."""
+        return self._traffic.queued()
+
     def connections(self) -> int:
         """Streams that are connected now."""
         return sum(stream.connected() for stream in self._streams)

@@ -1,7 +1,8 @@
 """What a messenger counts, as numbers under flat names: how nodes report theirs. Pure.
 
-Bytes, slices, operations and their seconds are told per peer, of which there is a bounded number; how long operations
-took, as a histogram, per transport, rail and direction. `telemetry.series` takes the names apart again.
+Bytes, slices, operations and their seconds are told per peer, of which there is a bounded number, and per rail; how
+long operations took, as a histogram, per transport and direction, and per rail. `telemetry.series` takes the names
+apart again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,16 @@ _TOLD_EDGES = range(1, len(LATENCY_EDGES_S), 2)
 def reported(counters: Counters, held: Mapping[str, int]) -> dict[str, float]:
     """Totals of events, flows and latencies, and what is `held` now."""
     flows = counters.flows()
-    return {**counters.events(), **held, **_by_peer(flows), **_latencies(flows)}
+    return {**counters.events(), **held, **_sums(flows), **_latencies(flows)}
 
 
-def _by_peer(flows: Sequence[FlowTotals]) -> dict[str, float]:
-    """flow/PEER/TRANSPORT/RAIL/DIRECTION_UNIT"""
+def _sums(flows: Sequence[FlowTotals]) -> dict[str, float]:
+    """flow/PEER/TRANSPORT/DIRECTION_UNIT, rail/RAIL/TRANSPORT/DIRECTION_UNIT"""
     told: dict[str, float] = {}
     for flow in flows:
         key = flow.key
-        name = f"flow/{key.peer}/{key.transport}/{key.rail}/{key.direction}"
+        whose = f"rail/{key.rail}" if key.rail else f"flow/{key.peer}"
+        name = f"{whose}/{key.transport}/{key.direction}"
         told[f"{name}_bytes"] = flow.nbytes
         told[f"{name}_slices"] = flow.slices
         told[f"{name}_operations"] = flow.operations
@@ -31,11 +33,12 @@ def _by_peer(flows: Sequence[FlowTotals]) -> dict[str, float]:
 
 
 def _latencies(flows: Sequence[FlowTotals]) -> dict[str, float]:
-    """latency/TRANSPORT/RAIL/DIRECTION_le_64us and so on, each with what is below it, _count and _sum_ms."""
+    """latency/TRANSPORT/DIRECTION_le_64us and so on, each with what is below it, _count and _sum_ms; by rail, too."""
     told: dict[str, float] = {}
     for flow in flows:
         key = flow.key
-        name = f"latency/{key.transport}/{key.rail}/{key.direction}"
+        whose = f"rail_latency/{key.rail}" if key.rail else "latency"
+        name = f"{whose}/{key.transport}/{key.direction}"
         numbers = {
             f"le_{round(LATENCY_EDGES_S[edge] * 1e6)}us": sum(flow.latencies[: edge + 1]) for edge in _TOLD_EDGES
         }

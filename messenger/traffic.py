@@ -102,6 +102,11 @@ class Traffic:
         with self.lock:
             return sum(operation.outstanding for operation in self._open)
 
+    def queued(self) -> list[int]:
+        """Requests that no stream has begun yet, by priority."""
+        with self.lock:
+            return self.backlog.depths()
+
     def close(self) -> None:
         """Fail what is pending with MessengerClosed."""
         with self.lock:

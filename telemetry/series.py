@@ -8,6 +8,9 @@ from typing import Final
 __all__ = ["GAUGE_SUFFIXES", "Series", "series_of"]
 
 GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable")
+# What the messenger moved: which way, and in which units.
+_WAY: Final = r"(?P<transport>[a-z]+)/(?P<direction>[a-z]+)"
+_UNITS: Final = "bytes|slices|operations|seconds"
 # Names that hold a label: the pattern's named groups are labels, but for `unit`, which goes into the family's name.
 _LABELLED: Final = tuple(
     (re.compile(pattern), family, scale)
@@ -19,17 +22,10 @@ _LABELLED: Final = tuple(
         (r"pool_evicted_(?P<tier>dram|ssd)_(?P<unit>age|idle)", "pool_evicted_{unit}", 1.0),
         (r"pool_lost_(?P<reason>[a-z_]+)_blocks", "pool_lost_blocks", 1.0),
         (r"pool_saved_(?P<tier>dram|ssd)_compute_us", "pool_saved_seconds", 1e-6),
-        (
-            r"messenger_flow/(?P<peer>.*)/(?P<transport>[^/]*)/(?P<rail>[^/]*)/(?P<direction>[a-z]+)"
-            r"_(?P<unit>bytes|slices|operations|seconds)",
-            "messenger_{unit}",
-            1.0,
-        ),
-        (
-            r"messenger_latency/(?P<transport>[^/]*)/(?P<rail>[^/]*)/(?P<direction>[a-z]+)",
-            "messenger_latency",
-            1.0,
-        ),
+        (rf"messenger_flow/(?P<peer>.*)/{_WAY}_(?P<unit>{_UNITS})", "messenger_{unit}", 1.0),
+        (rf"messenger_rail/(?P<rail>.*)/{_WAY}_(?P<unit>{_UNITS})", "messenger_rail_{unit}", 1.0),
+        (rf"messenger_latency/{_WAY}", "messenger_latency", 1.0),
+        (rf"messenger_rail_latency/(?P<rail>.*)/{_WAY}", "messenger_rail_latency", 1.0),
         (r"messenger_queued_(?P<priority>[a-z]+)_open", "messenger_queued_open", 1.0),
     )
 )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from messenger.buffered import BufferedLink
-from messenger.counters import Counters
+from messenger.counters import Counters, Direction, Flow
 from messenger.errors import InvalidArgument, ProtocolError
 from messenger.frames import Goodbye, Message, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
@@ -90,6 +90,7 @@ class RdmaLink(Link):
         )
         self._batches: dict[int, _Batch] = {}
         self._posts: dict[int, Post] = {}
+        self._flows: dict[tuple[int, int], Flow] = {}  # by rail and opcode; the stream counts the same bytes by peer
         self._unsent_frames = 0
         self._moving_nbytes = 0
         self._leaving: deque[tuple[Announce, deque[Fragment]]] = deque()
@@ -342,6 +343,17 @@ class RdmaLink(Link):
         assert movement is not None
         movement.left_nbytes -= post.nbytes
         self._moving_nbytes -= post.nbytes
+        self._count(post, movement.opcode)
+
+    def _count(self, post: Post, opcode: int) -> None:
+        flow = self._flows.get((post.rail, opcode))
+        if flow is None:
+            rail = self.lanes[post.rail].rail.name
+            direction: Direction = "read" if opcode == abi.WR_RDMA_READ else "written"
+            flow = self._flows[post.rail, opcode] = self._counters.flow(
+                peer="", transport="rdma", rail=rail, direction=direction
+            )
+        flow.add(post.nbytes, len(post.rows), (time.monotonic_ns() - post.posted_ns) / 1e9)
 
     def _take_fragment(self, nbytes: int) -> None:
         self._receive_credits.received()

@@ -72,8 +72,9 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     node = PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)
     counted |= node_numbers.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
     flows = Counters()
-    flows.flow(peer="p", transport="tcp", direction="read").add(1, 1, 0.001)
+    told = [flows.flow(peer="p", transport="rdma", rail=rail, direction="read") for rail in ("", "mlx5_0/1")]
     counted |= {f"messenger_{name}" for name in reported(flows, {})}
+    assert len(told) == 2
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))

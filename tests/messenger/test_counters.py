@@ -2,10 +2,14 @@
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 
+from messenger.backlog import Backlog, Role, Way
 from messenger.counters import LATENCY_EDGES_S, MAX_PEERS, OTHER_PEERS, Counters, Flow
+from messenger.operation import Kind, Notification, Operation, Part
+from messenger.priority import Priority
 
 
 @pytest.fixture
@@ -32,19 +36,31 @@ def test_flows_of_one_way_are_added_up_whether_open_or_ended(counters: Counters)
 
 def test_ways_are_told_apart(counters: Counters) -> None:
     flows = [
-        counters.flow(peer="a", transport="rdma", rail="mlx5_0", direction="read"),
-        counters.flow(peer="a", transport="rdma", rail="mlx5_1", direction="read"),
+        counters.flow(peer="a", transport="rdma", direction="read"),
+        counters.flow(peer="a", transport="tcp", direction="read"),
         counters.flow(peer="b", transport="shm", direction="served"),
     ]
     for nbytes, flow in enumerate(flows, 1):
         flow.add(nbytes, 1, 0.0)
-    assert [(f.key.peer, f.key.rail, f.key.direction, f.nbytes) for f in counters.flows()] == [
-        ("a", "mlx5_0", "read", 1),
-        ("a", "mlx5_1", "read", 2),
-        ("b", "", "served", 3),
+    assert [(f.key.peer, f.key.transport, f.key.direction, f.nbytes) for f in counters.flows()] == [
+        ("a", "rdma", "read", 1),
+        ("a", "tcp", "read", 2),
+        ("b", "shm", "served", 3),
     ]
     snapshot = counters.snapshot()
-    assert (snapshot["bytes_read_rdma"], snapshot["slices_read_rdma"], snapshot["bytes_served_shm"]) == (3, 2, 3)
+    assert (snapshot["bytes_read_rdma"], snapshot["slices_read_tcp"], snapshot["bytes_served_shm"]) == (1, 1, 3)
+
+
+def test_rails_tell_how_bytes_were_spread_and_add_nothing(counters: Counters) -> None:
+    counters_of = [
+        counters.flow(peer="a", transport="rdma", direction="written"),
+        counters.flow(peer="", transport="rdma", rail="mlx5_0/1", direction="written"),
+        counters.flow(peer="", transport="rdma", rail="mlx5_1/1", direction="written"),
+    ]
+    for flow, nbytes in zip(counters_of, (10, 7, 3), strict=True):
+        flow.add(nbytes, 1, 0.001)
+    assert {f.key.rail: f.nbytes for f in counters.flows()} == {"": 10, "mlx5_0/1": 7, "mlx5_1/1": 3}
+    assert counters.snapshot()["bytes_written_rdma"] == 10
 
 
 def test_latencies_fall_into_the_bucket_whose_edge_bounds_them(counters: Counters) -> None:
@@ -112,3 +128,33 @@ def test_counting_takes_no_lock(counters: Counters) -> None:
         counters.add("retries")
     assert counters.snapshot()["retries"] == 2
     assert counters.flows()[0].operations == 1
+
+
+def test_both_sides_tell_who_moved_what_which_way(make_node: Any, transport: str, wait_until: Any) -> None:
+    a, b = make_node("a"), make_node("b")
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    for _ in range(3):
+        peer.write(key, a.region, [[0, 0, 100], [500, 700, 11]]).result()
+    peer.read(key, a.region, [[0, 0, 50]]).result()
+    told = {(flow.key.peer, flow.key.direction): flow for flow in a.messenger.flows() if not flow.key.rail}
+    written, read = told[b.endpoint.node_id, "written"], told[b.endpoint.node_id, "read"]
+    assert (written.nbytes, written.slices, written.operations) == (333, 6, 3)
+    assert (read.nbytes, read.slices, read.operations) == (50, 1, 1)
+    assert 0 < written.seconds < 60
+    assert {flow.key.transport for flow in told.values()} == {transport}
+    here = {flow.key.direction: flow.key.peer for flow in b.messenger.flows()}
+    assert here["landed"] == here["served"] == "a"
+    wait_until(lambda: b.messenger.counters()[f"bytes_landed_{transport}"] == 333, "what landed is counted")
+    reported = a.messenger.reported()
+    assert reported[f"flow/{b.endpoint.node_id}/{transport}/written_bytes"] == 333
+    assert reported["queued_urgent_open"] == reported["queued_background_open"] == 0
+
+
+def test_what_has_not_begun_is_counted_by_priority() -> None:
+    backlog = Backlog()
+    for number, priority in enumerate((Priority.BACKGROUND, Priority.URGENT, Priority.BACKGROUND)):
+        operation = Operation(number, Kind.NOTIFY, priority, 0, 1, 0.0, 60.0, None)
+        backlog.push(list(Way)[number], Part(operation, None, Notification(b"", b"")))
+    assert backlog.depths() == [1, 0, 2]
+    assert backlog.take(Role(ordered=True, spread=True, reads=True), background=True) is not None
+    assert backlog.depths() == [0, 0, 2]

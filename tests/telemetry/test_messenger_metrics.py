@@ -29,13 +29,13 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     )
 
 
-def test_flows_are_told_by_peer_transport_rail_and_direction() -> None:
+def test_flows_are_told_by_peer_transport_and_direction() -> None:
     counters = Counters()
-    flow = counters.flow(peer="pool/0_bytes", transport="rdma", rail="mlx5_0", direction="written")
+    flow = counters.flow(peer="pool/0_bytes", transport="rdma", direction="written")
     flow.add(1000, 8, 0.5)
     flow.add(24, 1, 0.25)
     samples = scraped(counters)
-    labels = {"peer": "pool/0_bytes", "transport": "rdma", "rail": "mlx5_0", "direction": "written"}
+    labels = {"peer": "pool/0_bytes", "transport": "rdma", "direction": "written"}
     assert samples[key("bytes_total", **labels)] == 1024
     assert samples[key("slices_total", **labels)] == 9
     assert samples[key("operations_total", **labels)] == 2
@@ -49,7 +49,7 @@ def test_latencies_are_one_histogram_for_all_peers_of_a_way() -> None:
     flows[1].add(1, 1, 0.003)
     flows[1].add(1, 1, 100.0)
     samples = scraped(counters)
-    way = {"transport": "tcp", "rail": "", "direction": "read"}
+    way = {"transport": "tcp", "direction": "read"}
     counts = {
         dict(labels)["le"]: value
         for (name, labels), value in samples.items()
@@ -59,6 +59,17 @@ def test_latencies_are_one_histogram_for_all_peers_of_a_way() -> None:
     assert (counts["1.6e-05"], counts["6.4e-05"], counts["0.004096"], counts["+Inf"]) == (0, 1, 2, 3)
     assert samples[key("latency_seconds_count", **way)] == 3
     assert math.isclose(samples[key("latency_seconds_sum", **way)], 100.00305)
+
+
+def test_what_a_rail_carried_is_told_apart_from_what_went_to_peers() -> None:
+    counters = Counters()
+    flow = counters.flow(peer="", transport="rdma", rail="mlx5_0/1", direction="read")
+    flow.add(70, 3, 0.001)
+    samples = scraped(counters)
+    labels = {"rail": "mlx5_0/1", "transport": "rdma", "direction": "read"}
+    assert samples[key("rail_bytes_total", **labels)] == 70
+    assert samples[key("rail_latency_seconds_count", **labels)] == 1
+    assert not [name for name, _ in samples if name == "moonpool:messenger_bytes_total"]
 
 
 def test_what_waits_is_told_by_priority() -> None:
