@@ -34,11 +34,16 @@ def secure(tls: TlsSettings) -> None:
         raise ConfigError(str(error)) from error
 
 
-def secure_as_environment_says(environ: Mapping[str, str] = os.environ) -> None:
+def secure_as_environment_says() -> None:
     """By MOONPOOL_TLS_*, and the file that MOONPOOL_CONFIG names. Raises ConfigError."""
-    if any(name.startswith(_VARIABLES) for name in environ):
-        reserved = (SUPERVISOR_VARIABLE,)
-        settings = load(
-            _Asking, flags={}, environ=environ, config_file=None, known=all_settings(), reserved_variables=reserved
-        )
-        secure(settings.tls)
+    secure(settings_of_environment())
+
+
+def settings_of_environment(environ: Mapping[str, str] = os.environ) -> TlsSettings:
+    """Those of MOONPOOL_TLS_*, over those of the file that MOONPOOL_CONFIG names. Raises ConfigError."""
+    if not any(name.startswith(_VARIABLES) for name in environ):
+        return TlsSettings()
+    reserved = (SUPERVISOR_VARIABLE,)
+    return load(
+        _Asking, flags={}, environ=environ, config_file=None, known=all_settings(), reserved_variables=reserved
+    ).tls

@@ -8,7 +8,7 @@ the views that it is for; what is sent is encrypted straight out of them, small 
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from socket import socket
+from socket import MSG_DONTWAIT, socket
 
 from messenger.buffered import BufferedLink
 from messenger.errors import EncryptionRefused
@@ -20,6 +20,7 @@ __all__ = ["TlsLink"]
 
 _CHUNK_NBYTES = 128 << 10
 _RECORD_NBYTES = 16 << 10
+_QUICK_NBYTES = 64 << 10
 # AES-GCM keys are good for 2^24.5 records (RFC 8446, 5.5). Python cannot renew a key, a stream can connect again.
 MAX_RECORDS = 1 << 24
 
@@ -37,6 +38,7 @@ class TlsLink(BufferedLink):
         self._arrived = memoryview(bytearray(_CHUNK_NBYTES))
         self._is_open = False
         self._num_sent = 0
+        self._rest = memoryview(b"")
 
     def open(self) -> None:
         """Shake hands. Raises EncryptionRefused when the other side does not, or has no certificate of the cluster."""
@@ -62,13 +64,35 @@ class TlsLink(BufferedLink):
         if not self._is_open:
             raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
         for chunk in _chunks([memoryview(encode(message)), *views]):
-            self._num_sent += -(-len(chunk) // _RECORD_NBYTES)
-            if self._num_sent > MAX_RECORDS:
-                raise LinkClosed(f"the connection to {self.address} has used up its key and is made again")
-            with self._guard:
-                self._tls.write(chunk)
-                ciphertext = self._outgoing.read()
-            self._sock.sendall(ciphertext)
+            self._sock.sendall(self._encrypted(chunk))
+
+    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+        """What is large is encrypted by who may block, too: it takes as long as sending it does."""
+        pending = [memoryview(encode(message)), *views]
+        if sum(map(len, pending)) > _QUICK_NBYTES:
+            return super().begin(message, views)
+        ciphertext = self._encrypted(b"".join(pending))
+        try:
+            sent = self._sock.send(ciphertext, MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        self._rest = memoryview(ciphertext)[sent:]
+        return not self._rest
+
+    def finish(self) -> None:
+        if not self._rest:
+            super().finish()
+            return
+        rest, self._rest = self._rest, memoryview(b"")
+        self._sock.sendall(rest)
+
+    def _encrypted(self, chunk: bytes | memoryview) -> bytes:
+        self._num_sent += -(-len(chunk) // _RECORD_NBYTES)
+        if self._num_sent > MAX_RECORDS:
+            raise LinkClosed(f"the connection to {self.address} has used up its key and is made again")
+        with self._guard:
+            self._tls.write(chunk)
+            return self._outgoing.read()
 
     def _shake(self) -> bool:
         try:
