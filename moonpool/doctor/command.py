@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.config.sources import parse_size
-from moonpool.doctor import gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
+from moonpool.doctor import encryption, gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
 from moonpool.doctor.examine import examine
 from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose
 
@@ -97,6 +97,7 @@ def all_checks(asked: Asked) -> tuple[Check, ...]:
         *(pool_ssd.checks(asked.pool_ssd_dir) if has_pool else ()),
         *network.checks(asked.port),
         *peers.checks(asked.peers),
+        *encryption.CHECKS,
         *gpu.CHECKS,
         *rdma.checks(asked.rdma_devices),
         *software.EXTRA_CHECKS,

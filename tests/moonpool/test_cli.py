@@ -91,7 +91,7 @@ def test_models_whose_names_clash_are_refused_before_anything_starts(run: Run) -
     [
         (("serve", "--port", "99999"), "--port is 99999: expected 0 to 65535"),
         (("serve", "--prefill-nodes", "-1"), "--prefill-nodes is -1: expected 0 to 256"),
-        (("serve", "--transport", "carrier-pigeon"), "--transport is 'carrier-pigeon': expected one of auto, rdma, tcp, shm"),
+        (("serve", "--transport", "pigeon"), "--transport is 'pigeon': expected one of auto, rdma, tcp, shm"),
         (("decode-node", "--pool", "x:1"), "--conductor is required"),
         (("serve", "--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid:8000"),
     ],
