@@ -8,7 +8,8 @@ where they belong and the caller knows; the messenger and NIXL also deliver a no
 is with several batches under way (1e9 bytes per second), latency is of one awaited at a time.
 
 Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
-digests, as all peers are; `..._digests` make a digest of every 64 KiB where they write and compare it where they read.
+digests, as all peers are; `tcp_encrypted` is tcp with mutual TLS; `..._digests` make a digest of every 64 KiB where
+they write and compare it where they read.
 
 Peers take part where they are found:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
@@ -62,6 +63,9 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[li
             run_dir.mkdir()
             arguments = [transport, str(run_dir), *filter(None, [suffix.strip("_")])]
             found.append(Contender(transport + suffix, "messenger_peer.py", *arguments))
+    run_dir = folder / "encrypted"
+    run_dir.mkdir()
+    found.append(Contender("tcp_encrypted", "messenger_peer.py", "encrypted", str(run_dir)))
     if has(mooncake_python, "mooncake"):
         found.append(Contender("mooncake", "mooncake_engine.py", python=mooncake_python))
     else:

@@ -1,4 +1,4 @@
-"""The messenger itself, for benchmarks/messenger.py. Usage: messenger_peer.py tcp|shm RUN_DIR [digests].
+"""The messenger itself, for benchmarks/messenger.py. Usage: messenger_peer.py tcp|shm|encrypted RUN_DIR [digests].
 
 Every write brings a notification, and is over when the owner's handler has returned. With digests, the writer makes a
 batch's layer digests and sends them with the notification, and the owner compares them with its own: one batch at a
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvpool import KvGroup, KvSpec, layer_digests_at
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
 
+CERTIFICATES = Path(__file__).resolve().parents[2] / "tests" / "data" / "tls"
 LAYER_NBYTES = 64 << 10
 PLAIN, AT_ONCE, LATER, DRAIN = b"plain", b"at once", b"later", b"drain"
 HEADER = np.dtype([("offset", "<i8"), ("nbytes", "<i8")])
@@ -48,11 +49,20 @@ class Digests:
 
 
 def started(transport: str, run_dir: str, role: str) -> tuple[Messenger, SharedMemory, Region]:
-    config = MessengerConfig(transport=transport, run_dir=Path(run_dir))  # type: ignore[arg-type]
+    by = {"transport": "tcp", **encryption(Path(run_dir))} if transport == "encrypted" else {"transport": transport}
+    config = MessengerConfig(run_dir=Path(run_dir), **by)  # type: ignore[arg-type]
     messenger = Messenger(config, node_id=f"{transport}-{role}-{Path(run_dir).name}", incarnation=1)
     memory = SharedMemory.create(REGION_NBYTES, role, "auto")
     random_bytes(memory.array)
     return messenger, memory, messenger.register(memory)
+
+
+def encryption(folder: Path) -> dict[str, Path]:
+    """The tests' certificates, with a key that nobody else can read."""
+    key = folder / f"{os.getpid()}.key"
+    key.touch(0o600)
+    key.write_bytes((CERTIFICATES / "node.key").read_bytes())
+    return {"tls_cert": CERTIFICATES / "node.pem", "tls_key": key, "tls_ca": CERTIFICATES / "ca.pem"}
 
 
 class Messaging(Contender):

@@ -31,6 +31,7 @@ PAIRS = (
     Pair("shm_vs_nixl", "shm", "nixl"),
     Pair("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
     Pair("tcp_vs_plain_socket", "tcp", "plain_socket"),
+    Pair("tcp_encrypted_vs_tcp", "tcp_encrypted", "tcp"),
     Pair("tcp_digests_vs_tcp", "tcp_digests", "tcp"),
     Pair("tcp_digests_vs_mooncake", "tcp_digests", "mooncake"),
     Pair("shm_digests_vs_shm", "shm_digests", "shm"),
