@@ -24,6 +24,7 @@ from messenger.messenger import Messenger
 from messenger.operation import TransferResult
 from messenger.peer import Peer
 from messenger.priority import Priority
+from messenger.shm.loan import Loan
 
 __all__ = [
     "AddressInUse",
@@ -32,6 +33,7 @@ __all__ = [
     "DeadlineExceeded",
     "Endpoint",
     "InvalidArgument",
+    "Loan",
     "Messenger",
     "MessengerClosed",
     "MessengerConfig",

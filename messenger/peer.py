@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
@@ -12,12 +13,15 @@ from messenger.config import Endpoint
 from messenger.errors import InvalidArgument
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.keys import RemoteKey
-from messenger.memory import Region
+from messenger.memory import Region, SharedMemory
 from messenger.operation import Kind, Notification, Operation, Part, Transfer, TransferResult
 from messenger.priority import BACKGROUND_PART_NBYTES, Priority
 from messenger.slices import Slices
 from messenger.stream import Stream
 from messenger.traffic import Traffic
+
+if TYPE_CHECKING:
+    from messenger.shm.loan import Loan
 
 __all__ = ["SPREAD_NBYTES", "SPREAD_PART_NBYTES", "Peer", "roles"]
 
@@ -117,6 +121,41 @@ class Peer:
         """
         notification = _notification(tag, payload)
         return self._transfer(Kind.WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
+
+    def borrow(self, key: RemoteKey, offset: int, nbytes: int, *, deadline_s: float | None = None) -> "Loan":
+        """Bytes [offset, offset + nbytes) of the key's region where they lie, on shm: see `Loan` for how to use them.
+
+        The first loan from a region asks the owner and waits for the answer, with the errors of a read; later ones
+        make no request. Raises InvalidArgument where nothing can be lent: by another transport, or when the owner
+        has no room left to show the key; `read` works in either case.
+        """
+        if not key.read or offset < key.offset or nbytes < 1 or offset + nbytes > key.offset + key.nbytes:
+            raise InvalidArgument(f"[{offset}, {offset + nbytes}) cannot be borrowed under {key}")
+        loan = self._lent(key, offset, nbytes)
+        if loan is None:
+            memory = SharedMemory.create(1, "borrower")
+            try:
+                region = Region(0, memory, memory.array)
+                operation = self._operation(Kind.READ, Priority.NORMAL, 1, 1, deadline_s)
+                part = Part(operation, Transfer(key, region, Slices(1, [(0, offset, 1)], None)))
+                self._traffic.submit(operation, Way.READS, [part])
+                operation.result()
+            finally:
+                memory.close()
+            loan = self._lent(key, offset, nbytes)
+        if loan is None:
+            raise InvalidArgument(
+                f"{self.endpoint.node_id!r} lends nothing under this key by {self.transport}: only shared memory of "
+                f"one host is lent, under keys that its owner has room to show; use read"
+            )
+        return loan
+
+    def _lent(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
+        for stream in self._streams:
+            loan = stream.lend(key, offset, nbytes)
+            if loan is not None:
+                return loan
+        return None
 
     @property
     def transport(self) -> str:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from messenger.backlog import Role
 from messenger.counters import Counters, Flow
@@ -19,12 +20,16 @@ from messenger.dialing import Dialer, Restarted, Unreachable
 from messenger.errors import PeerLost, PeerRestarted, PeerUnreachable
 from messenger.flight import Flight
 from messenger.frames import Goodbye
+from messenger.keys import RemoteKey
 from messenger.link import Link
 from messenger.operation import Kind, Operation, Part
 from messenger.priority import Priority
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
 from messenger.transport import Requester, Sent, Transport
+
+if TYPE_CHECKING:
+    from messenger.shm.loan import Loan
 
 __all__ = ["MAX_BARREN_LINKS", "Stream"]
 
@@ -111,6 +116,11 @@ class Stream:
     def count(self, name: str) -> None:
         """An event of this stream's."""
         self._counters.add(name)
+
+    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
+        """As `Requester.lend`."""
+        requester = self._requester
+        return None if requester is None else requester.lend(key, offset, nbytes)
 
     # Observers of an operation in flight.
 

@@ -18,6 +18,7 @@ from messenger.config import Endpoint
 from messenger.errors import ProtocolError
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Notify, Offer, Read, Write
 from messenger.grants import Access
+from messenger.keys import RemoteKey
 from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Operation, Part, Transfer
@@ -27,6 +28,7 @@ from messenger.sockets import SocketLink
 if TYPE_CHECKING:
     from messenger.grants import Cuttable, GrantTable
     from messenger.native.fast_lane import FastLane
+    from messenger.shm.loan import Loan
 
 FloatSums = npt.NDArray[np.float64]
 
@@ -77,6 +79,10 @@ class Requester(ABC):
         part, self._begun = self._begun, None
         assert part is not None
         return self.send(part)
+
+    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
+        """The bytes of the owner's region in place; None where that cannot be, or cannot be yet."""
+        return None
 
     def always_answers(self, operation: Operation) -> bool:
         """Whether no part of the operation can be DONE without an answer."""

@@ -13,6 +13,7 @@ from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory
 from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
+from messenger.shm.loan import Loan
 from messenger.shm.offers import Offers
 from messenger.slices import LOCAL, NBYTES, REMOTE, within
 from messenger.sockets import SocketLink
@@ -77,6 +78,16 @@ class ShmRequester(Requester):
         if is_read and transfer is not None and self._can_copy(transfer) and self._copied_under_page(transfer):
             return Sent.DONE
         return super().send(part)
+
+    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
+        mapping, page, print_ = self._mappings.get(key.region_id), self._page, _print_of(key)
+        if mapping is None or page is None or offset + nbytes > mapping.nbytes:
+            return None
+
+        def is_good() -> bool:
+            return page.holds(print_) and self._link.fileno() >= 0 and not self._link.peer_is_gone()
+
+        return Loan(mapping.array[offset : offset + nbytes], is_good) if is_good() else None
 
     def always_answers(self, operation: Operation) -> bool:
         return operation.kind is not Kind.READ
