@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from messenger import Messenger, MessengerConfig, SharedMemory, TransferResult
+from messenger.priority import Priority
 from moonpool.errors import TransferBenchFailed
 from moonpool.transfer_bench.digests import SliceDigests
 from moonpool.transfer_bench.owner import PLAIN, WITH_DIGESTS, fill, hash_of
@@ -41,6 +42,7 @@ class Caller:
     def __init__(self, plan: Plan, config: MessengerConfig, node_id: str, owner: OwnerFacts) -> None:
         self._plan = plan
         self._owner = owner
+        self._priority = Priority[plan.priority.upper()]
         self._memory = SharedMemory.create(plan.region_nbytes, "bench", "auto")
         fill(self._memory.array)
         self._digests = SliceDigests(self._memory.array)
@@ -111,11 +113,12 @@ class Caller:
             )
 
     def _start(self, cell: Cell, base: int) -> Future[TransferResult]:
-        rows, deadline_s = cell.shape.rows(base), self._plan.deadline_s
+        how = self._owner.key, self._region, cell.shape.rows(base)
+        deadline_s = self._plan.deadline_s
         if cell.direction == "read":
-            return self._peer.read(self._owner.key, self._region, rows, deadline_s=deadline_s)
+            return self._peer.read(*how, deadline_s=deadline_s, priority=self._priority)
         tag, payload = (WITH_DIGESTS, self._digests.message(cell.shape, base)) if self._plan.digests else (PLAIN, b"")
-        return self._peer.write_notify(self._owner.key, self._region, rows, tag, payload, deadline_s=deadline_s)
+        return self._peer.write_notify(*how, tag, payload, deadline_s=deadline_s, priority=self._priority)
 
     def _time(self, cell: Cell, stop: threading.Event, on_progress: OnProgress) -> Timed:
         expected = self._expected(cell)

@@ -61,6 +61,7 @@ def messenger(
     digests: Annotated[
         bool, typer.Option("--digests", help="Send digests and compare them, as the cluster does for each block.")
     ] = False,
+    priority: Annotated[str, typer.Option(help="urgent, normal or background, of all batches.")] = "normal",
     data_port: Annotated[
         int, typer.Option(min=0, max=65535, help="With --listen: port of the bytes. [the next one]", show_default=False)
     ] = 0,
@@ -96,6 +97,7 @@ def messenger(
                 seconds=seconds,
                 digests=digests,
                 deadline_s=deadline,
+                priority=priority,
             )
             console = Console(stderr=True)
             outcome = measure_all(plan, *host_and_port(to), tls, console) if to else measure_here(plan, tls, console)

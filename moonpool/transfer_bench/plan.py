@@ -11,10 +11,12 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from messenger.priority import Priority
 from moonpool.errors import ConfigError
 
 DIRECTIONS = ("write", "read")
 TRANSPORTS = ("auto", "rdma", "tcp", "shm")
+PRIORITIES = tuple(priority.name.lower() for priority in Priority)
 MAX_REGION_NBYTES = 4 << 30
 LEAST_REGION_NBYTES = 64 << 20
 MAX_SLICES = 1 << 16
@@ -82,12 +84,17 @@ class Plan:
     seconds: float
     digests: bool
     deadline_s: float
+    priority: str = "normal"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("directions", DIRECTIONS), ("transports", TRANSPORTS)):
-            for value in getattr(self, name):
+        for flag, values, allowed in (
+            ("--direction", self.directions, DIRECTIONS),
+            ("--transport", self.transports, TRANSPORTS),
+            ("--priority", (self.priority,), PRIORITIES),
+        ):
+            for value in values:
                 if value not in allowed:
-                    raise ConfigError(f"--{name[:-1]} {value!r} is unknown: expected one of {', '.join(allowed)}")
+                    raise ConfigError(f"{flag} {value!r} is unknown: expected one of {', '.join(allowed)}")
         for size in self.sizes:
             if size < 1 or (self.digests and size % DIGEST_UNIT):
                 least = f"multiples of {DIGEST_UNIT} bytes, for --digests" if self.digests else "1 byte or more"

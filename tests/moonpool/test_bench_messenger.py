@@ -83,7 +83,7 @@ def test_alone_it_measures_both_transports_of_this_host_and_leaves_nothing() -> 
 
 
 def test_slices_and_whole_pieces_go_both_ways(port: int) -> None:
-    outcome = measured(SMALL, port)
+    outcome = measured(replace(SMALL, priority="urgent"), port)
     assert [(r.slices, r.batch_bytes, r.direction) for r in outcome.results] == [
         (1, 4096, "write"),
         (1, 4096, "read"),
@@ -238,6 +238,7 @@ def test_interrupted_it_tells_what_it_has() -> None:
         (["--size", "3GiB", "--slices", "2"], "expected sizes and slices for which it"),
         (["--transport", "pigeon"], "--transport 'pigeon' is unknown"),
         (["--direction", "up"], "--direction 'up' is unknown"),
+        (["--priority", "high"], "--priority 'high' is unknown: expected one of urgent, normal, background"),
         (["--to", "host:x"], "has no port"),
     ],
 )
