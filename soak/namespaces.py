@@ -60,6 +60,11 @@ class TwoHosts:
         """iptables, e.g. `firewall(1, "-A", "INPUT", "-j", "DROP")`."""
         _run(*self.command(host), "iptables", *rule)
 
+    def passed(self, host: int, chain: str) -> list[int]:
+        """How many packets each rule of the chain has met."""
+        listed = _run(*self.command(host), "iptables", "-L", chain, "-v", "-x", "-n").stdout.splitlines()
+        return [int(line.split()[0]) for line in listed[2:]]
+
     def heal(self) -> None:
         """No rules, and the wire is up."""
         for host, name in enumerate(self.names):

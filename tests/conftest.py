@@ -10,11 +10,23 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from soak.namespaces import what_is_missing
+
 # Machines are shared and noisy: no example is judged by its time. Failures must come back when they are looked into.
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
 
 CERTIFICATES = Path(__file__).parent / "data" / "tls"
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """For tests between hosts of their own. Where CI must have them, a machine that cannot make them has failed."""
+    missing = what_is_missing()
+    if missing is not None:
+        if os.environ.get("MOONPOOL_REQUIRE_NETNS"):
+            pytest.fail(f"MOONPOOL_REQUIRE_NETNS is set, and {missing}")
+        pytest.skip(missing)
 
 
 @pytest.fixture

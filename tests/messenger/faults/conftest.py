@@ -1,7 +1,6 @@
 """Two nodes with a bad network between them."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +8,10 @@ from typing import Any
 import pytest
 
 from messenger import Peer, RemoteKey
-from soak.namespaces import TwoHosts, what_is_missing
+from soak.namespaces import TwoHosts
 from soak.proxy import FaultProxy
 
 NBYTES = 4 << 20
-REQUIRED = "MOONPOOL_REQUIRE_NETNS"
-"""Set where a machine that cannot make network namespaces has failed, as in CI."""
 
 
 @dataclass
@@ -50,15 +47,6 @@ class Wire:
     a: Any
     b: Any
     peer: Peer
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> None:
-    missing = what_is_missing()
-    if missing is not None:
-        if os.environ.get(REQUIRED):
-            pytest.fail(f"{REQUIRED} is set, and {missing}")
-        pytest.skip(missing)
 
 
 @pytest.fixture
