@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from socket import MSG_DONTWAIT, socket
 
 from messenger.buffered import BufferedLink
-from messenger.errors import EncryptionRefused
-from messenger.frames import MAGIC, Message, Reject, encode
+from messenger.errors import EncryptionRefused, ProtocolError
+from messenger.frames import MAGIC, Message, Reject, decode_body, decode_prefix, encode
+from messenger.framing import PREFIX
 from messenger.link import LinkClosed
 from messenger.tls import Material, carries, dns_names
 
@@ -36,20 +37,19 @@ class TlsLink(BufferedLink):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not caller, server_hostname=name)
         self._guard = threading.Lock()
         self._arrived = memoryview(bytearray(_CHUNK_NBYTES))
-        self._is_open = False
+        self._is_shaking = self._is_open = False
         self._num_sent = 0
         self._rest = memoryview(b"")
 
     def open(self) -> None:
         """Shake hands. Raises EncryptionRefused when the other side does not, or has no certificate of the cluster."""
-        is_first = True
         while not self._shake():
             arrived = self._await_ciphertext()
             if not arrived:
                 raise LinkClosed(f"{self.address} closed the connection during the TLS handshake")
-            if is_first and arrived[: len(MAGIC)] == MAGIC:
-                self._turn_plain_away()
-            is_first = False
+            if not self._is_shaking and arrived[: len(MAGIC)] == MAGIC:
+                raise self._plain_answer(bytes(arrived))
+            self._is_shaking = True
             self._incoming.write(arrived)
         self._is_open = True
         names = dns_names(self._tls)
@@ -62,7 +62,8 @@ class TlsLink(BufferedLink):
         """Send a frame, then the views' bytes. Raises OSError when cut, or when the key has been used up."""
         assert fd is None, "descriptors do not leave the host"
         if not self._is_open:
-            raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
+            self._reject_in_the_clear(message)
+            return
         for chunk in _chunks([memoryview(encode(message)), *views]):
             self._sock.sendall(self._encrypted(chunk))
 
@@ -108,11 +109,25 @@ class TlsLink(BufferedLink):
                 self._sock.sendall(ciphertext)
         return True
 
-    def _turn_plain_away(self) -> None:
-        """The other side sent a frame in the clear: tell it so in the clear, and no more than that."""
-        reason = "it speaks TLS only: set tls_cert, tls_key and tls_ca on both sides, or on none"
-        self._sock.sendall(encode(Reject("tls", reason)))
-        raise EncryptionRefused(f"{self.address} does not speak TLS, and this side speaks nothing else")
+    def _reject_in_the_clear(self, message: Message) -> None:
+        """For who is turned away before the handshake, or does not speak TLS: nothing else goes unencrypted."""
+        if self._is_shaking or not isinstance(message, Reject):
+            raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
+        self._sock.sendall(encode(message))
+
+    def _plain_answer(self, frame: bytes) -> Exception:
+        """What a frame in the clear means. It may be anybody's, so that all it can do is to have the caller wait."""
+        try:
+            kind, nbytes = decode_prefix(frame)
+            message = decode_body(kind, frame[PREFIX.size : PREFIX.size + nbytes])
+        except ProtocolError:
+            message = None
+        if isinstance(message, Reject) and message.code == "full":
+            return LinkClosed(f"{self.address} turned the connection away: {message.reason}")
+        return EncryptionRefused(
+            f"{self.address} does not speak TLS, and the other side speaks nothing else: set tls_cert, tls_key and "
+            "tls_ca on both sides, or on none"
+        )
 
     def _await_ciphertext(self) -> memoryview:
         """Some bytes from the socket; empty when the other side closed."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from messenger import Messenger, MessengerConfig, PeerUnreachable
+from messenger import Messenger, MessengerConfig, PeerUnreachable, TransferDeadlineExceeded
 from messenger.errors import InvalidArgument
 from messenger.frames import Hello, Reject, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
@@ -130,7 +130,9 @@ def _relay(listener: socket.socket, endpoint: Any, seen: bytearray) -> None:
 
 def test_a_caller_in_the_clear_is_told_so_at_once(make_node: MakeNode, tls_settings: TlsSettings) -> None:
     a, b = make_node("a"), make_node("b", **tls_settings())
-    with pytest.raises(PeerUnreachable, match="it speaks TLS only: set tls_cert, tls_key and tls_ca on both sides"):
+    with pytest.raises(
+        PeerUnreachable, match="the other side speaks nothing else: set tls_cert, tls_key and tls_ca on"
+    ):
         a.messenger.connect(b.endpoint).notify(b"t", b"").result()
     assert b.messenger.counters()["tls_refused"] == 1
     assert b.notes == []
@@ -140,7 +142,7 @@ def test_a_caller_that_encrypts_is_told_by_an_owner_in_the_clear(
     make_node: MakeNode, tls_settings: TlsSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = make_node("a", **tls_settings()), make_node("b")
-    with pytest.raises(PeerUnreachable, match="does not speak TLS, and this side speaks nothing else"):
+    with pytest.raises(PeerUnreachable, match="does not speak TLS, and the other side speaks nothing else"):
         a.messenger.connect(b.endpoint).notify(b"t", b"").result()
     assert b.messenger.counters()["malformed_frames"] == 1
     assert "it begins a TLS handshake, and this side speaks in the clear" in caplog.text
@@ -201,6 +203,18 @@ def test_an_owner_with_a_certificate_of_another_ca_is_not_believed(
     with pytest.raises(PeerUnreachable, match=r"certificate of b at .* is not accepted: self-signed certificate"):
         a.messenger.connect(b.endpoint).notify(b"t", b"").result()
     assert "does not accept this node's certificate: unknown ca" in caplog.text
+
+
+def test_a_caller_above_the_limit_is_told_so(make_node: MakeNode, tls_settings: TlsSettings) -> None:
+    settings = tls_settings()
+    owner, first = make_node("a", max_connections=1, **settings), make_node("b", **settings)
+    first.messenger.connect(owner.endpoint).notify(b"first", b"").result()
+    peer = make_node("c", **settings).messenger.connect(owner.endpoint)
+    with pytest.raises(TransferDeadlineExceeded, match="turned the connection away: 1 connections are open, which is"):
+        peer.notify(b"too many", b"", deadline_s=0.5).result()
+    first.messenger.close()
+    peer.notify(b"second", b"").result()
+    assert [tag for _, tag, _ in owner.notes] == [b"first", b"second"]
 
 
 def test_a_caller_that_stops_in_the_handshake_is_cut_off(make_node: MakeNode, tls_settings: TlsSettings) -> None:
