@@ -20,7 +20,8 @@ SLICES = [[offset, offset, SLICE] for offset in range(0, NBYTES, SLICE)]
 def _nbytes_by_rail(node: Any) -> Counter[str]:
     found: Counter[str] = Counter()
     for flow in node.messenger.flows():
-        found[flow.key.rail] += flow.nbytes
+        if flow.key.rail:
+            found[flow.key.rail] += flow.nbytes
     return found
 
 
