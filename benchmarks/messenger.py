@@ -9,7 +9,8 @@ is with several batches under way (1e9 bytes per second), latency is of one awai
 
 Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
 digests, as all peers are; `tcp_encrypted` is tcp with mutual TLS; `..._digests` make a digest of every 64 KiB where
-they write and compare it where they read.
+they write and compare it where they read. `shm_borrow` is the hand-over of the owner's bytes where they lie: it moves
+none, so it has a latency only.
 
 Peers take part where they are found:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
@@ -48,6 +49,7 @@ SIZES = {
     ONE_PIECE: Turn((16 * KIB * 2000, 1), True, batches=4, window=2),
 }
 OWN = ("tcp", "shm")
+BORROW = "shm_borrow"
 LATENCY_SHARE = 4  # so many batches under way for one that is awaited alone
 
 AnyContender = Contender | Iperf3
@@ -57,15 +59,11 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[li
     """All that are found, and why the others are not."""
     absent: dict[str, str] = {}
     found: list[AnyContender] = [Contender("plain_socket", "plain_stream.py"), Contender("memcpy", "memory_copy.py")]
-    for transport in OWN:
-        for suffix in ("", "_digests"):
-            run_dir = folder / f"{transport}{suffix}"
-            run_dir.mkdir()
-            arguments = [transport, str(run_dir), *filter(None, [suffix.strip("_")])]
-            found.append(Contender(transport + suffix, "messenger_peer.py", *arguments))
-    run_dir = folder / "encrypted"
-    run_dir.mkdir()
-    found.append(Contender("tcp_encrypted", "messenger_peer.py", "encrypted", str(run_dir)))
+    for name in ("tcp", "tcp_encrypted", "tcp_digests", "shm", "shm_digests", BORROW):
+        transport, _, how = name.partition("_")
+        run_dir = folder / name
+        run_dir.mkdir()
+        found.append(Contender(name, "messenger_peer.py", transport, str(run_dir), *filter(None, [how])))
     if has(mooncake_python, "mooncake"):
         found.append(Contender("mooncake", "mooncake_engine.py", python=mooncake_python))
     else:
@@ -82,7 +80,9 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[li
     return found, absent
 
 
-def takes_part(contender: AnyContender, label: str, *, latency: bool) -> bool:
+def takes_part(contender: AnyContender, label: str, direction: str, *, latency: bool) -> bool:
+    if contender.name == BORROW:
+        return latency and direction == "read" and SIZES[label].shape[1] == 1 and label != ONE_PIECE
     if label == ONE_PIECE:
         return contender.name in OWN and not latency
     if contender.name == "iperf3":
@@ -103,13 +103,22 @@ def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
                 for direction in DIRECTIONS:
                     asked = Turn(turn.shape, direction == "write", turn.batches, turn.window)
                     for contender in order:
-                        if takes_part(contender, label, latency=turn is single):
+                        if takes_part(contender, label, direction, latency=turn is single):
                             seconds = contender.take(asked)
                             if number:
                                 rounds.add(label, contender.name, asked, seconds)
         print(f"\rround {number} of {count}, {time.monotonic() - began:.0f} s ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return rounds
+
+
+def zero_copy(told: dict[str, Any]) -> dict[str, Any]:
+    """{label: p50 in microseconds of a loan, confirmed, and of a read of as many bytes}."""
+    reads = {label: row["read"] for label, row in told["by_size"].items() if BORROW in row.get("read", {})}
+    return {
+        label: {"borrow_p50_us": row[BORROW]["p50_us"], "read_p50_us": row.get("shm", {}).get("p50_us")}
+        for label, row in reads.items()
+    }
 
 
 def print_table(told: dict[str, Any], names: list[str]) -> None:
@@ -126,7 +135,9 @@ def print_table(told: dict[str, Any], names: list[str]) -> None:
                     if pair.startswith(f"{name}_vs_")
                 )
                 figures = row[name]
-                print(f"  {name:<22} {figures['gbps']:>8} {figures.get('p50_us', ''):>10}   {', '.join(ratios)}")
+                print(
+                    f"  {name:<22} {figures.get('gbps', ''):>8} {figures.get('p50_us', ''):>10}   {', '.join(ratios)}"
+                )
 
 
 def main() -> None:
@@ -164,6 +175,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "absent": absent,
+        "zero_copy_handover": zero_copy(told),
         **({"slices_vs_one_piece": min(slices.values()), "slices_vs_one_piece_by": slices} if slices else {}),
         **told,
     }
