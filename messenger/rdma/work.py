@@ -13,6 +13,10 @@ Requests = npt.NDArray[np.void]
 
 _ONE: Final = np.dtype([("request", abi.SEND_WR), ("slice", abi.SGE)])
 _SLICE_AT: Final = abi.SEND_WR.itemsize
+# A request as 64-bit words, which are several times quicker to fill than fields: two of 32 bits share one, the first
+# in its lower half.
+_WORDS: Final = abi.SEND_WR.itemsize // 8
+_NEXT, _SLICES, _COUNT_AND_OPCODE, _FLAGS, _REMOTE, _KEY = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +51,21 @@ class Work:
             offset, remote, nbytes = rows[0].tolist()
             near = (offset + local_address, nbytes, lkey)
             return cls._one(near, opcode=opcode, flags=flags, imm=0, remote_address=remote + remote_address, rkey=rkey)
-        slices = np.empty(len(rows), dtype=abi.SGE)
-        slices["addr"] = rows[:, LOCAL] + local_address
-        slices["length"] = rows[:, NBYTES]
-        slices["lkey"] = lkey
-        firsts = _firsts(rows, max_sge)
-        requests = np.zeros(len(firsts), dtype=abi.SEND_WR)
-        requests["sg_list"] = firsts * abi.SGE.itemsize + slices.ctypes.data
-        requests["num_sge"] = np.diff(firsts, append=len(rows))
-        requests["opcode"] = opcode
-        requests["remote_addr"] = rows[firsts, REMOTE] + remote_address
-        requests["rkey"] = rkey
-        return cls(_linked(requests, flags), slices)
+        words = rows.view(np.uint64)
+        slices = np.empty((len(rows), 2), dtype=np.uint64)
+        np.add(words[:, LOCAL], np.uint64(local_address), out=slices[:, 0])
+        np.add(words[:, NBYTES], np.uint64(lkey << 32), out=slices[:, 1])
+        firsts, counts = _requests(rows, max_sge)
+        requests = np.zeros((len(firsts), _WORDS), dtype=np.uint64)
+        requests[:, _SLICES] = firsts * abi.SGE.itemsize + int(slices.ctypes.data)
+        requests[:, _COUNT_AND_OPCODE] = counts + (opcode << 32)
+        np.add(words[firsts, REMOTE], np.uint64(remote_address), out=requests[:, _REMOTE])
+        requests[:, _KEY] = rkey
+        requests[-1, _FLAGS] = flags
+        own = int(requests.ctypes.data)
+        size = abi.SEND_WR.itemsize
+        requests[:-1, _NEXT] = np.arange(own + size, own + size * len(requests), size)
+        return cls(requests.view(abi.SEND_WR)[:, 0], slices.view(abi.SGE)[:, 0])
 
     @classmethod
     def frame(cls, *, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int, number: int) -> "Work":
@@ -72,7 +79,8 @@ class Work:
     def empty_write(cls) -> "Work":
         """A signalled write of nothing."""
         requests = np.zeros(1, dtype=abi.SEND_WR)
-        return cls(_linked(requests, abi.SEND_SIGNALED), np.zeros(0, dtype=abi.SGE))
+        requests["send_flags"] = abi.SEND_SIGNALED
+        return cls(requests, np.zeros(0, dtype=abi.SGE))
 
     @classmethod
     def _one(
@@ -85,17 +93,18 @@ class Work:
         return cls(memory["request"], memory["slice"])
 
 
-def _firsts(rows: Rows, max_sge: int) -> npt.NDArray[np.int64]:
-    """Where requests begin: at every row that does not follow its predecessor, and at every `max_sge`-th of a run."""
+def _requests(rows: Rows, max_sge: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:
+    """Where requests begin, at every row that does not follow its predecessor and at every `max_sge`-th of a run; and
+    how many rows each has."""
     index = np.arange(len(rows))
-    breaks = np.ones(len(rows), dtype=bool)
-    breaks[1:] = rows[1:, REMOTE] != rows[:-1, REMOTE] + rows[:-1, NBYTES]
-    run_starts = np.maximum.accumulate(np.where(breaks, index, 0))
-    return np.flatnonzero((index - run_starts) % max_sge == 0)
-
-
-def _linked(requests: Requests, last_flags: int) -> Requests:
-    addresses = requests.ctypes.data + abi.SEND_WR.itemsize * np.arange(1, len(requests))
-    requests["next"][:-1] = addresses
-    requests["send_flags"][-1] = last_flags
-    return requests
+    follows = rows[1:, REMOTE] == rows[:-1, REMOTE] + rows[:-1, NBYTES]
+    if not follows.any():
+        return index, 1
+    run_starts = index.copy()
+    run_starts[1:][follows] = 0
+    np.maximum.accumulate(run_starts, out=run_starts)
+    firsts = np.flatnonzero((index - run_starts) % max_sge == 0)
+    counts = np.empty_like(firsts)
+    np.subtract(firsts[1:], firsts[:-1], out=counts[:-1])
+    counts[-1] = len(rows) - firsts[-1]
+    return firsts, counts
