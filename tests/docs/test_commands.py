@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import typer.main
 
+from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
 from moonpool.config import all_settings
 from moonpool.pool_command import app as pool_app
 from moonpool.simulate_command import app as simulate_app
-from replay.bench.cli import app as bench_app
 from replay.cli import app as replay_app
 from replay.dialogue_cli import app as dialogues_app
 
