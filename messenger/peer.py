@@ -232,7 +232,7 @@ class Peer:
             wrong = deadline_s if not 0 < deadline_s < _INFINITY else stall_s
             raise InvalidArgument(f"a deadline is a positive number of seconds, not {wrong!r}")
         return Operation(
-            next(self._numbers), kind, Priority(priority), nbytes, parts, time.monotonic(), deadline_s, stall_s
+            next(self._numbers), kind, priority, nbytes, parts, time.monotonic(), deadline_s, stall_s
         )
 
 

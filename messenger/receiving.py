@@ -38,6 +38,7 @@ class Receiver:
         self._wakes = threading.Condition(stream.lock)
         self._held = False
         self._thread_holds = False
+        self._helper = 0
         self._called = False
         self._helps = 0
         self._seen_helps = 0
@@ -59,9 +60,10 @@ class Receiver:
         with self._stream.lock:
             self._wakes.wait_for(lambda: not self._held)
 
-    def is_own(self, thread: threading.Thread) -> bool:
-        """Whether it is the receiving thread."""
-        return thread is self._thread
+    def is_held_here(self) -> bool:
+        """Whether the calling thread receives. With or without the lock."""
+        own = threading.get_ident()
+        return own in (self._helper, self._thread.ident)
 
     def call_thread(self) -> None:
         """Have the thread receive, since somebody waits who does not."""
@@ -90,6 +92,7 @@ class Receiver:
                 self.call_thread()
                 return
             self._held = True
+            self._helper = threading.get_ident()
         try:
             while operation.flying and not self._ended:
                 self._receive_one()
@@ -100,6 +103,7 @@ class Receiver:
         finally:
             with self._stream.lock:
                 self._held = False
+                self._helper = 0
                 self._helps += 1
                 if not operation.settled:
                     operation.awaited = True

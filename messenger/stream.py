@@ -108,9 +108,9 @@ class Stream:
                 self._link.cut()
             self._wakes.notify_all()
             sender, receiver = self._sender, self._receiver
-        # A future's callback may close the messenger: it runs on one of these threads, which ends after it.
-        own = threading.current_thread()
-        if sender is not None and own is not sender and not (receiver is not None and receiver.is_own(own)):
+        # A future's callback may close the messenger: it runs on a thread that sends or receives, and ends after it.
+        is_used_here = threading.current_thread() is sender or (receiver is not None and receiver.is_held_here())
+        if sender is not None and not is_used_here:
             sender.join()
 
     def count(self, name: str) -> None:
@@ -347,8 +347,12 @@ class Stream:
             receiver.end()
         receiver.join()
         with self.lock:
-            link.close(reset=bool(self.flight.in_flight))
-            self._link = self._receiver = self._requester = None
+            reset = bool(self.flight.in_flight)
+            self._link = self._requester = None
+        # Without the lock, since a transport may take its time. Nothing new begins meanwhile: there is no requester.
+        link.close(reset=reset)
+        with self.lock:
+            self._receiver = None
             self._link_ended = False
             self._blame_oldest()
             self.flight.connection_lost()
@@ -419,8 +423,6 @@ class Stream:
         self._traffic.settle(ended)
 
     def _ended_unanswered_locked(self, part: Part) -> list[Operation]:
-        if self._link_ended and part not in self.flight.in_flight:
-            return []
         self.flight.ended(part)
         return self._landed_locked(part)
 

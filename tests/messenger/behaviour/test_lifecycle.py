@@ -1,15 +1,25 @@
 """Starting, addressing and closing a messenger."""
 
+import contextlib
 import dataclasses
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from messenger import AddressInUse, BindFailed, Endpoint, InvalidArgument, Messenger, MessengerConfig
+from messenger import (
+    AddressInUse,
+    BindFailed,
+    Endpoint,
+    InvalidArgument,
+    Messenger,
+    MessengerClosed,
+    MessengerConfig,
+)
 
 
 def test_an_endpoint_survives_the_wire(make_node: Any) -> None:
@@ -110,3 +120,18 @@ def test_a_messenger_may_be_closed_when_a_deadline_passes(make_node: Any) -> Non
 
     a.messenger.connect(b.endpoint).notify(b"t", b"", deadline_s=0.05).add_done_callback(close)
     assert closed.wait(10)
+
+
+@pytest.mark.parametrize("settled_by", ["a callback", "a callback while a caller receives"])
+def test_a_callback_may_close_the_messenger(make_node: Any, wait_until: Callable[..., None], settled_by: str) -> None:
+    a, b = make_node("a"), make_node("b")
+    peer = a.messenger.connect(b.endpoint)
+    for _ in range(20):  # until callers receive themselves
+        peer.notify(b"t", b"").result()
+    future = peer.notify(b"t", b"")
+    future.add_done_callback(lambda _: a.messenger.close())
+    if settled_by == "a callback while a caller receives":
+        with contextlib.suppress(MessengerClosed):
+            peer.notify(b"t", b"").result()
+    assert future.result(30) is None
+    wait_until(lambda: a.messenger.counters()["connections_out_open"] == 0, "it is closed")
