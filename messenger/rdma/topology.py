@@ -4,8 +4,9 @@ Every function takes the root that the kernel's file systems are mounted below, 
 like the one at hand. What a file does not tell is left at its default; nothing here raises for a strange machine.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from ipaddress import IPv6Address
 from pathlib import Path
 
@@ -34,9 +35,24 @@ def pci_place(address: str, root: Path = ROOT) -> Place:
     return _place(root / "sys/bus/pci/devices" / normal_pci_address(address))
 
 
-def node_place(numa_node: int) -> Place:
-    """Of memory of one NUMA node; -1: anywhere."""
-    return Place(numa_node=numa_node)
+def bound_place(root: Path = ROOT, cpus: Set[int] | None = None) -> Place:
+    """Where this process's memory comes from, if it is bound to one NUMA node of several: by its memory policy
+    (cpuset, numactl --membind), or since all its CPUs are there. Else ANYWHERE. `cpus` None: those it may run on."""
+    nodes = {
+        int(folder.name[4:]): _numbers(_read(folder / "cpulist"))
+        for folder in _entries(root / "sys/devices/system/node")
+        if re.fullmatch(r"node\d+", folder.name)
+    }
+    if len(nodes) < 2:
+        return ANYWHERE
+    allowed = next(
+        (_numbers(words[1]) for words in _words(root / "proc/self/status") if words[:1] == ["Mems_allowed_list:"]),
+        set(),
+    )
+    if len(allowed) == 1:
+        return Place(numa_node=allowed.pop())
+    own = os.sched_getaffinity(0) if cpus is None else cpus
+    return next((Place(numa_node=node) for node, its in sorted(nodes.items()) if own <= its), ANYWHERE)
 
 
 def normal_pci_address(address: str) -> str:
@@ -156,6 +172,16 @@ def _speed_gbit(text: str) -> float:
     """ "400 Gb/sec (4X NDR)" → 400.0."""
     found = re.match(r"[\d.]+", text)
     return float(found.group()) if found else 0.0
+
+
+def _numbers(text: str) -> set[int]:
+    """ "0-2,5" → {0, 1, 2, 5}; what is no such list gives nothing."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _number(text: str) -> int:

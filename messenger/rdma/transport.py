@@ -16,7 +16,7 @@ from messenger.rdma.policy.choice import Wish, choose
 from messenger.rdma.policy.facts import Rail
 from messenger.rdma.requester import RdmaRequester
 from messenger.rdma.responder import RdmaResponder
-from messenger.rdma.topology import rdma_ports
+from messenger.rdma.topology import bound_place, rdma_ports
 from messenger.rdma.verbs.device import Device, require_pyverbs
 from messenger.tcp.transport import TcpTransport
 from messenger.transport import Requester, Responder, Transport
@@ -31,7 +31,7 @@ class RdmaTransport(Transport):
 
     def __init__(self, config: MessengerConfig, tcp: TcpTransport, counters: Counters) -> None:
         """Raises RdmaUnavailable: no pyverbs, no port that fits, or a device that cannot be used."""
-        choice = choose(rdma_ports(), Wish(devices=config.rdma_devices))
+        choice = choose(rdma_ports(), Wish(devices=config.rdma_devices, memory=bound_place()))
         if not choice.rails:
             raise RdmaUnavailable(f"no RDMA port can be used: {choice.why_none}")
         require_pyverbs()

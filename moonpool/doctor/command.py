@@ -51,8 +51,8 @@ def doctor(
         list[str] | None,
         typer.Option(help="HOST:PORT of another host's node: can it be reached, and if not, why? Repeatable."),
     ] = None,
-    rdma_device: Annotated[
-        list[str] | None, typer.Option(help="RDMA device that is to be used (rdma_devices). Repeatable.")
+    rdma_devices: Annotated[
+        list[str] | None, typer.Option(help="RDMA device that is to be used, e.g. mlx5_0. Repeatable.")
     ] = None,
     registered: Annotated[
         str, typer.Option(help="Memory that RDMA is to register: pools and caches of a process, e.g. 64GiB.")
@@ -72,7 +72,7 @@ def doctor(
             pool_ssd_dir=pool_ssd_dir,
             needs=frozenset(needed or ()),
             peers=tuple(peer or ()),
-            rdma_devices=tuple(rdma_device or ()),
+            rdma_devices=tuple(rdma_devices or ()),
             registered=parse_size(registered),
         )
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from messenger.rdma.policy.facts import ANYWHERE, DeviceFacts, Gid, Nearness, Place, nearness
-from messenger.rdma.topology import normal_pci_address, pci_place, rdma_ports
+from messenger.rdma.topology import bound_place, normal_pci_address, pci_place, rdma_ports
 
 
 def test_a_roce_port_is_read_whole(rdma_machine: Any) -> None:
@@ -122,3 +122,29 @@ def test_devices_of_one_host_bridge_behind_different_root_ports_share_the_root(r
 
 def test_nothing_is_known_of_distances_without_places() -> None:
     assert nearness(ANYWHERE, Place(("pci0000:00", "0000:00:01.0"), 0)) is Nearness.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("mems", "cpus", "expected"),
+    [
+        ("0-1", {0, 1, 2, 3}, ANYWHERE),
+        ("0-1", {2, 3}, Place(numa_node=1)),
+        ("0-1", {1, 2}, ANYWHERE),
+        ("1", {0, 1, 2, 3}, Place(numa_node=1)),
+        ("0,1", {0}, Place(numa_node=0)),
+    ],
+)
+def test_a_process_bound_to_one_node_has_its_memory_there(
+    rdma_machine: Any, mems: str, cpus: set[int], expected: Place
+) -> None:
+    rdma_machine.write("sys/devices/system/node/node0/cpulist", "0-1")
+    rdma_machine.write("sys/devices/system/node/node1/cpulist", "2-3")
+    rdma_machine.write("sys/devices/system/node/possible", "0-1")
+    rdma_machine.write("proc/self/status", f"Name:\tx\n\nMems_allowed_list:\t{mems}")
+    assert bound_place(rdma_machine.root, cpus) == expected
+
+
+def test_on_a_machine_of_one_node_memory_may_be_anywhere(rdma_machine: Any) -> None:
+    rdma_machine.write("sys/devices/system/node/node0/cpulist", "0-1")
+    rdma_machine.write("proc/self/status", "Mems_allowed_list:\t0")
+    assert bound_place(rdma_machine.root, {0}) == ANYWHERE
