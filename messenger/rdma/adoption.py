@@ -40,7 +40,7 @@ class Adoption:
             handshake.say(sock, handshake.Confirm(answer.nonce, memory.address, _ends(lanes)))
             _connect(lanes, [far_rails[theirs] for _, theirs in pairs], ends)
             handshake.check_nonce(handshake.hear(sock, handshake.Ready).your_nonce, nonce)
-            link = RdmaLink(sock, lanes, memory, answer.inbox_address, self.counters)
+            link = RdmaLink(sock, lanes, memory, answer.inbox_address, self.counters, caller=True)
         except BaseException:
             _give_up(lanes)
             raise
@@ -72,7 +72,7 @@ class Adoption:
             confirm = handshake.hear(sock, handshake.Confirm)
             handshake.check_nonce(confirm.your_nonce, nonce)
             _connect(lanes, [far_rails[theirs] for theirs, _ in pairs], handshake.check_ends(confirm, len(pairs)))
-            link = RdmaLink(sock, lanes, memory, confirm.inbox_address, self.counters)
+            link = RdmaLink(sock, lanes, memory, confirm.inbox_address, self.counters, caller=False)
         except BaseException:
             _give_up(lanes)
             raise
@@ -102,7 +102,7 @@ def _connect(lanes: Sequence[Lane], far_rails: Sequence[Rail], ends: Sequence[tu
 
 
 def _ends(lanes: Sequence[Lane]) -> list[handshake.End]:
-    return [(lane.pair.near.qp_num, lane.pair.near.psn, lane.rkey) for lane in lanes]
+    return [lane.end for lane in lanes]
 
 
 def _give_up(lanes: Sequence[Lane]) -> None:

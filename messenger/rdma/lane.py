@@ -1,4 +1,4 @@
-"""One rail of one connection, this side's end: queue pair, completion queue, and the inbox's registration there."""
+"""One rail of one connection, this side's end: queue pair, completion queue, and where frames are registered."""
 
 from collections import deque
 from typing import Any
@@ -14,7 +14,10 @@ _FRAME_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
 
 
 class Lane:
-    """`far_rkey` is the key of the peer's inbox on the rail, once it is known."""
+    """`far_rail`, `mtu` and `far_rkey`, the key of the peer's inbox, are known once it is connected."""
+
+    far_rail: Rail
+    mtu: int
 
     def __init__(self, device: Device, rail: Rail, memory: FrameMemory) -> None:
         """Raises OSError when the device gives no more; then nothing is kept."""
@@ -38,19 +41,23 @@ class Lane:
             raise
 
     @property
+    def end(self) -> tuple[int, int, int]:
+        """What the peer must know of it: queue pair, first packet, key of the frames' memory."""
+        return self.pair.near.qp_num, self.pair.near.psn, int(self._frames.rkey)
+
+    @property
     def lkey(self) -> int:
         """Of the frames' memory."""
         return int(self._frames.lkey)
 
     @property
-    def rkey(self) -> int:
-        """Of the frames' memory, for the peer."""
-        return int(self._frames.rkey)
+    def is_spare(self) -> bool:
+        return self.rail.is_spare or self.far_rail.is_spare
 
     def connect(self, far_rail: Rail, far: Far, rkey: int, mtu: int) -> None:
         """Raises OSError."""
         self.pair.connect(self.rail, far_rail, far, mtu)
-        self.far_rkey = rkey
+        self.far_rail, self.mtu, self.far_rkey = far_rail, mtu, rkey
 
     def close(self) -> None:
         """Once the queue pair failed and no thread uses it: give everything back."""

@@ -15,7 +15,8 @@ from messenger.errors import ProtocolError
 from messenger.frames import Ack, Allow, Ask, Read, Write
 from messenger.keys import RemoteKey
 from messenger.operation import Kind, Part, Transfer
-from messenger.rdma.link import Movement, RdmaLink
+from messenger.rdma.courier import Movement
+from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.slices import NBYTES, REMOTE, Rows
 from messenger.transport import Requester, Sent
@@ -31,6 +32,7 @@ class RdmaRequester(Requester):
         super().__init__(link)
         self._lock = threading.Lock()
         self._accesses: OrderedDict[tuple[int, int], Allow] = OrderedDict()
+        self._generation = link.generation
         self._movements: dict[int, Movement] = {}
 
     def begin(self, part: Part) -> Sent:
@@ -68,7 +70,7 @@ class RdmaRequester(Requester):
         if part.transfer is None:
             return self._link.has_room()
         key = part.transfer.key
-        known = (key.region_id, key.token) in self._accesses
+        known = (key.region_id, key.token) in self._accesses and self._generation == self._link.generation
         return known and len(part.transfer.slices) <= QUICK_ROWS and self._link.has_room()
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
@@ -118,6 +120,10 @@ class RdmaRequester(Requester):
     def _access(self, key: RemoteKey) -> Allow:
         """What the owner allows under the key; asks it at the first use. Raises OSError when the link ended first."""
         name = key.region_id, key.token
+        if self._generation != self._link.generation:
+            with self._lock:
+                self._generation = self._link.generation
+                self._accesses.clear()
         access = self._accesses.get(name)
         if access is None:
             self._link.send(Ask(*name))

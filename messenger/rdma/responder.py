@@ -19,6 +19,7 @@ class RdmaResponder(Responder):
     def __init__(self, link: RdmaLink) -> None:
         super().__init__(link)
         self._windows: dict[int, Window] = {}
+        self._generation = link.generation
 
     def target_rows(self, message: Write) -> Rows:
         return _extent(message)
@@ -38,6 +39,10 @@ class RdmaResponder(Responder):
 
     def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
         key, region = access.key, access.region
+        if self._generation != self._link.generation:
+            # They lack a lane that was built anew; they stay open for what is under way on the others.
+            self._generation = self._link.generation
+            self._windows.clear()
         window = self._windows.get(ask.token)
         trouble = ""
         if window is None:

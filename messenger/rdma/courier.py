@@ -1,0 +1,241 @@
+"""What goes over the lanes of one connection, and what comes: batches, frames, credits, completions.
+
+Every method is called with the link's lock held, and none blocks. Which slices go on which rail, and when a frame may
+go, is the policy's to say (rdma/policy/rails.py); here it is done.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from messenger.counters import Counters, Direction, Flow
+from messenger.rdma.inbox import PLACE_NBYTES, Assembly, Fragment, fragments, limit_only
+from messenger.rdma.lane import Lane
+from messenger.rdma.memory import SHARE, FrameMemory
+from messenger.rdma.policy.credits import ReceiveCredits, SendCredits
+from messenger.rdma.policy.posting import Announce, Limits, Post, RailSpec
+from messenger.rdma.policy.rails import Rails
+from messenger.rdma.verbs import abi
+from messenger.rdma.verbs.completions import Completions
+from messenger.rdma.work import Work
+from messenger.slices import Rows
+
+_MAX_UNSENT_FRAMES = 256
+_MAX_MOVING_NBYTES = 32 << 20
+_NO_ROWS: Rows = np.empty((0, 3), dtype=np.int64)
+
+
+@dataclass(eq=False)
+class Movement:
+    """Bytes between a local region and a remote one. `keys`: (lkey, rkey) for each lane."""
+
+    rows: Rows
+    nbytes: int
+    opcode: int
+    local_address: int
+    remote_address: int
+    keys: Sequence[tuple[int, int]]
+    held: object = None
+    """What must live until the hardware is done with it."""
+    left_nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_nbytes = self.nbytes
+
+
+@dataclass(eq=False)
+class _Batch:
+    movement: Movement | None
+    frame: bytes
+
+
+class Courier:
+    """`far_address`: where the peer's inbox begins, on every rail alike; `on_trouble(lane, status)`: one failed."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        memory: FrameMemory,
+        far_address: int,
+        counters: Counters,
+        on_trouble: Callable[[int, int], None],
+    ) -> None:
+        depth = min(lane.pair.depth for lane in lanes)
+        self.lanes = list(lanes)
+        self.arrived: deque[bytes] = deque()
+        """Whole frames; `taken` is to be called for each that is taken out."""
+        self.unsent_frames = 0
+        self.rails = Rails(
+            [RailSpec(lane.rail.name, lane.rail.speed_gbit, lane.is_spare) for lane in lanes],
+            Limits(window_rows=depth // 2, post_rows=depth // 4),
+            time.monotonic_ns(),
+        )
+        self._memory = memory
+        self._far_address = far_address
+        self._counters = counters
+        self._on_trouble = on_trouble
+        self._batches: dict[int, _Batch] = {}
+        self._posts: dict[int, Post] = {}
+        self._flows: dict[tuple[int, int], Flow] = {}  # by rail and opcode; the stream counts the same bytes by peer
+        self._moving_nbytes = 0
+        self._leaving: deque[tuple[Announce | None, deque[Fragment]]] = deque()
+        self._num_sent = 0
+        self._send_credits = SendCredits(SHARE)
+        self._receive_credits = ReceiveCredits(SHARE)
+        self._assembly = Assembly()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another batch may be submitted."""
+        return self.unsent_frames < _MAX_UNSENT_FRAMES and self._moving_nbytes < _MAX_MOVING_NBYTES
+
+    @property
+    def moving(self) -> list[int]:
+        """The numbers of the batches of which bytes are still to be moved, in order."""
+        return [number for number, batch in self._batches.items() if batch.movement and batch.movement.left_nbytes]
+
+    def submit(self, movement: Movement | None, frame: bytes) -> None:
+        """Move the bytes, then send the frame, in the order of submission."""
+        number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=True)
+        self._batches[number] = _Batch(movement, frame)
+        self.unsent_frames += 1
+        self._moving_nbytes += 0 if movement is None else movement.nbytes
+        self.drive()
+
+    def submit_at_once(self, frame: bytes) -> None:
+        """Send a frame that waits for no bytes of others."""
+        self._leaving.append((None, deque(fragments(frame))))
+        self.unsent_frames += 1
+        self.drive()
+
+    def taken(self) -> None:
+        """A frame was taken out of `arrived`."""
+        self._receive_credits.freed()
+
+    def drive(self) -> None:
+        """Post all that may be posted. Raises OSError when a queue pair does not take it."""
+        for instruction in self.rails.due(time.monotonic_ns()):
+            if isinstance(instruction, Post):
+                self._post(instruction)
+            else:
+                self._leaving.append((instruction, deque(fragments(self._batches[instruction.batch].frame))))
+        self._send_fragments()
+        if self._receive_credits.owes and self._frame_lane() is not None and self._send_credits.try_take_last():
+            self._send_fragment(limit_only())
+
+    def take(self, index: int, completions: Completions) -> None:
+        """What completed on a lane. Raises ProtocolError or InvalidArgument for a peer that breaks the rules."""
+        lane = self.lanes[index]
+        received = 0
+        for number, status, _, _, nbytes, _, _ in completions.tolist():
+            if number == abi.RECEIVE_ID:
+                received += 1
+                if status == abi.WC_SUCCESS:
+                    self._take_fragment(nbytes)
+            else:
+                lane.pair.done = max(lane.pair.done, number)
+                if status != abi.WC_SUCCESS:
+                    self._on_trouble(index, status)
+        if received:
+            lane.device.receive_again(received)
+        if not lane.pair.failed:
+            self._complete(index, lane)
+
+    def lane_lost(self, index: int) -> None:
+        """The lane's queue pairs are dead at both ends: what it had goes to the others."""
+        for _, number in self.lanes[index].pending:
+            self._posts.pop(number, None)
+        self.lanes[index].pending.clear()
+        self.rails.rail_failed(index, time.monotonic_ns())
+
+    def _complete(self, index: int, lane: Lane) -> None:
+        now_ns = time.monotonic_ns()
+        while lane.pending and lane.pending[0][0] <= lane.pair.done:
+            _, instruction = lane.pending.popleft()
+            post = self._posts.pop(instruction, None)
+            if post is not None:
+                self._done(post)
+            batch = self.rails.completed(instruction, index, now_ns)
+            if batch is not None:
+                self._batches.pop(batch)
+
+    def _done(self, post: Post) -> None:
+        movement = self._batches[post.batch].movement
+        assert movement is not None
+        movement.left_nbytes -= post.nbytes
+        self._moving_nbytes -= post.nbytes
+        self._count(post, movement.opcode)
+
+    def _count(self, post: Post, opcode: int) -> None:
+        flow = self._flows.get((post.rail, opcode))
+        if flow is None:
+            rail = self.lanes[post.rail].rail.name
+            direction: Direction = "read" if opcode == abi.WR_RDMA_READ else "written"
+            flow = self._flows[post.rail, opcode] = self._counters.flow(
+                peer="", transport="rdma", rail=rail, direction=direction
+            )
+        flow.add(post.nbytes, len(post.rows), (time.monotonic_ns() - post.posted_ns) / 1e9)
+
+    def _take_fragment(self, nbytes: int) -> None:
+        self._receive_credits.received()
+        place = self._memory.inbox_place(self._assembly.num_fragments)
+        limit, frame, _ = self._assembly.take(place, nbytes)
+        self._send_credits.told(limit)
+        if frame is None:
+            self._receive_credits.freed()
+        else:
+            self.arrived.append(frame)  # its last place is free when it was taken
+
+    def _post(self, post: Post) -> None:
+        lane = self.lanes[post.rail]
+        movement = self._batches[post.batch].movement
+        assert movement is not None
+        lkey, rkey = movement.keys[post.rail]
+        work = Work.moves(
+            post.rows,
+            opcode=movement.opcode,
+            local_address=movement.local_address,
+            lkey=lkey,
+            remote_address=movement.remote_address,
+            rkey=rkey,
+            max_sge=lane.device.limits.max_sge,
+        )
+        lane.pending.append((lane.pair.post(work), post.number))
+        self._posts[post.number] = post
+
+    def _send_fragments(self) -> None:
+        while self._leaving:
+            announce, pieces = self._leaving[0]
+            number = 0
+            while pieces:
+                if self._frame_lane() is None or not self._send_credits.try_take():
+                    return
+                number = self._send_fragment(pieces.popleft())
+            if announce is not None:
+                self.lanes[announce.rail].pending.append((number, announce.number))
+            self._leaving.popleft()
+            self.unsent_frames -= 1
+
+    def _frame_lane(self) -> Lane | None:
+        """Where a frame can go now."""
+        rail = self.rails.frame_rail
+        return self.lanes[rail] if rail is not None and self.lanes[rail].pair.room > 0 else None
+
+    def _send_fragment(self, fragment: Fragment) -> int:
+        lane = self._frame_lane()
+        assert lane is not None
+        place, address = self._memory.outbox_place(self._num_sent)
+        nbytes = fragment.pack(place, self._num_sent, self._receive_credits.tell())
+        work = Work.frame(
+            address=address,
+            nbytes=nbytes,
+            lkey=lane.lkey,
+            remote_address=self._far_address + self._num_sent % SHARE * PLACE_NBYTES,
+            rkey=lane.far_rkey,
+            number=self._num_sent,
+        )
+        self._num_sent += 1
+        return lane.pair.post(work)
