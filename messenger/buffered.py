@@ -6,6 +6,7 @@ One thread receives and one thread sends at a time; `cut` may be called from any
 import select
 import socket
 import struct
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ class BufferedLink(Link):
         self._is_unix = sock.family == socket.AF_UNIX
         self._poll = select.poll()
         self._poll.register(sock, select.POLLRDHUP)
+        # A poll object is one thread's at a time, and knows a number that somebody else's file has after the closing.
+        self._looking = threading.Lock()
         if not self._is_unix:
             _tune_tcp(sock)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
@@ -117,7 +120,8 @@ class BufferedLink(Link):
 
     def peer_is_gone(self) -> bool:
         """Whether the other side closed, cut or died, even though bytes of it may still be unread."""
-        return bool(self._poll.poll(0))
+        with self._looking:
+            return self._sock.fileno() < 0 or bool(self._poll.poll(0))
 
     def cut(self) -> None:
         """End the link: blocked calls of any thread return with an error. The descriptor stays until `close`."""
@@ -133,7 +137,8 @@ class BufferedLink(Link):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             except OSError:
                 pass
-        self._sock.close()
+        with self._looking:
+            self._sock.close()
 
     def _fill(self, nbytes: int) -> None:
         """Have at least so many bytes in the buffer."""

@@ -4,6 +4,7 @@ A peer may be reachable by several transports. They are tried in order at every 
 nobody of the protocol answers by the one before: a unix socket may be out of sight while its owner lives.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,16 +69,9 @@ class Dialer:
                 link.open()
             except EncryptionRefused as error:
                 raise Unreachable(str(error)) from error
-            link.send(
-                Hello(
-                    self.node_id,
-                    self.incarnation,
-                    self.endpoint.node_id,
-                    self.endpoint.incarnation,
-                    self.session,
-                    transport.name,
-                )
-            )
+            # Who is turned away before it could greet finds the reason all the same, there to be read.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                link.send(self._hello(transport))
             self._check_answer(link)
             adopted = transport.adopt(link, caller=True)
             adopted.set_timeout(None)
@@ -87,6 +81,12 @@ class Dialer:
             link.close()
             raise
         return transport, adopted, transport.requester(adopted)
+
+    def _hello(self, transport: Transport) -> Hello:
+        endpoint = self.endpoint
+        return Hello(
+            self.node_id, self.incarnation, endpoint.node_id, endpoint.incarnation, self.session, transport.name
+        )
 
     def _check_answer(self, link: Link) -> None:
         try:

@@ -10,18 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
 from messenger import (
+    InvalidArgument,
     Messenger,
+    MessengerError,
     PeerLost,
+    Priority,
     RemoteAccessError,
     RemoteKey,
     SharedMemory,
+    TransferCancelled,
     TransferDeadlineExceeded,
     TransferError,
+    TransferResult,
 )
 from soak.fleet import Generation, Member, PeerGone, Settings
 from soak.peer import SLOT, digest
@@ -33,7 +37,7 @@ SLACK_S = 10.0
 PATIENCE_S = 60.0
 """How long a peer may be of no use."""
 
-_OF_TROUBLE = (PeerLost, TransferDeadlineExceeded)
+_OF_TROUBLE = (PeerLost, TransferDeadlineExceeded, InvalidArgument)
 
 
 class Failed(Exception):
@@ -60,6 +64,7 @@ class Worker:
         self._pool: Bytes = self._rng.integers(0, 256, 4 * self._room, dtype=np.uint8)
         self._memory = SharedMemory.create(2 * self._room, f"{member.node_id}-{slot}")
         self._region = messenger.register(self._memory)
+        self._began_s = 0.0
         self._expected: Bytes = np.zeros(self._room, dtype=np.uint8)
         self._possible: list[Bytes] = []
         self._meet(member.generation)
@@ -84,7 +89,9 @@ class Worker:
             self._read,
             self._read,
             self._many_at_once,
+            self._borrow,
             self._hurry,
+            self._change_mind,
             self._lose_the_right,
             self._look,
         ]
@@ -99,6 +106,7 @@ class Worker:
             self._over.set()
 
     def _guarded(self, action: Callable[[], None]) -> None:
+        self._began_s = time.monotonic()
         try:
             action()
             if self._possible:
@@ -117,15 +125,11 @@ class Worker:
     # What a worker does.
 
     def _write(self) -> None:
-        rows = self._fresh_rows()
-        after = applied(rows, self._source, self._expected)
-        self._settle(
-            [self._peer.write(self._key, self._region, self._remote(rows), deadline_s=self._deadline_s)], after
-        )
+        rows, after = self._fresh_rows()
+        self._settle([self._begin(rows)], after)
 
     def _write_and_tell(self) -> None:
-        rows = self._fresh_rows()
-        after = applied(rows, self._source, self._expected)
+        rows, after = self._fresh_rows()
         future = self._peer.write_notify(
             self._key,
             self._region,
@@ -133,6 +137,7 @@ class Worker:
             SLOT.pack(self._slot),
             digest(after),
             deadline_s=self._deadline_s,
+            priority=self._any_priority(),
         )
         self._settle([future], after)
 
@@ -142,46 +147,65 @@ class Worker:
         mirrored = rows[:, [1, 0, 2]]
         mirrored[:, 0] += self._room
         mirrored[:, 1] += self._slot * self._room
-        started_s = time.monotonic()
-        future = self._peer.read(self._key, self._region, mirrored, deadline_s=self._deadline_s)
-        if self._outcome(future, self._deadline_s, started_s):
+        future = self._peer.read(
+            self._key, self._region, mirrored, deadline_s=self._deadline_s, priority=self._any_priority()
+        )
+        if self._outcome(future):
             self._compare("a read", self._sink, wanted)
 
+    def _borrow(self) -> None:
+        """Shared memory is lent in place: what is confirmed is what must be there."""
+        if self._peer.transport != "shm":
+            return
+        first = int(self._rng.integers(self._room))
+        nbytes = int(self._rng.integers(1, self._room - first + 1))
+        try:
+            loan = self._peer.borrow(self._key, self._slot * self._room + first, nbytes, deadline_s=self._deadline_s)
+        except (TransferError, InvalidArgument) as error:  # nothing is lent by a connection that broke meanwhile
+            self._excuse(error)
+            return
+        found = loan.array.copy()
+        if loan.confirm():
+            self._compare("a loan", found, self._expected[first : first + nbytes])
+        elif not self._member.was_disturbed_since(self._began_s):
+            raise Failed(f"{self._who}: a loan is not confirmed, and nothing happened to its owner")
+
     def _many_at_once(self) -> None:
-        rows = self._fresh_rows()
-        after = applied(rows, self._source, self._expected)
-        parts = [part for part in np.array_split(rows, int(self._rng.integers(1, 65))) if len(part)]
-        self._settle(
-            [self._peer.write(self._key, self._region, self._remote(p), deadline_s=self._deadline_s) for p in parts],
-            after,
-        )
+        rows, after = self._fresh_rows()
+        parts = np.array_split(rows, int(self._rng.integers(1, 65)))
+        self._settle([self._begin(part) for part in parts if len(part)], after)
 
     def _hurry(self) -> None:
         """Deadlines that may be too short."""
-        rows = self._fresh_rows()
-        after = applied(rows, self._source, self._expected)
+        rows, after = self._fresh_rows()
         deadline_s = float(10 ** self._rng.uniform(-4, -1.5))
-        futures: list[Future[Any]] = [
-            self._peer.write(self._key, self._region, self._remote(rows), deadline_s=deadline_s),
-            self._peer.read(self._key, self._region, [[self._room, self._slot * self._room, 8]], deadline_s=deadline_s),
+        row = [[self._room, self._slot * self._room, 8]]
+        futures = [
+            self._begin(rows, deadline_s),
+            self._peer.read(self._key, self._region, row, deadline_s=deadline_s),
         ]
-        self._settle(futures, after, deadline_s=deadline_s, allowed=TransferDeadlineExceeded)
+        self._settle(futures, after, allowed=TransferDeadlineExceeded)
+
+    def _change_mind(self) -> None:
+        """Cancel what is queued, under way or done."""
+        rows, after = self._fresh_rows()
+        futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
+        time.sleep(float(self._rng.uniform(0, 0.003)))
+        for future in futures:
+            future.cancel()
+        self._settle(futures, after, allowed=TransferCancelled)
 
     def _lose_the_right(self) -> None:
         """Once a revoke has returned, the owner's memory is as the owner leaves it, whatever was under way."""
-        rows = self._remote(self._fresh_rows())
-        started_s = time.monotonic()
-        futures = [
-            self._peer.write(self._key, self._region, rows, deadline_s=self._deadline_s)
-            for _ in range(int(self._rng.integers(1, 9)))
-        ]
+        rows, _ = self._fresh_rows()
+        futures = [self._begin(rows) for _ in range(int(self._rng.integers(1, 9)))]
         value = int(self._rng.integers(256))
         try:
             self._renew(value)
             self._expected[:] = value
         finally:
             for future in futures:
-                self._outcome(future, self._deadline_s, started_s, RemoteAccessError)
+                self._outcome(future, RemoteAccessError)
         self._look()
 
     def _look(self) -> None:
@@ -212,51 +236,60 @@ class Worker:
     def _sink(self) -> Bytes:
         return self._memory.array[self._room :]
 
-    def _fresh_rows(self) -> Rows:
-        """Rows within the slot, and new bytes to write."""
+    def _fresh_rows(self) -> tuple[Rows, Bytes]:
+        """Rows within the slot, new bytes to write by them, and what the slot holds after that."""
         first = int(self._rng.integers(len(self._pool) - self._room))
         self._source[:] = self._pool[first : first + self._room]
-        return random_rows(self._rng, self._room)
+        rows = random_rows(self._rng, self._room)
+        return rows, applied(rows, self._source, self._expected)
+
+    def _begin(self, rows: Rows, deadline_s: float | None = None) -> Future[TransferResult]:
+        return self._peer.write(
+            self._key,
+            self._region,
+            self._remote(rows),
+            deadline_s=deadline_s or self._deadline_s,
+            priority=self._any_priority(),
+        )
 
     def _remote(self, rows: Rows) -> Rows:
         moved = rows.copy()
         moved[:, 1] += self._slot * self._room
         return moved
 
+    def _any_priority(self) -> Priority:
+        return Priority(int(self._rng.integers(len(Priority))))
+
     def _settle(
-        self,
-        futures: Sequence[Future[Any]],
-        after: Bytes,
-        *,
-        deadline_s: float | None = None,
-        allowed: type[TransferError] | None = None,
+        self, futures: Sequence[Future[TransferResult]], after: Bytes, *, allowed: type[TransferError] | None = None
     ) -> None:
         """The slot holds `after` if all succeeded; if not, each byte of it is an old or a new one."""
-        started_s = time.monotonic()
-        outcomes = [self._outcome(future, deadline_s or self._deadline_s, started_s, allowed) for future in futures]
+        outcomes = [self._outcome(future, allowed) for future in futures]
         if all(outcomes):
             self._expected = after
         else:
             self._possible += [self._expected, after]
 
-    def _outcome(
-        self, future: Future[Any], deadline_s: float, started_s: float, allowed: type[TransferError] | None = None
-    ) -> bool:
+    def _outcome(self, future: Future[TransferResult], allowed: type[TransferError] | None = None) -> bool:
         try:
-            self.nbytes += future.result(deadline_s + SLACK_S * self._patience).nbytes
+            self.nbytes += future.result(self._deadline_s + SLACK_S * self._patience).nbytes
             return True
         except TransferError as error:
-            name = type(error).__name__
-            self.errors[name] += 1
             if error.peer != self._member.node_id or not error.address:
                 raise Failed(f"{self._who}: an error that does not tell who and where: {error}") from error
-            asked_for = allowed is not None and isinstance(error, allowed)
-            excused = isinstance(error, _OF_TROUBLE) and self._member.was_disturbed_since(started_s)
-            if not asked_for and not excused:
-                raise Failed(f"{self._who}: an error out of nothing: {name}: {error}") from error
+            self._excuse(error, allowed)
             return False
         except TimeoutError as error:
-            raise Failed(f"{self._who}: an operation outlives its deadline of {deadline_s:.3f} s") from error
+            raise Failed(f"{self._who}: an operation outlives its deadline") from error
+
+    def _excuse(self, error: MessengerError, allowed: type[TransferError] | None = None) -> None:
+        """Raises Failed for an error that nobody asked for while the peer was in no trouble."""
+        name = type(error).__name__
+        self.errors[name] += 1
+        asked_for = allowed is not None and isinstance(error, allowed)
+        excused = isinstance(error, _OF_TROUBLE) and self._member.was_disturbed_since(self._began_s)
+        if not asked_for and not excused:
+            raise Failed(f"{self._who}: an error out of nothing: {name}: {error}") from error
 
     def _renew(self, value: int | None) -> None:
         packed = self._member.ask(self._generation, "renew", self._slot, value)
@@ -279,10 +312,9 @@ class Worker:
     def _fetched(self) -> Bytes | None:
         """A copy of the slot, unless it cannot be had now."""
         self._sink[:] = 0xA5
-        started_s = time.monotonic()
         row = [[self._room, self._slot * self._room, self._room]]
         future = self._peer.read(self._key, self._region, row, deadline_s=self._deadline_s)
-        return self._sink.copy() if self._outcome(future, self._deadline_s, started_s) else None
+        return self._sink.copy() if self._outcome(future) else None
 
     def _compare(self, what: str, found: Bytes, *allowed: Bytes) -> None:
         self.checked_nbytes += len(found)

@@ -85,7 +85,7 @@ class ShmRequester(Requester):
             return None
 
         def is_good() -> bool:
-            return page.holds(print_) and self._link.fileno() >= 0 and not self._link.peer_is_gone()
+            return page.holds(print_) and not self._link.peer_is_gone()
 
         return Loan(mapping.array[offset : offset + nbytes], is_good) if is_good() else None
 

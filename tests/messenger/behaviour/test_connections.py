@@ -1,18 +1,20 @@
 """Connections: made again when they break, bounded, and gone without a trace."""
 
+import contextlib
+import dataclasses
 import gc
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from messenger import (
-    TransferDeadlineExceeded,
-    alarms,
-)
+from messenger import TransferDeadlineExceeded, alarms
+from messenger.frames import Reject, encode
 
 
 def test_a_connection_dropped_while_idle_is_made_again(make_node: Any, wait_until: Callable[..., None]) -> None:
@@ -112,3 +114,33 @@ def test_operations_leave_no_memory_behind(make_node: Any) -> None:
         tracemalloc.stop()
     # A single object kept per operation would be 720 of them.
     assert after - before < 720 * 48
+
+
+@pytest.mark.transports("tcp", "shm")
+def test_a_caller_turned_away_before_it_could_greet_is_told_why(make_node: Any, transport: str, tmp_path: Path) -> None:
+    a = make_node("a")
+    path = str(tmp_path / "full.sock")
+    listener = socket.create_server(("127.0.0.1", 0)) if transport == "tcp" else socket.socket(socket.AF_UNIX)
+    if transport == "shm":
+        listener.bind(path)
+        listener.listen()
+    port = listener.getsockname()[1] if transport == "tcp" else 0
+
+    def turn_away() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(encode(Reject("full", "there is no room")))
+                connection.close()
+
+    thread = threading.Thread(target=turn_away)
+    thread.start()
+    try:
+        endpoint = dataclasses.replace(a.endpoint, node_id="full", tcp_port=port, shm_socket=path)
+        for _ in range(5):
+            with pytest.raises(TransferDeadlineExceeded, match="there is no room"):
+                a.messenger.connect(endpoint).notify(b"t", b"", deadline_s=0.2).result()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()

@@ -1,5 +1,6 @@
 """Memory lent in place: what was read is confirmed, or is not; other transports say what to use."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,7 @@ def pair(make_node: Any) -> Any:
     return a, b
 
 
-@pytest.fixture
-def shm(transport: str) -> None:
-    if transport != "shm":
-        pytest.skip("only shared memory is lent")
-
-
-@pytest.mark.usefixtures("shm")
+@pytest.mark.transports("shm")
 def test_what_is_lent_lies_in_the_owners_memory_and_cannot_be_written(pair: Any) -> None:
     a, b = pair
     loan = a.messenger.connect(b.endpoint).borrow(b.grant(), 1000, 5000)
@@ -35,7 +30,7 @@ def test_what_is_lent_lies_in_the_owners_memory_and_cannot_be_written(pair: Any)
         loan.array[0] = 0
 
 
-@pytest.mark.usefixtures("shm")
+@pytest.mark.transports("shm")
 def test_a_loan_is_not_confirmed_once_its_key_is_revoked_or_its_owner_is_gone(pair: Any, make_child: Any) -> None:
     a, b = pair
     peer, key, other = a.messenger.connect(b.endpoint), b.grant(), b.grant()
@@ -54,7 +49,7 @@ def test_a_loan_is_not_confirmed_once_its_key_is_revoked_or_its_owner_is_gone(pa
     assert lent.array.sum() == 0, "still readable"
 
 
-@pytest.mark.usefixtures("shm")
+@pytest.mark.transports("shm")
 def test_loans_after_the_first_make_no_request(pair: Any) -> None:
     a, b = pair
     peer, key = a.messenger.connect(b.endpoint), b.grant()
@@ -65,7 +60,7 @@ def test_loans_after_the_first_make_no_request(pair: Any) -> None:
     assert a.messenger.counters() == before
 
 
-@pytest.mark.usefixtures("shm")
+@pytest.mark.transports("shm")
 def test_nothing_beyond_the_keys_window_is_lent(pair: Any) -> None:
     a, b = pair
     peer = a.messenger.connect(b.endpoint)
@@ -78,9 +73,28 @@ def test_nothing_beyond_the_keys_window_is_lent(pair: Any) -> None:
         peer.borrow(b.messenger.grant(b.region, 0, 100, read=False, write=True), 0, 10)
 
 
-def test_other_transports_say_what_to_use(pair: Any, transport: str) -> None:
-    if transport == "shm":
-        pytest.skip("shared memory is lent")
+@pytest.mark.transports("shm")
+def test_loans_are_confirmed_by_many_threads_at_once_and_by_none_once_the_owner_closed(pair: Any) -> None:
+    a, b = pair
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    loans = [peer.borrow(key, n, 100) for n in range(4)]
+    verdicts: list[bool] = []
+
+    def confirm(loan: Any) -> None:
+        verdicts.append(all(loan.confirm() for _ in range(5000)))
+
+    threads = [threading.Thread(target=confirm, args=(loan,)) for loan in loans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == [True] * len(loans)
+    a.messenger.close()
+    assert not any(loan.confirm() for loan in loans)
+
+
+@pytest.mark.transports("tcp", "rdma")
+def test_other_transports_say_what_to_use(pair: Any) -> None:
     a, b = pair
     with pytest.raises(InvalidArgument, match="use read"):
         a.messenger.connect(b.endpoint).borrow(b.grant(), 0, 10)
