@@ -30,6 +30,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +54,35 @@ BORROW = "shm_borrow"
 LATENCY_SHARE = 4  # so many batches under way for one that is awaited alone
 
 AnyContender = Contender | Iperf3
+Begin = Callable[[], AnyContender]
 
 
-def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[list[AnyContender], dict[str, str]]:
-    """All that are found, and why the others are not."""
+def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[dict[str, Begin], dict[str, str]]:
+    """How to begin all that are found, by name, and why the others are not."""
     absent: dict[str, str] = {}
-    found: list[AnyContender] = [Contender("plain_socket", "plain_stream.py"), Contender("memcpy", "memory_copy.py")]
+    found: dict[str, Begin] = {}
+
+    def add(name: str, script: str, *arguments: str, **how: str) -> None:
+        found[name] = lambda: Contender(name, script, *arguments, **how)
+
+    add("plain_socket", "plain_stream.py")
+    add("memcpy", "memory_copy.py")
     for name in ("tcp", "tcp_encrypted", "tcp_digests", "shm", "shm_digests", BORROW):
         transport, _, how = name.partition("_")
         run_dir = folder / name
         run_dir.mkdir()
-        found.append(Contender(name, "messenger_peer.py", transport, str(run_dir), *filter(None, [how])))
+        add(name, "messenger_peer.py", transport, str(run_dir), *filter(None, [how]))
     if has(mooncake_python, "mooncake"):
-        found.append(Contender("mooncake", "mooncake_engine.py", python=mooncake_python))
+        add("mooncake", "mooncake_engine.py", python=mooncake_python)
     else:
         absent["mooncake"] = f"{mooncake_python} has no mooncake-transfer-engine: see --mooncake-python"
     if has(nixl_python, "nixl_cu12"):
-        found.append(Contender("nixl", "nixl_agent.py", python=nixl_python))
-        found.append(Contender("nixl_tcp", "nixl_agent.py", python=nixl_python, UCX_TLS="tcp"))
+        add("nixl", "nixl_agent.py", python=nixl_python)
+        add("nixl_tcp", "nixl_agent.py", python=nixl_python, UCX_TLS="tcp")
     else:
         absent["nixl"] = f"{nixl_python} has no nixl-cu12: see --nixl-python"
     if has_iperf3():
-        found.append(Iperf3())
+        found["iperf3"] = Iperf3
     else:
         absent["iperf3"] = "it is not on the PATH"
     return found, absent
@@ -151,12 +159,12 @@ def main() -> None:
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        everyone, absent = contenders(arguments.mooncake_python, arguments.nixl_python, Path(folder))
+        found, absent = contenders(arguments.mooncake_python, arguments.nixl_python, Path(folder))
+        if unknown := set(arguments.only or ()) - found.keys():
+            parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(found)}")
+        everyone: list[AnyContender] = []
         try:
-            if arguments.only:
-                for contender in [c for c in everyone if c.name not in arguments.only]:
-                    everyone.remove(contender)
-                    contender.close()
+            everyone.extend(begin() for name, begin in found.items() if name in (arguments.only or found))
             for contender in everyone:
                 contender.await_ready()
             rounds = play(everyone, arguments.sizes, arguments.rounds)
