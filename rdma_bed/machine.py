@@ -174,6 +174,8 @@ def _watch(machines: Sequence[_Running], boot_limit_s: float, deadline: Deadline
             if time.monotonic() >= limit_s:
                 if status:
                     break
+                for machine in machines:
+                    _forward(machine, b"", output)
                 raise DeadlineExceeded(
                     "\n".join(_story(machine, f"was not done within {deadline.given_s:g} s") for machine in machines)
                 )

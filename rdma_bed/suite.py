@@ -3,19 +3,25 @@
 from rdma_bed.bed import Bed, Shape
 from rdma_bed.progress import Deadline, say
 
-# Emulation is slow, and the machines are shared: every limit of the tests times this.
+# Emulation is slow and machines are shared: every time limit of the tests times this.
 _PATIENCE = 6
-# A test that failed is run once more, as in .ci/run: what fails twice has failed.
-_ONE = f"""
-pytest="python3 -m pytest -q --color=no --transport rdma --patience {_PATIENCE} --durations 10"
-$pytest tests/messenger && exit 0
-[ $? = 1 ] || exit
+# Each test has a limit of its own; this one ends a run of many slow tests in time to tell what failed.
+_SESSION_LIMIT_S = 600
+_PYTEST = (
+    f"python3 -m pytest -v --tb=short --color=no --durations=10 --session-timeout={_SESSION_LIMIT_S} "
+    f"--transport=rdma --patience={_PATIENCE}"
+)
+
+# What fails is run once more, in the same boot: what fails twice has failed.
+_ONE_HOST = f"""
+{_PYTEST} tests/messenger && exit 0
+[ $? = 1 ] || exit 1
 echo "== FAILED above; the failed tests once more"
-$pytest --last-failed --last-failed-no-failures none tests/messenger
+{_PYTEST} --last-failed --last-failed-no-failures=none tests/messenger
 """
-_TWO = f"""
+_TWO_HOSTS = f"""
 case $RDMA_BED_ROLE in
-first) python3 -m pytest -q --color=no --patience {_PATIENCE} tests/messenger/rdma/two_hosts ;;
+first) {_PYTEST} tests/messenger/rdma/two_hosts ;;
 second) python3 tests/messenger/rdma/two_hosts/other_host.py ;;
 esac
 """
@@ -26,7 +32,10 @@ def run(bed: Bed, deadline: Deadline) -> int:
 
     Raises BedError.
     """
-    steps = (("over a verbs device", _ONE, Shape()), ("between two hosts", _TWO, Shape(num_machines=2)))
+    steps = (
+        ("over a verbs device", _ONE_HOST, Shape()),
+        ("between two hosts", _TWO_HOSTS, Shape(num_machines=2, memory_mib=1024)),
+    )
     for name, script, shape in steps:
         say(f"the messenger's tests {name}")
         status = bed.run(["sh", "-c", script], shape, deadline)
