@@ -1,10 +1,13 @@
-"""A cluster whose nodes run under Ray: it serves, what dies comes back under its name, and nothing outlives it."""
+"""A cluster whose nodes run under Ray and encrypt, as between Ray's hosts: it serves, what dies comes back under its name,
+and nothing outlives it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +21,7 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.timeout(600)  # Ray alone takes up to half a minute on loaded cores
+CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
 
 
@@ -26,9 +30,16 @@ def prompt(seed: int, length: int = 120) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
-    with start_cluster(random_model, "--runtime", "ray", "--block-tokens", "8", "--hang-timeout", "10") as running:
-        yield running
+def cluster(random_model: Path, start_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    key = tmp_path_factory.mktemp("tls") / "node.key"
+    key.touch(0o600)
+    key.write_bytes((CERTIFICATES / "node.key").read_bytes())
+    files = {"CERT": CERTIFICATES / "node.pem", "KEY": key, "CA": CERTIFICATES / "ca.pem"}
+    with pytest.MonkeyPatch.context() as patch:  # also for the commands that ask the cluster
+        for name, path in files.items():
+            patch.setenv(f"MOONPOOL_TLS_{name}", str(path))
+        with start_cluster(random_model, "--runtime", "ray", "--block-tokens", "8", "--hang-timeout", "10") as running:
+            yield running
 
 
 async def check_serves(cluster: Any, judge: Any, session: aiohttp.ClientSession) -> None:
@@ -56,6 +67,18 @@ async def test_every_node_runs_in_an_actor_and_listens_on_loopback_alone(cluster
         log = await asyncio.to_thread(Path(node["log"]).read_text)
         assert f"Ray runs {node_id} on 127.0.0.1 as process" in log
         assert "joined" in log  # what the role says itself
+        port = int(node["target"].rpartition(":")[2])
+        assert await asyncio.to_thread(answer_in_the_clear, port) == b""
+
+
+def answer_in_the_clear(port: int) -> bytes:
+    """What a gRPC server says at once to who speaks HTTP/2 in the clear: nothing, if it encrypts."""
+    with socket.create_connection(("127.0.0.1", port), 30) as caller:
+        caller.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+        try:
+            return caller.recv(1 << 16)
+        except ConnectionError:
+            return b""
 
 
 @pytest.mark.parametrize(
