@@ -1,4 +1,4 @@
-"""A cluster whose nodes run under Ray and encrypt, as between Ray's hosts: it serves, what dies comes back under its name,
+"""A cluster whose nodes run under Ray and encrypt, as between hosts: it serves, what dies comes back under its name,
 and nothing outlives it.
 """
 
