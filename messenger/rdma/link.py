@@ -179,7 +179,9 @@ class RdmaLink(Link):
         self._epoll.register(lane.queue.fd, select.EPOLLIN)
 
     def unwatch(self, lane: Lane) -> None:
-        """Not any more."""
+        """Not any more: it is about to be closed."""
+        for window in self._windows:
+            window.close_on(lane)
         self._epoll.unregister(lane.queue.fd)
 
     # Waiting, with the lock held.

@@ -13,6 +13,8 @@ from pathlib import Path
 from messenger.rdma.policy.facts import ANYWHERE, ETHERNET, DeviceFacts, Gid, Place, roce_mtu
 
 ROOT = Path("/")
+_MAX_HOLES = 64
+"""Unused entries in a row after which the rest of a GID table, which may have thousands, is taken to be unused."""
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
@@ -91,13 +93,22 @@ def _netdev(device: Path, port: int, gids: tuple[Gid, ...]) -> str:
 
 def _gids(folder: Path, prefixes: "_Prefixes") -> Iterator[Gid]:
     """The used entries of the table, by index; unused ones are zero, and the kernel fails to tell their type."""
-    for path in _entries(folder / "gids"):
+    holes = 0
+    for path in sorted((path for path in _entries(folder / "gids") if path.name.isdecimal()), key=_index):
         address = _gid_address(_read(path))
-        if address is None or not path.name.isdecimal():
+        if address is None:
+            holes += 1
+            if holes == _MAX_HOLES:
+                return
             continue
+        holes = 0
         kind = _read(folder / "gid_attrs/types" / path.name)
         netdev = _read(folder / "gid_attrs/ndevs" / path.name)
         yield Gid(int(path.name), address, kind, netdev, prefixes.bits_of(netdev, address))
+
+
+def _index(path: Path) -> int:
+    return int(path.name)
 
 
 def _gid_address(text: str) -> IPv6Address | None:

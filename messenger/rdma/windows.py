@@ -14,7 +14,7 @@ class Window:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._windows: list[Any] = []
+        self._windows: dict[Lane, Any] = {}
         self.rkeys: list[int] = []
         self.is_closed = False
 
@@ -25,7 +25,7 @@ class Window:
         with self._lock:
             with lane.device.naming("a memory window"):
                 window = MW(lane.device.pd, abi.MW_TYPE_2)
-            self._windows.append(window)
+            self._windows[lane] = window
             rkey, number = lane.pair.bind(window, registration, address, nbytes, access)
             self.rkeys.append(rkey)
             return number
@@ -34,6 +34,13 @@ class Window:
         """When this returns, the hardware refuses whatever comes under its keys."""
         with self._lock:
             self.is_closed = True
-            windows, self._windows = self._windows, []
-            for window in windows:
+            windows, self._windows = self._windows, {}
+            for window in windows.values():
+                window.close()
+
+    def close_on(self, lane: "Lane") -> None:
+        """Before the lane's queue pair is destroyed: soft-RoCE waits a minute for windows that are bound to it."""
+        with self._lock:
+            window = self._windows.pop(lane, None)
+            if window is not None:
                 window.close()
