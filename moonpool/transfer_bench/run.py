@@ -26,7 +26,7 @@ from moonpool.transfer_bench.plan import Cell, Plan, Tls, size_text
 from moonpool.transfer_bench.report import CellResult
 from moonpool.transfer_bench.session import Session
 
-_TROUBLE = ("retries", "failed_connects", "failovers", "deadlines_exceeded", "refused", "malformed_frames")
+_TROUBLE = ("retries", "failed_connects", "rdma_failovers", "deadlines_exceeded", "refused", "malformed_frames")
 
 
 @dataclass
