@@ -14,7 +14,7 @@ from messenger.rdma.policy.rails import Rails
 from messenger.rdma.policy.resting import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS, RailState
 from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
 from messenger.rdma.policy.speed import FORGET_NS, Speed
-from messenger.slices import LOCAL, NBYTES, REMOTE, Rows
+from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, coalesced
 
 KIB, MIB, MS, SECOND = 1 << 10, 1 << 20, 1_000_000, 1_000_000_000
 
@@ -185,13 +185,8 @@ def test_taking_rows_loses_and_reorders_nothing(sizes: list[int], nbytes: int, m
     taken = int(first[:, NBYTES].sum())
     assert len(first) <= max_rows
     assert 0 < taken <= nbytes
-    assert covered(first) + covered(rest) == covered(rows)
+    assert coalesced(np.concatenate((first, rest))).tolist() == rows.tolist()
     assert not len(rest) or len(first) == max_rows or taken > nbytes - CUT_NBYTES
-
-
-def covered(rows: Rows) -> list[tuple[int, int]]:
-    """Every page of the rows, as (local, remote), so that cuts do not show."""
-    return [(local + offset, remote + offset) for local, remote, nbytes in rows.tolist() for offset in range(nbytes)]
 
 
 # Speeds.
