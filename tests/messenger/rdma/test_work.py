@@ -1,96 +1,101 @@
-"""Work requests as arrays: read back from memory as the device would, by following their addresses."""
+"""Work requests as the hardware gets them, from slice lists."""
 
 import ctypes
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.rdma.verbs import abi
 from messenger.rdma.work import Work
-from messenger.slices import LOCAL, NBYTES, REMOTE, Rows
-
-LOCAL_ADDRESS, REMOTE_ADDRESS, LKEY, RKEY, MAX_SGE = 1 << 40, 1 << 41, 7, 9, 4
 
 
-def work_of(rows: Rows, **changes: Any) -> Work:
-    settings = {"opcode": abi.WR_RDMA_WRITE, "local_address": LOCAL_ADDRESS, "lkey": LKEY}
-    settings |= {"remote_address": REMOTE_ADDRESS, "rkey": RKEY, "max_sge": MAX_SGE}
-    return Work.moves(rows, **{**settings, **changes})
+class Sge(ctypes.Structure):
+    _fields_ = [("addr", ctypes.c_uint64), ("length", ctypes.c_uint32), ("lkey", ctypes.c_uint32)]
 
 
-def at(address: int, dtype: np.dtype[Any]) -> Any:
-    return np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)[0]
+class Request(ctypes.Structure):
+    """struct ibv_send_wr up to the rdma part of its union."""
+
+    _fields_ = [
+        ("wr_id", ctypes.c_uint64),
+        ("next", ctypes.c_void_p),
+        ("sg_list", ctypes.POINTER(Sge)),
+        ("num_sge", ctypes.c_int),
+        ("opcode", ctypes.c_int),
+        ("send_flags", ctypes.c_uint),
+        ("imm_data", ctypes.c_uint32),
+        ("remote_addr", ctypes.c_uint64),
+        ("rkey", ctypes.c_uint32),
+    ]
 
 
-def chain(work: Work) -> list[tuple[Any, list[Any]]]:
-    """Every request with its slices, from the first one's address on."""
-    found, address = [], int(work.requests.ctypes.data)
+def read_chain(work: Work) -> list[Request]:
+    """The requests as C follows them, from one `next` to the other."""
+    found = []
+    address = int(work.requests.ctypes.data)
     while address:
-        request = at(address, abi.SEND_WR)
-        slices = [at(int(request["sg_list"]) + 16 * index, abi.SGE) for index in range(int(request["num_sge"]))]
-        found.append((request, slices))
-        address = int(request["next"])
+        request = Request.from_address(address)
+        found.append(request)
+        address = request.next or 0
     return found
 
 
-SIZES = st.lists(st.tuples(st.integers(1, 1 << 20), st.booleans()), min_size=1, max_size=40)
+def moves(rows: Any, max_sge: int = 30) -> Work:
+    return Work.moves(
+        np.array(rows, dtype=np.int64), opcode=abi.WR_RDMA_WRITE, local_address=1000, lkey=7, remote_address=500_000,
+        rkey=8, max_sge=max_sge,
+    )  # fmt: skip
 
 
-@given(SIZES, st.booleans())
-def test_every_slice_is_in_one_request_in_order_and_neighbours_share_requests(
-    sizes: list[tuple[int, bool]], signalled: bool
-) -> None:
-    rows, local, remote = [], 0, 0
-    for nbytes, follows in sizes:
-        remote += 0 if follows else 100
-        rows.append((local, remote, nbytes))
-        local, remote = local + nbytes + 64, remote + nbytes
-    array = np.array(rows, dtype=np.int64)
-    work = work_of(array, signalled=signalled)  # kept: the requests lie in it
-    found = chain(work)
-    moved = []
-    for request, slices in found:
-        assert (int(request["opcode"]), int(request["rkey"])) == (abi.WR_RDMA_WRITE, RKEY)
-        assert 1 <= len(slices) <= MAX_SGE
-        target = int(request["remote_addr"]) - REMOTE_ADDRESS
-        for each in slices:
-            assert int(each["lkey"]) == LKEY
-            moved.append((int(each["addr"]) - LOCAL_ADDRESS, target, int(each["length"])))
-            target += int(each["length"])
-    assert moved == rows
-    ends = array[:-1, REMOTE] + array[:-1, NBYTES]
-    num_runs = 1 + int((array[1:, REMOTE] != ends).sum())
-    assert len(found) <= num_runs + len(rows) // MAX_SGE
-    assert [int(request["send_flags"]) for request, _ in found[:-1]] == [0] * (len(found) - 1)
-    assert int(found[-1][0]["send_flags"]) == (abi.SEND_SIGNALED if signalled else 0)
+def moved(work: Work) -> list[tuple[int, int, int]]:
+    """(local address, remote address, bytes) of every slice."""
+    found = []
+    for request in read_chain(work):
+        remote = request.remote_addr
+        for index in range(request.num_sge):
+            slice_ = request.sg_list[index]
+            assert slice_.lkey == 7
+            found.append((slice_.addr, remote, slice_.length))
+            remote += slice_.length
+        assert (request.opcode, request.rkey) == (abi.WR_RDMA_WRITE, 8)
+    return found
 
 
-def test_a_run_of_the_remote_memory_is_gathered_by_as_few_requests_as_the_adapter_allows() -> None:
-    rows = np.array([(200 * index, 100 * index, 100) for index in range(10)], dtype=np.int64)
-    work = work_of(rows)
-    assert [len(slices) for _, slices in chain(work)] == [4, 4, 2]
-    assert rows[4, LOCAL] + LOCAL_ADDRESS == int(chain(work)[1][1][0]["addr"])
+row_lists = st.lists(
+    st.tuples(st.integers(0, 10_000), st.sampled_from([0, 100, 200, 300, 5000]), st.just(100)), min_size=1, max_size=70
+)
 
 
-def test_one_slice_is_one_request() -> None:
-    work = work_of(np.array([(64, 128, 4096)], dtype=np.int64), opcode=abi.WR_RDMA_READ)
-    ((request, (only,)),) = chain(work)
-    assert int(request["opcode"]) == abi.WR_RDMA_READ
-    assert (int(only["addr"]), int(only["length"])) == (LOCAL_ADDRESS + 64, 4096)
-    assert int(request["remote_addr"]) == REMOTE_ADDRESS + 128
+@given(row_lists, st.integers(1, 30))
+def test_every_slice_is_moved_once_and_in_order(rows: list[tuple[int, int, int]], max_sge: int) -> None:
+    work = moves(rows, max_sge)
+    assert moved(work) == [(1000 + local, 500_000 + remote, nbytes) for local, remote, nbytes in rows]
+    assert all(request.num_sge <= max_sge for request in read_chain(work))
 
 
-def test_a_frame_carries_its_number() -> None:
-    work = Work.frame(address=4096, nbytes=100, lkey=1, remote_address=8192, rkey=2, number=(1 << 32) + 5)
-    ((request, (only,)),) = chain(work)
-    assert (int(request["opcode"]), int(request["imm_data"])) == (abi.WR_RDMA_WRITE_WITH_IMM, 5)
-    assert (int(only["addr"]), int(only["length"]), int(only["lkey"])) == (4096, 100, 1)
-    assert (int(request["remote_addr"]), int(request["rkey"]), int(request["send_flags"])) == (8192, 2, 0)
+def test_neighbours_in_the_remote_memory_share_a_request() -> None:
+    rows = [[9000 - 10 * i, 10 * i, 10] for i in range(70)]
+    assert [request.num_sge for request in read_chain(moves(rows, 30))] == [30, 30, 10]
 
 
-def test_a_mark_moves_nothing_and_is_signalled() -> None:
-    work = Work.empty_write()
-    ((request, slices),) = chain(work)
-    assert (slices, int(request["send_flags"])) == ([], abi.SEND_SIGNALED)
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_only_the_last_request_is_signalled(count: int) -> None:
+    flags = [request.send_flags for request in read_chain(moves([[0, 1000 * i, 10] for i in range(count)]))]
+    assert flags == [0] * (count - 1) + [abi.SEND_SIGNALED]
+
+
+def test_a_frame_carries_its_number_in_network_order() -> None:
+    work = Work.frame(address=64, nbytes=100, lkey=7, remote_address=4096, rkey=8, number=(5 << 32) + 0x01020304)
+    (request,) = read_chain(work)
+    assert request.opcode == abi.WR_RDMA_WRITE_WITH_IMM
+    assert request.imm_data.to_bytes(4, "little") == b"\x01\x02\x03\x04"
+    assert (request.remote_addr, request.rkey, request.num_sge) == (4096, 8, 1)
+    assert (request.sg_list[0].addr, request.sg_list[0].length) == (64, 100)
+
+
+def test_an_empty_write_has_no_slices() -> None:
+    (request,) = read_chain(Work.empty_write())
+    assert (request.num_sge, request.send_flags, request.opcode) == (0, abi.SEND_SIGNALED, abi.WR_RDMA_WRITE)

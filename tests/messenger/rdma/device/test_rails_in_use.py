@@ -1,0 +1,104 @@
+"""Rails that fail under transfers: others take over, the failed one is built anew, and every byte arrives once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from pyverbs.qp import QPAttr
+
+from messenger.rdma.verbs.abi import QP_STATE, QPS_ERR
+
+pytestmark = pytest.mark.transports("rdma")
+
+NBYTES = 4 << 20
+
+
+def link_of(peer: Any) -> Any:
+    """The link that the peer's writes go by."""
+    return next(stream._link for stream in peer._streams if stream._link is not None)
+
+
+def break_lane(link: Any, index: int) -> None:
+    """What a port that fails does to a queue pair."""
+    with link._changed:
+        link.lanes[index].pair._qp.modify(QPAttr(qp_state=QPS_ERR), QP_STATE)
+
+
+@pytest.fixture
+def connected(make_node: Any) -> tuple[Any, Any, Any, Any]:
+    """(a, b, a's peer b, a key of b's), connected by two rails."""
+    a, b = make_node("a", NBYTES), make_node("b", NBYTES)
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    peer.write(key, a.region, [[0, 0, 10]]).result()
+    assert len(link_of(peer).lanes) == 2
+    return a, b, peer, key
+
+
+def test_a_large_write_goes_by_both_rails(connected: Any) -> None:
+    a, b, peer, key = connected
+    a.fill(1)
+    peer.write(key, a.region, [[0, 0, NBYTES]]).result()
+    assert np.array_equal(a.array, b.array)
+    carried = {flow.key.rail: flow.nbytes for flow in a.messenger._counters.flows() if flow.key.rail}
+    assert set(carried) == {"rxe0/1", "rxe1/1"}
+    assert min(carried.values()) >= NBYTES // 8
+    assert sum(carried.values()) == NBYTES + 10
+
+
+def test_a_rail_that_fails_is_done_without_built_anew_and_used_again(
+    connected: Any, wait_until: Callable[..., None]
+) -> None:
+    a, b, peer, key = connected
+    link = link_of(peer)
+    for round_number in range(1, 3):
+        broken = link.lanes[1]
+        break_lane(link, 1)
+        a.fill(round_number)
+        futures = [peer.write_notify(key, a.region, [[0, 0, NBYTES]], b"%d" % i, b"") for i in range(3)]
+        for future in futures:
+            future.result()
+        assert np.array_equal(a.array, b.array)
+        assert a.messenger.counters()["rdma_failovers"] == round_number
+        wait_until(lambda n=round_number: a.messenger.counters().get("rdma_rails_returned") == n, "it returns", 30)
+        assert link.lanes[1] is not broken
+        a.fill(round_number + 10)
+        peer.write(key, a.region, [[0, 0, NBYTES]]).result()
+        assert np.array_equal(a.array, b.array)
+        assert link.lanes[1].pair.posted > 1, "it carries nothing"
+        a.fill(round_number + 20)
+        peer.read(key, a.region, [[0, 0, NBYTES]]).result()
+        assert np.array_equal(a.array, b.array)
+    assert link_of(peer) is link, "the connection was made again"
+    assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"] * 2
+
+
+def test_when_the_rail_of_the_frames_fails_the_connection_is_made_again_and_nothing_is_done_twice(
+    connected: Any,
+) -> None:
+    a, b, peer, key = connected
+    a.fill(3)
+    break_lane(link_of(peer), 0)
+    futures = [peer.write_notify(key, a.region, [[0, 0, NBYTES]], b"%d" % i, b"") for i in range(3)]
+    for future in futures:
+        future.result()
+    assert np.array_equal(a.array, b.array)
+    assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"]
+    assert a.messenger.counters()["connects"] >= 2
+
+
+def test_bytes_of_a_write_whose_answer_was_lost_are_not_moved_again(make_node: Any) -> None:
+    """The owner may have given the memory to something else since it delivered the notify."""
+    a, b = make_node("a"), make_node("b")
+
+    def reuse(*_: object) -> None:
+        b.array[:10] = 99
+        b.cut_inbound()
+
+    b.messenger._notify_handlers.append(reuse)
+    a.array[:10] = 1
+    peer, key = a.messenger.connect(b.endpoint), b.grant()
+    peer.write_notify(key, a.region, [[0, 0, 10]], b"t", b"").result()
+    assert b.array[:10].tolist() == [99] * 10
+    assert len(b.notes) == 1
+    assert a.messenger.counters()["retries"] >= 1
