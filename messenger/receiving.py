@@ -1,10 +1,10 @@
 """Receiving the answers of one link: by a thread of its own, or by a caller that waits for one of them anyway.
 
 Whoever receives holds the role; nobody else touches the link's receiving side meanwhile. At first the thread holds it.
-After an answer for which a caller was waiting in `result`, with nothing else under way, the thread stands back for a
-moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change of threads
-on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, another thread's
-`result`), the thread is called and keeps the role. In any case it takes the role when nobody has had it for `PARK_S`:
+After an answer for which a caller was waiting in `result`, and while nobody waits for another one, the thread stands
+back for a moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change
+of threads on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, `result` on
+another thread), the thread is called and keeps the role. In any case it takes it when nobody has had it for `PARK_S`:
 so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
 """
 
@@ -73,14 +73,10 @@ class Receiver:
                 self._wakes.notify_all()
 
     def may_stand_back(self) -> None:
-        """Nothing is under way, and he who waited for the last answer would have received it himself."""
+        """Whoever waited for the last answer would have received it himself, and nobody waits for another."""
         if self._thread_holds:
             self._thread_holds = self._held = self._called = False
             self._seen_helps = -1
-
-    @property
-    def thread_holds(self) -> bool:
-        return self._thread_holds
 
     def help(self, operation: Operation) -> None:
         """Receive on the calling thread until the operation is over, if nobody else does. Without the lock."""

@@ -36,6 +36,7 @@ __all__ = ["MAX_BARREN_LINKS", "Stream"]
 MAX_BARREN_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PROBES_WHEN_IDLE = 3
+_FEW = 32
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Stream:
     def is_observed(self) -> None:
         """Somebody waits for an operation who does not receive."""
         receiver = self._receiver
-        if receiver is not None and not receiver.thread_holds:
+        if receiver is not None:
             with self.lock:
                 receiver.call_thread()
 
@@ -397,12 +398,21 @@ class Stream:
             self._answered = True
             flight.answered()
             ended = self._landed_locked(part)
-            idle = not flight.in_flight and not flight.again and not self._sending
-            if idle and ended and operation.awaited and receiver is not None and not self._traffic.backlog:
+            if ended and operation.awaited and receiver is not None and self._nobody_else_waits_locked():
                 receiver.may_stand_back()
             if operation.priority is Priority.BACKGROUND and self._traffic.waits_locked(self):
                 self.wake_locked()
         self._traffic.settle(ended)
+
+    def _nobody_else_waits_locked(self) -> bool:
+        """Whether the answers to come are, so far, those of callers that would receive them themselves."""
+        in_flight = self.flight.in_flight
+        return (
+            not self.flight.again
+            and not self._traffic.backlog
+            and len(in_flight) <= _FEW
+            and not any(part.operation.observed or part.operation.awaited for part in in_flight)
+        )
 
     def one_step_more(self) -> None:
         """The oldest part in flight was answered, and takes another request."""
