@@ -24,8 +24,8 @@ def namespaces() -> None:
     """For tests between hosts of their own. Where CI must have them, a machine that cannot make them has failed."""
     missing = what_is_missing()
     if missing is not None:
-        if os.environ.get("MOONPOOL_REQUIRE_NETNS"):
-            pytest.fail(f"MOONPOOL_REQUIRE_NETNS is set, and {missing}")
+        if os.environ.get("REQUIRE_NETNS"):
+            pytest.fail(f"REQUIRE_NETNS is set, and {missing}")
         pytest.skip(missing)
 
 

@@ -1,5 +1,6 @@
 """Delay, partition, half-open lines, resets, changed bytes: nothing hangs, is lost or is doubled over tcp."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from messenger import PeerLost, TransferDeadlineExceeded
-from soak.proxy import DOWN, UP, Way
+from soak.proxy import DOWN, UP, FaultProxy, Way
 
 pytestmark = pytest.mark.transports("tcp")
 
 PIECE = 64 << 10
+NBYTES = 1 << 20
 
 
 def whole(line: Any, tag: bytes = b"whole", **options: Any) -> Any:
@@ -184,3 +186,22 @@ def test_a_changed_byte_of_a_frames_prefix_ends_its_connection_and_the_frame_is_
     assert found.messenger.counters()["malformed_frames"] == 1
     assert np.array_equal(line.b.array, line.a.array)
     assert [tag for _, tag, _ in line.b.notes] == [b"first", b"second"]
+
+
+def test_a_changed_byte_is_never_delivered_where_links_are_encrypted(make_node: Any, tls_settings: Any) -> None:
+    """The record does not verify: its connection ends, and what was not acknowledged is sent again."""
+    settings = tls_settings()
+    a, b = make_node("a", NBYTES, **settings), make_node("b", NBYTES, **settings)
+    a.fill(1)
+    with FaultProxy((b.endpoint.tcp_host, b.endpoint.tcp_port)) as proxy:
+        host, port = proxy.address
+        peer = a.messenger.connect(dataclasses.replace(b.endpoint, tcp_host=host, tcp_port=port))
+        key = b.grant()
+        for round_number, nbytes in enumerate((5000, NBYTES // 3, NBYTES // 2)):
+            proxy.flip_after(nbytes, UP)
+            peer.write_notify(key, a.region, [[0, 0, NBYTES]], b"%d" % round_number, b"").result()
+            assert np.array_equal(b.array, a.array)
+        assert proxy.flipped == 3
+        assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"]
+        assert a.messenger.counters()["connects"] > 3
+        a.messenger.close()
