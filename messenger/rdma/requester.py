@@ -8,6 +8,7 @@ the access tells the number up to which that is so.
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,8 +29,10 @@ QUICK_ROWS = 256
 class RdmaRequester(Requester):
     _link: RdmaLink
 
-    def __init__(self, link: RdmaLink) -> None:
+    def __init__(self, link: RdmaLink, give_up: Callable[[str], None]) -> None:
+        """`give_up(reason)` is called when memory of either side cannot be used by rdma."""
         super().__init__(link)
+        self._give_up = give_up
         self._lock = threading.Lock()
         self._accesses: OrderedDict[tuple[int, int], Allow] = OrderedDict()
         self._generation = link.generation
@@ -105,7 +108,11 @@ class RdmaRequester(Requester):
         self._link.move(movement, message)
 
     def _movement(self, transfer: Transfer, access: Allow, opcode: int) -> Movement:
-        registrations = [lane.device.register(transfer.region) for lane in self._link.lanes]
+        try:
+            registrations = [lane.device.register(transfer.region) for lane in self._link.lanes]
+        except OSError as error:
+            self._give_up(str(error))
+            raise
         rkeys = np.frombuffer(access.rkeys, dtype="<u4").tolist()
         return Movement(
             rows=transfer.rows,
@@ -130,6 +137,7 @@ class RdmaRequester(Requester):
             self._link.wait_for(lambda: name in self._accesses)
             access = self._accesses[name]
         if access.trouble:
+            self._give_up(access.trouble)
             raise OSError(f"{self._link.address} cannot give access: {access.trouble}")
         return access
 

@@ -2,12 +2,13 @@
 
 import logging
 import socket
+import time
 from dataclasses import replace
 
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.counters import Counters
-from messenger.errors import RdmaUnavailable
+from messenger.errors import ProtocolError, RdmaUnavailable
 from messenger.link import Link
 from messenger.memory import Region
 from messenger.rdma.adoption import Adoption
@@ -19,7 +20,9 @@ from messenger.rdma.responder import RdmaResponder
 from messenger.rdma.topology import bound_place, rdma_ports
 from messenger.rdma.verbs.device import Device, require_pyverbs
 from messenger.tcp.transport import TcpTransport
-from messenger.transport import Requester, Responder, Transport
+from messenger.transport import NoPath, Requester, Responder, Transport
+
+_GIVEN_UP_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ class RdmaTransport(Transport):
             raise RdmaUnavailable(f"no RDMA port can be used: {choice.why_none}")
         require_pyverbs()
         self._tcp = tcp
+        self._counters = counters
+        self._is_only = config.transport == "rdma"
+        self._given_up: dict[str, float] = {}
         self._devices: dict[str, Device] = {}
         rails: list[Rail] = []
         try:
@@ -60,14 +66,25 @@ class RdmaTransport(Transport):
         return self._tcp.wrap(sock, address)
 
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        peer = f"{endpoint.node_id} at {self.address_of(endpoint)}"
+        if self._given_up.get(peer, 0.0) > time.monotonic():
+            raise NoPath(f"there was no way to {peer} lately")
         self._tcp.connect(sock, endpoint)
 
     def adopt(self, link: Link, *, caller: bool) -> Link:
         assert isinstance(link, BufferedLink)
-        return self._adoption.call(link) if caller else self._adoption.answer(link)
+        if not caller:
+            return self._adoption.answer(link)
+        try:
+            return self._adoption.call(link)
+        except (ProtocolError, OSError) as error:
+            if isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, NoPath):
+                raise  # the socket's trouble, not the rails'
+            self._give_up(link.address, str(error))
+            raise NoPath(str(error)) from error
 
     def requester(self, link: Link) -> Requester:
-        return RdmaRequester(_of_rails(link))
+        return RdmaRequester(_of_rails(link), lambda reason: self._give_up(link.address, reason))
 
     def responder(self, link: Link) -> Responder:
         return RdmaResponder(_of_rails(link))
@@ -75,6 +92,16 @@ class RdmaTransport(Transport):
     def deregister(self, region: Region) -> None:
         for device in self._devices.values():
             device.deregister(region)
+
+    def _give_up(self, peer: str, reason: str) -> None:
+        """Let other transports be tried for a while, if there may be others."""
+        self._counters.add("rdma_given_up")
+        now_s = time.monotonic()
+        if peer not in self._given_up:
+            _log.warning("rdma is not used towards %s for %g s: %s", peer, _GIVEN_UP_S, reason)
+        if not self._is_only:
+            self._given_up = {one: until_s for one, until_s in self._given_up.items() if until_s > now_s}
+            self._given_up[peer] = now_s + _GIVEN_UP_S
 
     def close(self) -> None:
         for device in self._devices.values():

@@ -1,5 +1,6 @@
 """What a peer may touch: memory windows, which the hardware checks at every packet and closes at a word."""
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,8 @@ from messenger.rdma.verbs import abi
 
 if TYPE_CHECKING:
     from messenger.rdma.lane import Lane
+
+_log = logging.getLogger(__name__)
 
 
 class Window:
@@ -35,12 +38,23 @@ class Window:
         with self._lock:
             self.is_closed = True
             windows, self._windows = self._windows, {}
-            for window in windows.values():
-                window.close()
+            for lane, window in windows.items():
+                _close(lane, window)
 
     def close_on(self, lane: "Lane") -> None:
         """Before the lane's queue pair is destroyed: soft-RoCE waits a minute for windows that are bound to it."""
         with self._lock:
             window = self._windows.pop(lane, None)
             if window is not None:
-                window.close()
+                _close(lane, window)
+
+
+def _close(lane: "Lane", window: Any) -> None:
+    """By the window itself or, should the device not let go of it, by the end of the queue pair that it is bound to."""
+    from pyverbs.pyverbs_error import PyverbsError
+
+    try:
+        window.close()
+    except PyverbsError as error:
+        _log.warning("%s closes no window, so its queue pair is stopped: %s", lane.device.name, error)
+        lane.pair.fail()
