@@ -330,19 +330,19 @@ def test_nothing_lands_after_a_revoke_however_fast_lanes_go_in_and_out(
 
 
 @pytest.mark.transports("tcp")
-def test_a_revoke_tells_by_the_lane_that_leaves(owners: dict[str, Any], transport: str, source: SharedMemory) -> None:
+def test_a_revoke_waits_for_the_lane_that_is_inside(
+    owners: dict[str, Any], transport: str, source: SharedMemory, wait_until: Callable[..., None]
+) -> None:
     """It waits for no more than the write that is under way: the grace is long, and the connection stays."""
     owner = owners["compiled"]
     object.__setattr__(owner.messenger._config, "revoke_grace_s", 60.0)
     caller, key = Caller(owner, transport, source), owner.grant()
     write = encode(Write(1, 1, key.region_id, key.token, 0, 1000, rows((0, 1000)), False, b"", b""))
     caller.sock.sendall(write + b"\x05" * 400)
-    while owner.array[399] != 5:
-        pass
+    wait_until(lambda: owner.array[399] == 5, "the first bytes have landed")
     revoking = threading.Thread(target=owner.messenger.revoke, args=(key,))
     revoking.start()
-    while not owner.messenger._grants.slots().waiting[0]:
-        pass
+    wait_until(lambda: bool(owner.messenger._grants.slots().waiting[0]), "the revoke waits for the lane")
     caller.sock.sendall(b"\x05" * 600)
     revoking.join(30)
     assert not revoking.is_alive()
