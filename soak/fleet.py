@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class Member:
         self._process: subprocess.Popen[str] | None = None
         self._port = 0
         self._calm_s = 0.0
+        self._lately: deque[tuple[str, float]] = deque(maxlen=4)
         self._proxy: FaultProxy | None = None
         self.generation = self._start(1)
 
@@ -85,6 +86,15 @@ class Member:
             if not self._changed.wait_for(lambda: self.generation is not known, timeout_s):
                 raise PeerGone(self.node_id)
             return self.generation
+
+    def note(self, kind: str) -> None:
+        """That something begins to be done to it."""
+        self._lately.append((kind, time.monotonic()))
+
+    def lately(self) -> str:
+        """What was done to it last, and how long ago that began."""
+        now_s = time.monotonic()
+        return ", ".join(f"{kind} {now_s - begun_s:.1f} s ago" for kind, begun_s in list(self._lately)) or "nothing"
 
     @property
     def has_line(self) -> bool:
@@ -239,6 +249,8 @@ class Trouble:
                 seconds = self._rng.uniform(0.05, 1.5) * self._pause_s
                 if kind in ("kill", "end"):
                     member = self._rng.choice([one for one in self._members if not one.steady])
+                member.note(kind)
+                if kind in ("kill", "end"):
                     member.replace(peaceful=kind == "end")
                 elif kind == "freeze":
                     member.freeze(seconds, self._ended)

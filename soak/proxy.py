@@ -105,7 +105,7 @@ class FaultProxy:
         self._call(lambda: setattr(self, "_refusing", True))
 
     def heal(self) -> None:
-        """No fault any more: what was held goes on."""
+        """No fault any more: what was held goes on, and what was abandoned is reset on the caller's side too."""
         self._call(self._heal)
 
     def reset(self) -> int:
@@ -150,6 +150,9 @@ class FaultProxy:
         held, self._faults, self._refusing = self._faults, self._no_faults(), False
         for fault in held.values():
             fault.free.set()
+        for pipe in self._abandoned:
+            pipe.reset(UP)
+        self._abandoned.clear()
 
     def _reset_all(self) -> int:
         for pipe in self._pipes:

@@ -289,7 +289,8 @@ class Worker:
         asked_for = allowed is not None and isinstance(error, allowed)
         excused = isinstance(error, _OF_TROUBLE) and self._member.was_disturbed_since(self._began_s)
         if not asked_for and not excused:
-            raise Failed(f"{self._who}: an error out of nothing: {name}: {error}") from error
+            lately = self._member.lately()
+            raise Failed(f"{self._who}: an error out of nothing (lately {lately}): {name}: {error}") from error
 
     def _renew(self, value: int | None) -> None:
         packed = self._member.ask(self._generation, "renew", self._slot, value)
