@@ -25,8 +25,7 @@ def break_lane(link: Any, index: int) -> None:
         link.lanes[index].pair._qp.modify(QPAttr(qp_state=QPS_ERR), QP_STATE)
 
 
-@pytest.fixture
-def connected(make_node: Any) -> tuple[Any, Any, Any, Any]:
+def connect(make_node: Any) -> tuple[Any, Any, Any, Any]:
     """(a, b, a's peer b, a key of b's), connected by two rails."""
     a, b = make_node("a", NBYTES), make_node("b", NBYTES)
     peer, key = a.messenger.connect(b.endpoint), b.grant()
@@ -35,8 +34,8 @@ def connected(make_node: Any) -> tuple[Any, Any, Any, Any]:
     return a, b, peer, key
 
 
-def test_a_large_write_goes_by_both_rails(connected: Any) -> None:
-    a, b, peer, key = connected
+def test_a_large_write_goes_by_both_rails(make_node: Any) -> None:
+    a, b, peer, key = connect(make_node)
     a.fill(1)
     peer.write(key, a.region, [[0, 0, NBYTES]]).result()
     assert np.array_equal(a.array, b.array)
@@ -47,9 +46,9 @@ def test_a_large_write_goes_by_both_rails(connected: Any) -> None:
 
 
 def test_a_rail_that_fails_is_done_without_built_anew_and_used_again(
-    connected: Any, wait_until: Callable[..., None]
+    make_node: Any, wait_until: Callable[..., None]
 ) -> None:
-    a, b, peer, key = connected
+    a, b, peer, key = connect(make_node)
     link = link_of(peer)
     for round_number in range(1, 3):
         broken = link.lanes[1]
@@ -74,9 +73,9 @@ def test_a_rail_that_fails_is_done_without_built_anew_and_used_again(
 
 
 def test_when_the_rail_of_the_frames_fails_the_connection_is_made_again_and_nothing_is_done_twice(
-    connected: Any,
+    make_node: Any,
 ) -> None:
-    a, b, peer, key = connected
+    a, b, peer, key = connect(make_node)
     a.fill(3)
     break_lane(link_of(peer), 0)
     futures = [peer.write_notify(key, a.region, [[0, 0, NBYTES]], b"%d" % i, b"") for i in range(3)]
