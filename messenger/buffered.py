@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
+from messenger.errors import ProtocolError
 from messenger.frames import Message, decode_body, decode_prefix
 from messenger.framing import PREFIX
 from messenger.link import Link, LinkClosed
@@ -19,6 +20,7 @@ __all__ = ["BufferedLink"]
 
 _BUFFER_NBYTES = 16 << 10
 _SCRATCH_NBYTES = 64 << 10
+_GREETING_NBYTES = 64 << 10
 DEAD_AFTER_S = 30
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -71,6 +73,11 @@ class BufferedLink(Link):
         self._fill(PREFIX.size)
         kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
         self._start += PREFIX.size
+        if self._until_s is not None:
+            # Who has not greeted yet holds no more memory than this, and no longer than the limit: `_fill` watches it.
+            if length > _GREETING_NBYTES:
+                raise ProtocolError(f"a frame of {length} bytes is none of a greeting's, {_GREETING_NBYTES} at most")
+            self.lend_buffer(length)
         if length <= len(self._buffer):
             self._fill(length)
             body = self._buffer[self._start : self._start + length]

@@ -25,6 +25,8 @@ MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768
 MAX_PART_NBYTES = 8 << 20
+MAX_NODE_ID_CHARS = 256
+MAX_SESSION_NBYTES = 64
 
 
 class Hello(NamedTuple):
@@ -154,6 +156,11 @@ _NOTIFY = struct.Struct("<qII")
 _READ = struct.Struct("<qqQq")
 _ACK = struct.Struct("<qq")
 _REFUSED = struct.Struct("<q")
+
+
+def is_node_id(text: str) -> bool:
+    """Whether a messenger may be called so: it is told in logs, and is a label of metrics."""
+    return 0 < len(text) <= MAX_NODE_ID_CHARS and text.isprintable()
 
 
 def _pack_write(message: Write) -> tuple[bytes, ...]:

@@ -15,7 +15,22 @@ import numpy as np
 
 from messenger.counters import NUM_SUMS, Counters, Direction, Flow
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import Ack, Ask, Goodbye, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write
+from messenger.frames import (
+    MAX_SESSION_NBYTES,
+    Ack,
+    Ask,
+    Goodbye,
+    Hello,
+    Message,
+    Notify,
+    Offer,
+    Read,
+    Refused,
+    Reject,
+    Welcome,
+    Write,
+    is_node_id,
+)
 from messenger.grants import Access, AccessDenied, GrantTable
 from messenger.link import Link, LinkClosed
 from messenger.sessions import Session, SessionTable
@@ -113,6 +128,9 @@ class Inbound:
         hello = self._link.receive()
         if not isinstance(hello, Hello):
             raise ProtocolError(f"a connection begins with Hello, not {type(hello).__name__}")
+        # Both are kept long after the connection.
+        if not is_node_id(hello.node_id) or len(hello.session) > MAX_SESSION_NBYTES:
+            raise ProtocolError("a greeting with a node id or a session that no messenger has")
         if (hello.peer_node_id, hello.peer_incarnation) != (owner.node_id, owner.incarnation):
             owner.counters.add("stale_greetings")
             reason = (

@@ -11,6 +11,7 @@ from messenger.config import Endpoint, MessengerConfig, boot_id
 from messenger.counters import Counters, FlowTotals
 from messenger.dialing import Dialer
 from messenger.errors import InvalidArgument, MessengerClosed, RdmaUnavailable
+from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
 from messenger.grants import GrantTable
 from messenger.inbound import Owner
 from messenger.keys import RemoteKey
@@ -32,6 +33,7 @@ NotifyHandler = Callable[[str, bytes, bytes], None]
 PeerLostHandler = Callable[[str, int], None]
 
 _MAX_SPENT_PEERS = 256
+_MAX_LOST = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +44,11 @@ class Messenger:
     """
 
     def __init__(self, config: MessengerConfig, *, node_id: str, incarnation: int) -> None:
-        if not node_id or not 0 <= incarnation < 1 << 64:
-            raise InvalidArgument(f"node {node_id!r} of incarnation {incarnation} is no identity")
+        if not is_node_id(node_id) or not 0 <= incarnation < 1 << 64:
+            raise InvalidArgument(
+                f"node {node_id!r} of incarnation {incarnation} is no identity: expected 1 to {MAX_NODE_ID_CHARS} "
+                "printable characters, and a number of 64 bits"
+            )
         self._config = config
         self._node_id = node_id
         self._incarnation = incarnation
@@ -55,7 +60,7 @@ class Messenger:
         self._lost_handlers: list[PeerLostHandler] = []
         self._lock = threading.Lock()
         self._peers: dict[Endpoint, Peer] = {}
-        self._lost: set[tuple[str, int]] = set()
+        self._lost: dict[tuple[str, int], None] = {}  # the longest lost first
         self._transports: dict[str, Transport] = {}
         self._endpoint: Endpoint | None = None
         self._closed = False
@@ -277,7 +282,7 @@ class Messenger:
         if len(self._peers) >= _MAX_SPENT_PEERS:
             for endpoint in [endpoint for endpoint, peer in self._peers.items() if peer.is_spent()]:
                 del self._peers[endpoint]
-                self._lost.discard((endpoint.node_id, endpoint.incarnation))
+                self._lost.pop((endpoint.node_id, endpoint.incarnation), None)
 
     def _deliver(self, node_id: str, tag: bytes, payload: bytes) -> None:
         for handler in self._notify_handlers:
@@ -288,13 +293,15 @@ class Messenger:
 
     def _peer_found(self, node_id: str, incarnation: int) -> None:
         with self._lock:
-            self._lost.discard((node_id, incarnation))
+            self._lost.pop((node_id, incarnation), None)
 
     def _peer_lost(self, node_id: str, incarnation: int, reason: str = "its connections broke") -> None:
         with self._lock:
             if self._closed or (node_id, incarnation) in self._lost:
                 return
-            self._lost.add((node_id, incarnation))
+            self._lost[node_id, incarnation] = None
+            if len(self._lost) > _MAX_LOST:
+                del self._lost[next(iter(self._lost))]
         _log.warning("lost peer %s of incarnation %#x: %s", node_id, incarnation, reason)
         self._counters.add("peers_lost")
         for handler in self._lost_handlers:

@@ -134,7 +134,11 @@ class Server:
                 threading.Event().wait(0.05)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
-            self._begin(transports, door.welcome(sock, name))
+            try:
+                self._begin(transports, door.welcome(sock, name))
+            except Exception:  # whatever it is about one connection, the next is accepted
+                _log.exception("cannot serve a connection from %s", name)
+                sock.close()
 
     def _begin(self, transports: Mapping[str, Transport], link: Link) -> None:
         connection = Inbound(self._owner, self, transports, link)
@@ -145,22 +149,31 @@ class Server:
                 # Whoever knocks and says nothing must not keep out those who greet.
                 gives_way = next((one for one in self._connections if one.may_give_way), None)
             has_room = len(self._connections) < self._max_connections or gives_way is not None
-            admitted = has_room and not self._closing
-            if admitted:
-                self._connections[connection] = thread
-                thread.start()
+            refusal = f"{self._max_connections} connections are open, which is the limit of all peers"
+            if has_room and not self._closing:
+                refusal = self._start(connection, thread)
         if gives_way is not None:
             self._owner.counters.add("connections_turned_away")
             gives_way.cut()
-        if not admitted:
-            self._turn_away(link)
+        if refusal:
+            self._turn_away(link, refusal)
 
-    def _turn_away(self, link: Link) -> None:
+    def _start(self, connection: Inbound, thread: threading.Thread) -> str:
+        """Empty, or why not. With the lock held."""
+        self._connections[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            del self._connections[connection]
+            return f"the system gives this process no thread for it: {error}"
+        return ""
+
+    def _turn_away(self, link: Link, reason: str) -> None:
         self._owner.counters.add("connections_turned_away")
-        _log.warning("turned away a connection from %s: %d are open", link.address, self._max_connections)
+        _log.warning("turned away a connection from %s: %s", link.address, reason)
         try:
             link.set_timeout(0.1)
-            link.send(Reject("full", f"{self._max_connections} connections are open, which is the limit of all peers"))
+            link.send(Reject("full", reason))
         except OSError:
             pass
         link.close()

@@ -1,6 +1,7 @@
 """What bounds connections: how many one peer has, who says nothing, who listens but does not answer, who vanishes."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -172,3 +173,71 @@ def test_the_kernel_finds_a_vanished_host_whether_or_not_something_is_sent() -> 
             assert idle_s + every_s * count <= DEAD_AFTER_S
         finally:
             link.close()
+
+
+def test_a_listener_outlives_a_shortage_of_threads(make_node: MakeNode, dial: Dial) -> None:
+    owner, caller = make_node("a"), make_node("b")
+    peer = caller.messenger.connect(owner.endpoint)
+    former = threading.stack_size(1 << 46)  # more than there is: no thread can begin
+    try:
+        refusal = answer_on(dial(owner))
+    finally:
+        threading.stack_size(former)
+    assert refusal.code == "full"
+    assert "gives this process no thread" in refusal.reason
+    peer.notify(b"t", b"").result()
+    assert owner.notes == [("b", b"t", b"")]
+
+
+def test_a_listener_outlives_a_connection_that_it_cannot_serve(
+    make_node: MakeNode, dial: Dial, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, caller = make_node("a"), make_node("b")
+    with monkeypatch.context() as patch:
+        patch.setattr("messenger.tcp.transport.SocketLink", lambda sock, address: 1 // 0)
+        assert dial(owner).recv(1) == b""
+    assert "cannot serve a connection from 127.0.0.1" in caplog.text
+    caplog.records[0].exc_info = None  # whose frames keep the node
+    caller.messenger.connect(owner.endpoint).notify(b"t", b"").result()
+    assert owner.notes == [("b", b"t", b"")]
+
+
+def test_a_greeting_of_megabytes_is_none(make_node: MakeNode, dial: Dial) -> None:
+    owner = make_node("a", handshake_timeout_s=60.0)
+    huge = dial(owner)
+    huge.sendall(encode(Hello("x" * (1 << 20), 7, "a", 1, bytes(16), "tcp"))[: PREFIX.size])
+    assert answer_on(huge).code == "malformed"
+
+
+def test_a_long_greeting_has_no_more_time_than_others(make_node: MakeNode, dial: Dial) -> None:
+    owner = make_node("a", handshake_timeout_s=0.4)
+    dribbling = dial(owner)
+    dribbling.settimeout(0.05)
+    greeting = encode(Hello("x" * (40 << 10), 7, "a", 1, bytes(16), "tcp"))
+    at = 30 << 10
+    dribbling.sendall(greeting[:at])
+    while not _is_closed(dribbling):
+        dribbling.send(greeting[at : at + 1])
+        at += 1
+        assert at < len(greeting)
+
+
+@pytest.mark.parametrize(
+    ("node_id", "session"), [("x" * 257, bytes(16)), ("two\nlines", bytes(16)), ("", bytes(16)), ("x", bytes(65))]
+)
+def test_what_is_kept_of_a_caller_is_small(make_node: MakeNode, dial: Dial, node_id: str, session: bytes) -> None:
+    owner = make_node("a")
+    sock = dial(owner)
+    sock.sendall(encode(Hello(node_id, 7, "a", 1, session, "tcp")))
+    assert answer_on(sock).code == "malformed"
+    assert owner.messenger.counters()["malformed_frames"] == 1
+
+
+def test_callers_that_never_come_back_are_forgotten(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("messenger.messenger._MAX_LOST", 4)
+    owner = make_node("a")
+    for incarnation in range(10):
+        owner.messenger._peer_lost("gone", incarnation)
+    owner.messenger._peer_lost("gone", 9)
+    assert owner.lost == [("gone", incarnation) for incarnation in range(10)]
+    assert len(owner.messenger._lost) == 4
