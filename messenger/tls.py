@@ -8,6 +8,7 @@ Certificates are replaced in place: what is in the files is looked at again for 
 is passed over with a warning, and the last good material stays in force.
 """
 
+import contextlib
 import functools
 import logging
 import ssl
@@ -95,7 +96,10 @@ def load(files: TlsFiles) -> Material:
     ca_pem = _read(files.ca, "tls_ca", b"CERTIFICATE-----")
     cert_pem = _read(files.cert, "tls_cert", b"CERTIFICATE-----")
     key_pem = _read(files.key, "tls_key", b"PRIVATE KEY-----")
-    server, client = _context(files, server=True), _context(files, server=False)
+    try:
+        server, client = _context(files, server=True), _context(files, server=False)
+    except FileNotFoundError as error:  # since it was read just now
+        raise InvalidArgument(f"{files.cert}, {files.key} or {files.ca} has just been taken away") from error
     expires_s = _check(files, server, client)
     return Material(files.name, server, client, cert_pem, key_pem, ca_pem, expires_s)
 
@@ -205,5 +209,6 @@ def _warn(files: TlsFiles, material: Material) -> None:
     left_s = material.expires_s - time.time()
     if left_s < EXPIRES_SOON_S:
         _log.warning("the certificate in %s expires in %.1f days", files.cert, left_s / 86400)
-    if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)
+    with contextlib.suppress(FileNotFoundError):
+        if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)

@@ -223,7 +223,9 @@ def test_a_long_greeting_has_no_more_time_than_others(make_node: MakeNode, dial:
 
 
 @pytest.mark.parametrize(
-    ("node_id", "session"), [("x" * 257, bytes(16)), ("two\nlines", bytes(16)), ("", bytes(16)), ("x", bytes(65))]
+    ("node_id", "session"),
+    [("x" * 257, bytes(16)), ("two\nlines", bytes(16)), ("", bytes(16)), ("x", bytes(65))],
+    ids=["long name", "name of two lines", "no name", "long session"],
 )
 def test_what_is_kept_of_a_caller_is_small(make_node: MakeNode, dial: Dial, node_id: str, session: bytes) -> None:
     owner = make_node("a")

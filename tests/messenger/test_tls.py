@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from messenger import Messenger, MessengerConfig, PeerUnreachable, TransferDeadlineExceeded
+from messenger import Messenger, MessengerConfig, PeerUnreachable, TransferDeadlineExceeded, tls
 from messenger.errors import InvalidArgument
 from messenger.frames import Hello, Reject, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
@@ -261,6 +261,25 @@ def test_files_that_cannot_be_used_leave_the_old_certificate_in_force(
     assert "going on with the certificate from before: tls_key" in caplog.text
     tls_settings("successor")
     assert identity.material() is not before
+
+
+@pytest.mark.parametrize("step", ["_context", "_warn"])
+@pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_ca"])
+def test_a_file_that_vanishes_while_it_is_read_leaves_the_certificate_in_force(
+    tls_settings: TlsSettings, monkeypatch: pytest.MonkeyPatch, which: str, step: str
+) -> None:
+    settings = tls_settings()
+    identity = Identity(TlsFiles(settings["tls_cert"], settings["tls_key"], settings["tls_ca"]))
+    before = identity.material()
+    tls_settings("successor")
+    go_on = getattr(tls, step)
+
+    def late(*args: Any, **how: Any) -> Any:
+        settings[which].unlink(missing_ok=True)
+        return go_on(*args, **how)
+
+    monkeypatch.setattr(tls, step, late)
+    assert (identity.material() is before) == (step == "_context")
 
 
 def test_a_key_that_was_used_up_is_renewed_by_a_new_connection(
