@@ -75,7 +75,7 @@ class MembersOnly(grpc.aio.ServerInterceptor):
         return make(guarded, handler.request_deserializer, handler.response_serializer)
 
     async def _check(self, context: Context) -> None:
-        shown = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", ())]
+        shown = [name.decode() for name in context.auth_context().get("peer_dns", ())]
         if not carries(shown, self._name):
             reason = f"the certificate is for {', '.join(shown) or 'no DNS name'}, not for {self._name!r}"
             _log.warning("refused a call from %s: %s", context.peer(), reason)

@@ -117,12 +117,13 @@ async def test_an_outsider_is_not_let_in(target: Any, tls_settings: TlsSettings,
             await echo(channel, address)
 
 
+@pytest.mark.parametrize("name", ["misnamed", "of_mail"])
 async def test_a_certificate_of_the_ca_for_another_name_makes_no_calls(
-    target: Any, tls_settings: TlsSettings, caplog: pytest.LogCaptureFixture
+    target: Any, tls_settings: TlsSettings, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     control.secure(files_of(tls_settings()))
     address = await target()
-    files = tls_settings("misnamed", of="outsider")
+    files = tls_settings(name, of="outsider")
     credentials = grpc.ssl_channel_credentials(*(files[key].read_bytes() for key in ("tls_ca", "tls_key", "tls_cert")))
     options = [("grpc.ssl_target_name_override", "moonpool")]
     async with grpc.aio.secure_channel(address, credentials, options=options) as channel:

@@ -4,6 +4,7 @@ They are kept with the tests so that these need neither it nor openssl, and are 
 """
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -25,6 +26,7 @@ def make(
     name: str,
     *,
     san: str = "",
+    others: Sequence[x509.GeneralName] = (),
     issuer: "tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None" = None,
     end: datetime.datetime = END,
 ) -> "tuple[x509.Certificate, ec.EllipticCurvePrivateKey]":
@@ -42,7 +44,7 @@ def make(
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
     )
     if issuer:
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(san)]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(san), *others]), critical=False)
     certificate = builder.sign(issuer[1] if issuer else key, hashes.SHA256())
     (HERE / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     if issuer:
@@ -56,5 +58,7 @@ if __name__ == "__main__":
     write_key("locked", node_key, b"secret")
     make("successor", san="moonpool", issuer=authority)
     make("misnamed", san="elsewhere", issuer=authority)
+    mail = (x509.RFC822Name("moonpool"), x509.UniformResourceIdentifier("moonpool"))
+    make("of_mail", san="elsewhere", others=mail, issuer=authority)
     make("expired", san="moonpool", issuer=authority, end=datetime.datetime(2021, 1, 1))
     make("stranger", san="moonpool", issuer=strange)
