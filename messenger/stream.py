@@ -1,8 +1,6 @@
-"""One ordered stream of requests to a peer: its connection, made again when it breaks, and whoever sends on it.
+"""One ordered stream of requests to a peer: whoever sends on its connection, and what its answers mean.
 
-Order: requests are sent, done and answered in the order in which they begin. A connection that breaks is made again and
-what was not answered is repeated under the same numbers, which the owner recognises; a peer whose process is gone fails
-everything at once.
+Order: requests are sent, done and answered in the order in which they begin.
 
 One at a time sends. Where nobody does, a caller sends its request itself, as far as the link takes it without waiting;
 the rest, and what was queued meanwhile, is the sending thread's, which also connects, and cleans up after a connection.
@@ -15,37 +13,30 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from messenger.backlog import Role
-from messenger.counters import Counters, Flow
-from messenger.dialing import Dialer, Restarted, Unreachable
-from messenger.errors import PeerLost, PeerRestarted, PeerUnreachable
-from messenger.flight import Flight
+from messenger.connecting import Connecting
+from messenger.counters import Counters
+from messenger.dialing import Dialer
 from messenger.frames import Goodbye
 from messenger.keys import RemoteKey
 from messenger.link import Link
-from messenger.operation import Kind, Operation, Part
+from messenger.operation import Operation, Part
 from messenger.priority import Priority
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
-from messenger.transport import Requester, Sent, Transport
+from messenger.transport import Requester, Sent
 
 if TYPE_CHECKING:
     from messenger.shm.loan import Loan
 
-__all__ = ["MAX_BARREN_LINKS", "Stream"]
+__all__ = ["Stream"]
 
-MAX_BARREN_LINKS = 4
-_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_PROBES_WHEN_IDLE = 3
 _FEW = 32
 
 _log = logging.getLogger(__name__)
 
 
-class Stream:
-    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers.
-
-    `lock` is the traffic's; methods named `..._locked` are called with it.
-    """
+class Stream(Connecting):
+    """The lock is the traffic's; methods named `..._locked` are called with it."""
 
     def __init__(
         self,
@@ -58,44 +49,11 @@ class Stream:
         on_lost: Callable[[str], None],
         on_connected: Callable[[], None],
     ) -> None:
+        super().__init__(dialer, traffic, counters, name=name, on_lost=on_lost, on_connected=on_connected)
         self.role = role
-        self.lock = traffic.lock
-        self.flight = Flight()
-        self.cause = "it has not been connected yet"
-        """The connection's last trouble."""
-        self._dialer = dialer
-        self._transport = dialer.transports[0]
-        self._traffic = traffic
-        self._counters = counters
-        self._name = name
-        self._on_lost = on_lost
-        self._on_connected = on_connected
-        self._wakes = threading.Condition(self.lock)
-        self._link: Link | None = None
-        self._link_ended = False
-        self._requester: Requester | None = None
-        self._receiver: Receiver | None = None
-        self._flows: dict[Kind, Flow] = {}
         self._sender: threading.Thread | None = None
         self._sending = False
         self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
-        self._closing = False
-        self._answered = False
-        self._barren_links = 0
-
-    @property
-    def transport(self) -> str:
-        """Name of the transport last connected by; before that, of the first to be tried."""
-        return self._transport.name
-
-    @property
-    def address(self) -> str:
-        """Where the peer is sought."""
-        return self._transport.address_of(self._dialer.endpoint)
-
-    def connected(self) -> bool:
-        with self.lock:
-            return self._receiver is not None and not self._link_ended
 
     def has_thread(self) -> bool:
         with self.lock:
@@ -113,10 +71,6 @@ class Stream:
         is_used_here = threading.current_thread() is sender or (receiver is not None and receiver.is_held_here())
         if sender is not None and not is_used_here:
             sender.join()
-
-    def count(self, name: str) -> None:
-        """An event of this stream's."""
-        self._counters.add(name)
 
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
         """As `Requester.lend`."""
@@ -185,11 +139,6 @@ class Stream:
     def num_background_locked(self) -> int:
         """Background parts in flight."""
         return sum(part.operation.priority is Priority.BACKGROUND for part in self.flight.in_flight)
-
-    def cut_locked(self) -> None:
-        """End the link: whoever uses it lets go of it soon."""
-        if self._link is not None:
-            self._link.cut()
 
     def _send(self, part: Part, send: Callable[[Part], Sent]) -> Sent:
         part.attempts += 1
@@ -271,65 +220,6 @@ class Stream:
             self.end_link(error)
         return Sent.WHOLE
 
-    # The connection: the sending thread alone makes it, and cleans up after it.
-
-    def _connect(self) -> Requester | None:
-        """A fresh connection; None when the stream closes, or the peer is lost and everything has failed."""
-        failures = 0
-        while not self._given_up(failures):
-            try:
-                transport, link, requester = self._dialer.dial(self._opened)
-            except Unreachable as error:
-                self._lose(PeerUnreachable, str(error))
-                return None
-            except Restarted as error:
-                self._lose(PeerRestarted, str(error))
-                return None
-            except OSError as error:
-                self._counters.add("failed_connects")
-                with self.lock:
-                    self._link = None
-                    self.cause = f"cannot connect: {error}"
-                    self._wakes.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-                failures += 1
-                continue
-            self._begin_receiving(transport, link, requester)
-            return requester
-        return None
-
-    def _given_up(self, failures: int) -> bool:
-        with self.lock:
-            if self._closing:
-                return True
-            if self._has_work_locked() or failures < _PROBES_WHEN_IDLE:
-                return False
-        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer.
-        self._lose(PeerUnreachable, self.cause)
-        return True
-
-    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
-        peer = self._dialer.endpoint.node_id
-        flows = {
-            Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
-            Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
-        }
-        receiver = Receiver(self, link, requester, f"{self._name}-receive")
-        with self.lock:
-            self._transport = transport
-            self._receiver = receiver
-            self._requester = requester
-            self._flows = flows
-            self._link_ended = self._answered = False
-        self._counters.add("connects")
-        receiver.start()
-        self._on_connected()
-
-    def _opened(self, link: Link) -> None:
-        with self.lock:
-            self._link = link
-            if self._closing:
-                link.cut()
-
     def _say_goodbye(self) -> None:
         link = self._link
         if link is not None:
@@ -338,56 +228,8 @@ class Stream:
             except OSError:
                 pass
 
-    def _clean_up(self) -> None:
-        """All threads have let go of the parts in flight after this: drop the doomed, send the others again."""
-        link, receiver = self._link, self._receiver
-        assert link is not None
-        assert receiver is not None
-        link.cut()
-        with self.lock:
-            receiver.end()
-        receiver.join()
-        with self.lock:
-            reset = bool(self.flight.in_flight)
-            self._link = self._requester = None
-        # Without the lock, since a transport may take its time. Nothing new begins meanwhile: there is no requester.
-        link.close(reset=reset)
-        with self.lock:
-            self._receiver = None
-            self._link_ended = False
-            self._blame_oldest()
-            self.flight.connection_lost()
-            ended = self._traffic.drop_doomed_locked()
-        self._traffic.settle(ended)
-
-    def _blame_oldest(self) -> None:
-        """A request over which connection after connection breaks must not hold up the others for ever."""
-        if self._answered or not self.flight.in_flight:
-            self._barren_links = 0
-            return
-        self._barren_links += 1
-        if self._barren_links >= MAX_BARREN_LINKS:
-            self._barren_links = 0
-            reason = f"{MAX_BARREN_LINKS} connections in a row broke over it, at last because {self.cause}"
-            self._traffic.give_up_locked(self.flight.in_flight[0].operation, reason)
-
-    def _lose(self, kind: type[PeerLost], reason: str) -> None:
-        self._on_lost(reason)
-        with self.lock:
-            self._link = None
-            self.cause = reason
-        self._traffic.lose(kind, reason)
-
-    def end_link(self, error: BaseException) -> None:
-        """The connection is of no use any more."""
-        with self.lock:
-            self._link_ended = True
-            self.cause = str(error)
-            if self._link is not None:
-                self._link.cut()
-            if self._receiver is not None:
-                self._receiver.end()
-            self._wakes.notify_all()
+    def _receiver_of(self, link: Link, requester: Requester) -> Receiver:
+        return Receiver(self, link, requester, f"{self._name}-receive")
 
     # Answers, from whoever receives.
 
