@@ -187,6 +187,10 @@ def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> Con
     details = error.details() or "no details given"
     if _identity is None and "failed to connect" in details and "Socket closed" in details:
         details += "; it hung up at once: if it encrypts, this side must too: set tls_cert, tls_key and tls_ca"
+    if _identity is not None and "WRONG_VERSION_NUMBER" in details:
+        details += (
+            "; it does not encrypt, and this side does: set tls_cert, tls_key and tls_ca on both sides or neither"
+        )
     return kinds.get(code, Refused)(details, what=what, target=target, code=code.name)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moonpool.doctor.finding import Check, Level, Needs, Verdict
+from moonpool.doctor.importing import ONE_AT_A_TIME
 from moonpool.encryption import settings_of_environment
 from moonpool.errors import ConfigError
 
@@ -26,13 +27,15 @@ class KeyMaterial:
 
 def observe_key_material(environ: Mapping[str, str] = os.environ) -> KeyMaterial:
     try:
-        files = settings_of_environment(environ).files
+        settings = settings_of_environment(environ)
     except ConfigError as error:
         return KeyMaterial("?", str(error))
-    if files is None:
-        return KeyMaterial()
-    from messenger.errors import InvalidArgument
-    from messenger.tls import load
+    with ONE_AT_A_TIME:
+        files = settings.files
+        if files is None:
+            return KeyMaterial()
+        from messenger.errors import InvalidArgument
+        from messenger.tls import load
 
     try:
         material = load(files)

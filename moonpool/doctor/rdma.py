@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.importing import ONE_AT_A_TIME
 
 if TYPE_CHECKING:
     from messenger.rdma.policy.choice import Choice
@@ -34,8 +35,9 @@ class Ports:
 
 def observe_ports(devices: Sequence[str] = (), root: Path = _ROOT) -> Ports:
     """`devices`: those asked for by name, as in rdma_devices; none to have them chosen."""
-    from messenger.rdma.policy.choice import Wish, choose
-    from messenger.rdma.topology import rdma_ports
+    with ONE_AT_A_TIME:
+        from messenger.rdma.policy.choice import Wish, choose
+        from messenger.rdma.topology import rdma_ports
 
     found = rdma_ports(root)
     return Ports(found, choose(found, Wish(devices=tuple(devices))))
@@ -143,7 +145,8 @@ class GpuPath:
 
 
 def observe_gpu_path(root: Path = _ROOT) -> GpuPath:
-    from messenger.rdma.gpu_memory import has_peer_memory
+    with ONE_AT_A_TIME:
+        from messenger.rdma.gpu_memory import has_peer_memory
 
     return GpuPath(
         num_gpus=len(list((root / "dev").glob("nvidia[0-9]*"))),

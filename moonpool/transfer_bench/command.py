@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from messenger import AddressInUse, InvalidArgument, MessengerConfig, MessengerError
 from messenger.control import run
+from moonpool.encryption import settings_of_environment
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
 from moonpool.tether import tether_to_supervisor
@@ -68,7 +69,7 @@ def messenger(
     tls_cert: Annotated[Path | None, typer.Option(help="As of `serve`: this host's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="The CA of both.")] = None,
-    tls_name: Annotated[str, typer.Option(help="DNS name that both certificates carry.")] = "moonpool",
+    tls_name: Annotated[str, typer.Option(help="DNS name that both certificates carry. [moonpool]")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on the last line.")] = False,
 ) -> None:
     """Measure how fast KV goes between two hosts, by the cluster's own messenger, and check its bytes.
@@ -79,10 +80,10 @@ def messenger(
     Examples: moonpool bench messenger · moonpool bench messenger --listen · moonpool bench messenger --to 10.0.0.2
     --size 16KiB --slices 2000 --digests
     """
-    tls = Tls(tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, tls_name=tls_name)
     with reported_errors():
         if sum(map(bool, (listen, to, local))) > 1:
             raise ConfigError("--listen, --to and --local exclude each other: one side listens, the other measures")
+        tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
         try:
             if listen:
                 tether_to_supervisor()
@@ -117,8 +118,22 @@ def host_and_port(text: str) -> tuple[str, int]:
     if not colon or (":" in host and not host.startswith("[")):
         host, port = text, str(DEFAULT_PORT)
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{text!r} has no port: expected HOST:PORT, such as {ANYWHERE}")
+        raise ConfigError(f"{port!r} in {text!r} is no port: expected HOST:PORT, such as {ANYWHERE}, up to 65535")
     return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> Tls:
+    """What the flags say, over MOONPOOL_TLS_* and the file of MOONPOOL_CONFIG, as for a role. Raises ConfigError."""
+    said = settings_of_environment()
+    settings = replace(
+        said,
+        tls_cert=cert or said.tls_cert,
+        tls_key=key or said.tls_key,
+        tls_ca=ca or said.tls_ca,
+        tls_name=name or said.tls_name,
+    )
+    settings.check()
+    return Tls(tls_cert=settings.tls_cert, tls_key=settings.tls_key, tls_ca=settings.tls_ca, tls_name=settings.tls_name)
 
 
 def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> None:
@@ -129,6 +144,8 @@ def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> No
         **tls,
     )
 
+    who = "Whoever shows a certificate of the CA" if tls["tls_cert"] else "Whoever reaches these ports"
+
     def told(listening: Listening) -> None:
         if as_json:
             print(json.dumps(asdict(listening)), flush=True)
@@ -136,7 +153,7 @@ def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> No
         print(
             f"Listening at {listening.target}, the bytes at port {listening.data_port}: let both through firewalls.\n"
             f"On the other host: moonpool bench messenger --to {_shown(host)}:{listening.target.rpartition(':')[2]}\n"
-            "Whoever reaches these ports may use memory here. Ctrl-C ends it.",
+            f"{who} may use memory here. Ctrl-C ends it.",
             flush=True,
         )
 

@@ -1,5 +1,7 @@
 """`moonpool bench messenger`, between real processes: what it measures, what it checks, what it says when it cannot."""
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -18,12 +20,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from messenger import MessengerConfig
 from messenger.control import secure
 from moonpool.bench_command import app
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.transfer_bench import run, session
-from moonpool.transfer_bench.command import host_and_port
+from moonpool.transfer_bench.command import host_and_port, tls_of
 from moonpool.transfer_bench.digests import SliceDigests
+from moonpool.transfer_bench.owner import Owner
 from moonpool.transfer_bench.plan import Plan, Shape, Tls, bytes_of
 from moonpool.transfer_bench.session import OwnerFacts, Session, probe
 
@@ -125,6 +129,69 @@ def test_memory_is_lent_for_a_session_alone(owner: tuple[int, subprocess.Popen[s
         time.sleep(0.05)
 
 
+class Stream:
+    """A session's stream, of which a test is both ends."""
+
+    def __init__(self, *said: dict[str, Any]) -> None:
+        self.said, self.answers = [json.dumps(message).encode() for message in said], [b""]
+
+    async def read(self) -> bytes | None:
+        return self.said.pop(0) if self.said else None
+
+    async def write(self, answer: bytes) -> None:
+        self.answers.append(answer)
+
+
+@pytest.fixture
+def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Owner, threading.Event, threading.Event]]:
+    """An owner in this process whose lending takes as long as a test wants: when it begins, and that it may end."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(memory: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr("moonpool.transfer_bench.owner.fill", slowly)
+    owner = Owner("127.0.0.1", MessengerConfig(transport="tcp"))
+    owner.messenger.start()
+    yield owner, begun, may_end
+    owner.close()
+    gc.collect()
+    assert "memfd:bench" not in Path("/proc/self/maps").read_text()
+
+
+HELLO = {"version": session.VERSION, "node_id": "x", "region_nbytes": 1 << 20}
+
+
+async def test_memory_goes_when_its_caller_leaves_before_it_is_there(lender: Any) -> None:
+    owner, begun, may_end = lender
+    task = asyncio.create_task(owner.session(None, Stream(HELLO)))
+    await asyncio.to_thread(begun.wait, 60)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    until = time.monotonic() + 60
+    while owner.messenger.counters()["regions_open"] or owner._sessions:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+
+
+async def test_a_caller_that_is_being_served_is_not_served_twice(lender: Any) -> None:
+    owner, begun, may_end = lender
+    first = asyncio.create_task(owner.session(None, Stream(HELLO)))
+    await asyncio.to_thread(begun.wait, 60)
+    second = Stream(HELLO)
+    may_end_soon = asyncio.get_running_loop().call_later(1.0, may_end.set)
+    await owner.session(None, second)
+    may_end_soon.cancel()
+    may_end.set()
+    assert b"1 sessions are open" in second.answers[-1]
+    await first
+    assert owner.messenger.counters()["regions_open"] == 0
+
+
 def test_nobody_listening_is_said(unused_port: Callable[[], int]) -> None:
     with pytest.raises(TransferBenchFailed, match=r"nobody listens at .*: start `moonpool bench messenger --listen`"):
         measured(SMALL, unused_port())
@@ -212,6 +279,23 @@ def test_both_sides_encrypt_or_neither_does() -> None:
         secure(None)
 
 
+def test_that_the_other_side_does_not_encrypt_is_said(port: int) -> None:
+    try:
+        with pytest.raises(TransferBenchFailed, match="it does not encrypt, and this side does"):
+            measured(SMALL, port, WITH_TLS)
+    finally:
+        secure(None)
+
+
+def test_key_material_is_named_by_variables_as_for_a_role_and_by_flags_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tls_of(None, None, None, "") == NO_TLS
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        monkeypatch.setenv(f"MOONPOOL_{name.upper()}", str(TLS / "expired.pem"))
+    assert tls_of(WITH_TLS["tls_cert"], WITH_TLS["tls_key"], None, "") == {**WITH_TLS, "tls_ca": TLS / "expired.pem"}
+
+
 def test_interrupted_it_tells_what_it_has() -> None:
     command = [*COMMAND, "--seconds", "0.05", "--size", "4KiB", *("--slices", "1") * 200, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -239,7 +323,9 @@ def test_interrupted_it_tells_what_it_has() -> None:
         (["--transport", "pigeon"], "--transport 'pigeon' is unknown"),
         (["--direction", "up"], "--direction 'up' is unknown"),
         (["--priority", "high"], "--priority 'high' is unknown: expected one of urgent, normal, background"),
-        (["--to", "host:x"], "has no port"),
+        (["--to", "host:x"], "'x' in 'host:x' is no port"),
+        (["--to", "host:99999"], "up to 65535"),
+        (["--tls-cert", "node.pem", "--tls-key", "node.key"], "tls_ca not set"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags: list[str], said: str) -> None:

@@ -103,6 +103,14 @@ def test_a_wrong_flag_is_refused_by_name(run: Run, arguments: tuple[str, ...], m
     assert "Traceback" not in ended.stderr
 
 
+def test_a_role_without_the_rdma_it_was_told_to_use_is_not_tried_again(run: Run) -> None:
+    where = "--conductor=127.0.0.1:1", "--listen=127.0.0.1:0", "--pool-bytes=16MiB"
+    refused = run("pool-node", *where, "--transport=rdma", "--rdma-devices=none_such")
+    assert refused.returncode == 2
+    assert "no RDMA port can be used: none_such left out" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest(run: Run) -> None:
     ended = run("serve", MOONPOOL_PREFIL_NODES="2")
     assert ended.returncode == 2

@@ -1,5 +1,9 @@
 """What doctor says of the key material that the environment names."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,3 +69,17 @@ def test_a_certificate_that_ends_soon_is_warned_of() -> None:
         return judge_key_material(KeyMaterial("node.pem", "", days * 86400), frozenset())[0]
 
     assert [level(days) for days in (1, 13.9, 14.1, 400)] == [Level.WARN, Level.WARN, Level.OK, Level.OK]
+
+
+def test_the_command_looks_at_key_material_and_at_rdma_at_once(tls_settings: TlsSettings) -> None:
+    # Both import the messenger, on threads of their own, in a process that has not imported it yet.
+    ended = subprocess.run(
+        [sys.executable, "-m", "moonpool", "doctor", "--json"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment(tls_settings())},
+    )
+    checks = json.loads(ended.stdout)["checks"]
+    assert [found for check in checks if "could not be looked at" in (found := check["found"])] == []
+    assert any("can be used for" in check["found"] for check in checks if check["check"] == "encryption")
