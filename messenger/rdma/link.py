@@ -125,6 +125,12 @@ class RdmaLink(Link):
             self._wait_for(self.has_room)
             self._courier.submit(movement, frame)
 
+    def tell(self, message: Message) -> None:
+        """Send a frame from any thread, without waiting for anything; of no effect once the link ended."""
+        with self._changed:
+            if self._failure is None:
+                self._act(lambda: self._courier.submit_at_once(encode(message)))
+
     def finish(self, movement: Movement) -> None:
         """Wait until the hardware is done with the movement's local memory. Raises OSError when the link ended."""
         self.wait_for(lambda: not movement.left_nbytes)

@@ -36,6 +36,8 @@ class RdmaRequester(Requester):
         self._lock = threading.Lock()
         self._accesses: OrderedDict[tuple[int, int], Allow] = OrderedDict()
         self._generation = link.generation
+        self._asked: tuple[int, int] | None = None
+        self._answers: list[Allow] = []
         self._movements: dict[int, Movement] = {}
 
     def begin(self, part: Part) -> Sent:
@@ -62,8 +64,15 @@ class RdmaRequester(Requester):
     def allowed(self, allow: Allow) -> None:
         if allow.rkeys and len(allow.rkeys) != 4 * len(self._link.lanes):
             raise ProtocolError(f"{self._link.address} allows access on other rails than there are")
+        name = allow.region_id, allow.token
         with self._lock:
-            self._accesses[allow.region_id, allow.token] = allow
+            if name == self._asked:
+                self._asked = None
+                self._answers.append(allow)
+            elif not allow.rkeys:
+                self._accesses.pop(name, None)  # withdrawn
+                return
+            self._accesses[name] = allow
             if len(self._accesses) > MAX_ACCESSES:
                 self._accesses.popitem(last=False)
         self._link.wake()
@@ -133,9 +142,11 @@ class RdmaRequester(Requester):
                 self._accesses.clear()
         access = self._accesses.get(name)
         if access is None:
+            # It may be withdrawn as soon as it is given: the answer is taken, whatever came after it.
+            self._asked, self._answers = name, []
             self._link.send(Ask(*name))
-            self._link.wait_for(lambda: name in self._accesses)
-            access = self._accesses[name]
+            self._link.wait_for(lambda: bool(self._answers))
+            access = self._answers[0]
         if access.trouble:
             self._give_up(access.trouble)
             raise OSError(f"{self._link.address} cannot give access: {access.trouble}")

@@ -54,6 +54,7 @@ class RdmaResponder(Responder):
             else:
                 window = self._link.bind(registrations, region.address + key.offset, key.nbytes, rights)
                 access.keep(window)
+                window.on_closed = lambda: self._link.tell(_nothing(ask, 0))
                 self._forget_closed()
                 self._windows[ask.token] = window
         self._link.send(
@@ -72,23 +73,16 @@ class RdmaResponder(Responder):
         )
 
     def denied(self, ask: Ask, last_seq: int) -> None:
-        nothing = Allow(
-            ask.region_id,
-            ask.token,
-            last_seq,
-            address=0,
-            offset=0,
-            nbytes=0,
-            read=False,
-            write=False,
-            rkeys=b"",
-            trouble="",
-        )
-        self._link.send(nothing)
+        self._link.send(_nothing(ask, last_seq))
 
     def _forget_closed(self) -> None:
         for token in [token for token, window in self._windows.items() if window.is_closed]:
             del self._windows[token]
+
+
+def _nothing(ask: Ask, last_seq: int) -> Allow:
+    """The key is void."""
+    return Allow(ask.region_id, ask.token, last_seq, 0, 0, 0, read=False, write=False, rkeys=b"", trouble="")
 
 
 def _extent(message: Write | Read) -> Rows:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from messenger.rdma.verbs import abi
@@ -13,9 +14,13 @@ _log = logging.getLogger(__name__)
 
 
 class Window:
-    """One range of a region, for one connection: a memory window for each of its lanes. Closed by any thread, once."""
+    """One range of a region, for one connection: a memory window for each of its lanes. Closed by any thread, once.
+
+    `on_closed` is called after that, to tell the peer, which need not find out by being refused.
+    """
 
     def __init__(self) -> None:
+        self.on_closed: Callable[[], None] = _nobody
         self._lock = threading.Lock()
         self._windows: dict[Lane, Any] = {}
         self.rkeys: list[int] = []
@@ -36,10 +41,12 @@ class Window:
     def close(self) -> None:
         """When this returns, the hardware refuses whatever comes under its keys."""
         with self._lock:
-            self.is_closed = True
+            was_closed, self.is_closed = self.is_closed, True
             windows, self._windows = self._windows, {}
             for lane, window in windows.items():
                 _close(lane, window)
+        if not was_closed:
+            self.on_closed()
 
     def close_on(self, lane: "Lane") -> None:
         """Before the lane's queue pair is destroyed: soft-RoCE waits a minute for windows that are bound to it."""
@@ -47,6 +54,10 @@ class Window:
             window = self._windows.pop(lane, None)
             if window is not None:
                 _close(lane, window)
+
+
+def _nobody() -> None:
+    """Nobody is to be told."""
 
 
 def _close(lane: "Lane", window: Any) -> None:

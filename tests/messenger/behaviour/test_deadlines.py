@@ -76,7 +76,7 @@ def test_operations_behind_one_that_missed_its_deadline_are_still_done_in_order(
     a, child = make_node("a", 1 << 20), make_child("b")
     a.array[:] = 1
     peer = a.messenger.connect(child.endpoint)
-    peer.notify(b"0", b"").result()
+    peer.write_notify(child.key, a.region, [[0, 0, 1]], b"0", b"").result()
     child.stop()
     patient = [peer.notify(b"1", b"")]
     hasty = peer.write_notify(child.key, a.region, [[0, 0, 1000]], b"never", b"", deadline_s=0.2)
