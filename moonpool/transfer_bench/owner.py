@@ -76,7 +76,7 @@ class Owner:
 
     def __init__(self, host: str, config: MessengerConfig) -> None:
         self._wildcard = host in WILDCARDS
-        self._sessions: dict[str, Lent] = {}
+        self._sessions: dict[str, Lent | None] = {}
         identity = f"bench-owner-{socket.gethostname()}-{os.getpid()}"
         self.messenger = Messenger(config, node_id=identity, incarnation=secrets.randbits(63))
         self.messenger.on_notify(self._on_notify)
@@ -84,32 +84,40 @@ class Owner:
     def close(self) -> None:
         self.messenger.close()
         for lent in self._sessions.values():
-            lent.close()
+            if lent is not None:
+                lent.close()
 
     async def session(self, _requests: object, context: Context) -> None:
         """One caller, from its greeting to its leaving.
 
         No generator: one that is cancelled between two answers would be closed whenever memory is tidied.
         """
-        caller, lent = "", None
+        caller: str | None = None
+        lending: asyncio.Task[Lent] | None = None
         try:
             while isinstance(request := await context.read(), bytes):
                 message = json.loads(request)
-                if lent is None:
-                    caller, lent = await self._open(message)
+                if lending is None:
+                    caller, nbytes = self._admit(message)
+                    lending = asyncio.create_task(asyncio.to_thread(Lent, self.messenger, nbytes))
+                    # Who leaves meanwhile does not stop the thread: what it makes is taken back below.
+                    self._sessions[caller] = lent = await asyncio.shield(lending)
                     answer = self._greeting(lent)
                 else:
-                    answer = await asyncio.to_thread(lent.answer, message)
+                    answer = await asyncio.to_thread(lending.result().answer, message)
                 await context.write(json.dumps(answer).encode())
         except (Refusal, ValueError, KeyError, TypeError) as error:
             refusal = str(error) if isinstance(error, Refusal) else f"a message is not understood: {error!r}"
             await context.write(json.dumps({"refused": refusal}).encode())
+        except (OSError, MemoryError) as error:
+            refusal = f"there is not as much memory to lend here: {error}"
+            await context.write(json.dumps({"refused": refusal}).encode())
         finally:
-            if lent is not None:
-                del self._sessions[caller]
-                await asyncio.shield(asyncio.to_thread(lent.close))
+            if caller is not None:
+                await asyncio.shield(self._take_back(caller, lending))
 
-    async def _open(self, hello: dict[str, Any]) -> tuple[str, Lent]:
+    def _admit(self, hello: dict[str, Any]) -> tuple[str, int]:
+        """Who calls, whose place is taken from now on, and the bytes it wants."""
         if hello["version"] != VERSION:
             raise Refusal(
                 f"this side speaks version {VERSION} of the messenger's protocol, the other {hello['version']}: "
@@ -120,12 +128,17 @@ class Owner:
             raise Refusal(f"{len(self._sessions)} sessions are open, of at most {MAX_SESSIONS}: try again later")
         if not 0 < nbytes <= MAX_REGION_NBYTES:
             raise Refusal(f"{nbytes} bytes of memory were asked for, of at most {MAX_REGION_NBYTES}")
+        self._sessions[caller] = None
+        return caller, nbytes
+
+    async def _take_back(self, caller: str, lending: asyncio.Task[Lent] | None) -> None:
         try:
-            lent = await asyncio.to_thread(Lent, self.messenger, nbytes)
-        except (OSError, MemoryError) as error:
-            raise Refusal(f"there are no {nbytes} bytes of memory to lend here: {error}") from error
-        self._sessions[caller] = lent
-        return caller, lent
+            if lending is not None:
+                await asyncio.to_thread((await lending).close)
+        except (OSError, MemoryError):
+            pass  # there was none
+        finally:
+            del self._sessions[caller]
 
     def _greeting(self, lent: Lent) -> dict[str, Any]:
         return {
