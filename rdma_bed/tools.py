@@ -52,25 +52,37 @@ def require_program(name: str, package: str) -> Path:
 
 
 def obtain(cache: Path, deadline: Deadline) -> Tools:
-    """QEMU and mmdebstrap from PATH if both are there, else from Debian's packages unpacked below `cache`.
+    """QEMU and mmdebstrap from PATH, and what is not there from Debian's packages unpacked below `cache`.
 
     The caller holds the cache's lock.
 
     Raises:
         MissingTool: neither the tools nor apt are there.
-        BuildFailed: the download failed.
+        BuildFailed: the download failed, or apt takes for installed what is not on PATH.
     """
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}"}
     qemu, mmdebstrap = find_program("qemu-system-x86_64"), find_program("mmdebstrap")
     if qemu and mmdebstrap:
         return Tools(qemu, (), mmdebstrap, environment)
     prefix = cache / f"tools-{recipe.tools_key()}"
-    if not prefix.exists():
+    fetched = prefix / "usr/bin/qemu-system-x86_64", prefix / "usr/bin/mmdebstrap"
+    if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
+        # Not fetched yet, or at a time when the machine had what it now lacks: apt leaves out what is installed.
+        shutil.rmtree(prefix, ignore_errors=True)
         _fetch(prefix, deadline)
+    if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
+        raise BuildFailed(
+            f"apt gives no {' or no '.join(recipe.TOOL_PACKAGES)}, as if they were installed, and they are not on "
+            "PATH: install them anew"
+        )
     libraries = ":".join(str(prefix / folder / "x86_64-linux-gnu") for folder in ("usr/lib", "lib"))
     environment |= {"LD_LIBRARY_PATH": libraries, "PATH": f"{prefix}/usr/bin:{environment['PATH']}"}
-    data = tuple(prefix / "usr" / folder for folder in ("share/qemu", "share/seabios", "lib/ipxe/qemu"))
-    return Tools(prefix / "usr/bin/qemu-system-x86_64", data, prefix / "usr/bin/mmdebstrap", environment)
+    data = () if qemu else tuple(prefix / "usr" / folder for folder in ("share/qemu", "share/seabios", "lib/ipxe/qemu"))
+    return Tools(qemu or fetched[0], data, mmdebstrap or fetched[1], environment)
+
+
+def _are_there(*programs: Path) -> bool:
+    return all(program.is_file() for program in programs)
 
 
 def _fetch(prefix: Path, deadline: Deadline) -> None:
