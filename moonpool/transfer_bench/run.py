@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from moonpool.transfer_bench.report import CellResult
 from moonpool.transfer_bench.session import Session
 
 _TROUBLE = ("retries", "failed_connects", "rdma_failovers", "deadlines_exceeded", "refused", "malformed_frames")
+
+START_TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -149,7 +152,9 @@ def _child(tls: Tls) -> Iterator[int]:
     )
     try:
         assert child.stdout is not None
-        told = child.stdout.readline()
+        # A line comes whole, or the child has ended.
+        ready, _, _ = select.select([child.stdout], [], [], START_TIMEOUT_S)
+        told = child.stdout.readline() if ready else ""
         if not told.startswith("{"):
             raise TransferBenchFailed(f"the other side did not start; see above, or run: {' '.join(command)}")
         yield int(json.loads(told)["target"].rpartition(":")[2])
@@ -160,3 +165,5 @@ def _child(tls: Tls) -> Iterator[int]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+        if child.stdout is not None:
+            child.stdout.close()

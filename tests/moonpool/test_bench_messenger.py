@@ -86,6 +86,16 @@ def test_alone_it_measures_both_transports_of_this_host_and_leaves_nothing() -> 
     assert "4 of 4: tcp read 64 KiB" in done.stderr
 
 
+def test_the_other_side_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    monkeypatch.setattr(run, "START_TIMEOUT_S", 0.2)
+    with pytest.raises(TransferBenchFailed, match="the other side did not start"):
+        run.measure_here(SMALL, NO_TLS, Console(quiet=True))
+
+
 def test_slices_and_whole_pieces_go_both_ways(port: int) -> None:
     outcome = measured(replace(SMALL, priority="urgent"), port)
     assert [(r.slices, r.batch_bytes, r.direction) for r in outcome.results] == [
