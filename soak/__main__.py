@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from messenger import Messenger, MessengerConfig
+from messenger.errors import RdmaUnavailable
 from soak.fleet import Member, PeerGone, Settings, Trouble
 from soak.watch import growth, usage, verbs_resources
 from soak.worker import DEADLINE_S, PATIENCE_S, SLACK_S, Worker
@@ -27,7 +28,6 @@ SAMPLE_S = 1.0
 
 
 def main() -> int:
-    faulthandler.enable()
     parser = argparse.ArgumentParser(prog="python -m soak", description="Soak the messenger; JSON on the last line.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="of sizes, shapes and trouble; drawn if not given")
@@ -38,13 +38,21 @@ def main() -> int:
     parser.add_argument("--trouble-every-s", type=float, default=2.0, help="mean time between faults")
     parser.add_argument("--patience", type=float, default=1.0, help="factor for time limits on slow machines")
     arguments = parser.parse_args()
+    if arguments.seconds <= 0 or arguments.trouble_every_s <= 0 or arguments.patience <= 0:
+        parser.error("--seconds, --trouble-every-s and --patience must be more than 0")
+    if arguments.workers < 1 or arguments.slot_kib < 1:
+        parser.error("--workers and --slot-kib must be 1 or more")
     if arguments.peers <= len(TRANSPORTS[arguments.transport]):
         parser.error("--peers: more than transports, since the first of each transport is never replaced")
+    faulthandler.enable()
     if arguments.seed is None:
         arguments.seed = secrets.randbits(32)
     print(f"soak: seed {arguments.seed}, {arguments.transport}, {arguments.seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="mp-soak-") as run_dir:
-        report = Soak(arguments, run_dir).run()
+        try:
+            report = Soak(arguments, run_dir).run()
+        except RdmaUnavailable as error:
+            parser.error(f"--transport rdma: {error}")
     print(json.dumps(report))
     return 1 if report["failures"] else 0
 

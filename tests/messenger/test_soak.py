@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from soak.__main__ import main
 from soak.shapes import applied, first_difference, random_rows
 from soak.watch import growth
 
@@ -37,6 +38,24 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     assert report["operations"]
     assert report["gib_checked"] > 0
     assert sum(report["trouble"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seconds", "-1"], "--seconds, --trouble-every-s and --patience must be more than 0"),
+        (["--workers", "0"], "--workers and --slot-kib must be 1 or more"),
+        (["--peers", "2"], "--peers: more than transports"),
+    ],
+)
+def test_flags_with_which_nothing_would_be_soaked_are_refused(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["soak", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_shapes_stay_within_the_room_and_never_overlap_where_they_land() -> None:
