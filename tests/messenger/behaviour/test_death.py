@@ -37,7 +37,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     wait_until(lambda: a.lost == [("b", 7)], "the loss is reported")
     assert a.messenger.validate() == []
 
-    port = child.endpoint.tcp_port if transport == "tcp" else 0
+    port = child.endpoint.tcp_port if transport != "shm" else 0
     child.process.wait()
     successor = make_child("b", LARGE, incarnation=8, tcp_port=port)
     with pytest.raises(PeerRestarted, match="new endpoint"):
