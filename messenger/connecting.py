@@ -96,8 +96,9 @@ class Connecting(ABC):
     def end_link(self, error: BaseException) -> None:
         """The connection is of no use any more."""
         with self.lock:
+            if not self._link_ended:  # what follows from it tells less
+                self.cause = str(error)
             self._link_ended = True
-            self.cause = str(error)
             if self._link is not None:
                 self._link.cut()
             if self._receiver is not None:
