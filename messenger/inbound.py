@@ -216,12 +216,12 @@ class Inbound:
             self._answer_again(session, message.seq, message.nbytes)
             return
         try:
-            if message.operation == session.refused_operation:
+            if session.has_refused(message.operation):
                 raise AccessDenied("an earlier part of the operation was refused")
             access = self._enter(message.region_id, message.token, rows, write=True)
         except AccessDenied as error:
             self._responder.skip(message)
-            session.refused_operation = message.operation
+            session.refuse_operation(message.operation)
             session.refuse(message.seq, str(error))
             session.last_seq = message.seq
             self._refuse(message.seq, str(error))

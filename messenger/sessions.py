@@ -27,8 +27,9 @@ class Session:
         """Not ended yet; all but the newest are cut."""
         self.last_seq = 0
         """The highest write or notify that is done; refused ones count as done."""
-        self.refused_operation = 0
-        """The last operation of which a part was refused: its other parts, and its notify, are refused as well."""
+        self.highest_refused = 0
+        """No operation of a higher number has been refused."""
+        self._refused_operations: OrderedDict[int, None] = OrderedDict()
         self._refusals: OrderedDict[int, str] = OrderedDict()
 
     def refuse(self, seq: int, reason: str) -> None:
@@ -36,6 +37,19 @@ class Session:
         self._refusals[seq] = reason
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
+
+    def refuse_operation(self, operation: int) -> None:
+        """A part was refused: the operation's other parts, and its notify, are to be refused as well."""
+        # Parts of operations of other priorities come in between, and may be refused, too.
+        self._refused_operations[operation] = None
+        self._refused_operations.move_to_end(operation)
+        self.highest_refused = max(self.highest_refused, operation)
+        if len(self._refused_operations) > MAX_REFUSALS:
+            self._refused_operations.popitem(last=False)
+
+    def has_refused(self, operation: int) -> bool:
+        """Whether a part of the operation was refused."""
+        return operation in self._refused_operations
 
     def refusal(self, seq: int) -> str | None:
         """Why a request that is done was refused; None when it was not."""

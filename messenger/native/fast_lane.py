@@ -81,7 +81,7 @@ class FastLane:
         The answer to a notification is sent by the next call. Raises OSError when the connection has ended.
         """
         state = self._state
-        state[loop.LAST_SEQ], state[loop.REFUSED_OPERATION] = session.last_seq, session.refused_operation
+        state[loop.LAST_SEQ], state[loop.HIGHEST_REFUSED] = session.last_seq, session.highest_refused
         self._borrow(0)
         try:
             while True:

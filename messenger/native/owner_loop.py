@@ -44,6 +44,7 @@ from messenger.native.socket_io import (
     FD,
     FRAME,
     GROW,
+    HIGHEST_REFUSED,
     INSIDE,
     IS_UNIX,
     LANDED,
@@ -56,7 +57,6 @@ from messenger.native.socket_io import (
     NUM_SOURCES,
     PAYLOAD_AT,
     READ_HEAD,
-    REFUSED_OPERATION,
     SCRATCH,
     SERVED,
     SLOTS,
@@ -144,7 +144,7 @@ def _take_write(fd, is_unix, state, scratch, buffer, length, words, inside, wait
     payload_nbytes, notify = np.int64(load_u32(at + 56)), np.int64(load_u32(at + 60))
     if _WRITE_NBYTES + rows_nbytes + tag_nbytes + payload_nbytes != length or notify > 1:
         return FRAME
-    if seq <= state[LAST_SEQ] or operation == state[REFUSED_OPERATION]:
+    if seq <= state[LAST_SEQ] or operation <= state[HIGHEST_REFUSED]:
         return FRAME
     columns = 3 if is_unix else 2
     rows_at = at + _WRITE_NBYTES
