@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 TICK_S = 0.005
+_FOREVER_S = threading.TIMEOUT_MAX / 2
+"""Longer than this no thread can wait."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class AlarmClock:
 
     def set(self, delay_s: float, callback: Callable[[], None]) -> Alarm:
         """Call back once, `delay_s` from now. An alarm set after `close` never rings."""
-        alarm = Alarm(int((time.monotonic() + delay_s) / TICK_S) + 1, callback)
+        alarm = Alarm(int((time.monotonic() + min(delay_s, _FOREVER_S)) / TICK_S) + 1, callback)
         with self._changed:
             bucket = self._buckets.get(alarm.tick)
             if bucket is None:
