@@ -4,6 +4,7 @@ A connection that breaks is made again and what was not answered is repeated und
 recognises; a peer whose process is gone fails everything at once.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,6 +24,8 @@ __all__ = ["Connecting"]
 _MAX_BARREN_LINKS = 4
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PROBES_WHEN_IDLE = 3
+
+_log = logging.getLogger(__name__)
 
 
 class Connecting(ABC):
@@ -97,7 +100,7 @@ class Connecting(ABC):
         """The connection is of no use any more."""
         with self.lock:
             if not self._link_ended:  # what follows from it tells less
-                self.cause = str(error)
+                self.cause = str(error) or type(error).__name__
             self._link_ended = True
             if self._link is not None:
                 self._link.cut()
@@ -127,6 +130,10 @@ class Connecting(ABC):
                     self._wakes.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
                 continue
+            except Exception as error:  # an address that is none, say: the thread outlives it
+                _log.warning("cannot connect to %s: %s", self.address, repr(error))
+                self._lose(PeerUnreachable, f"cannot connect: {error}")
+                return None
             self._begin_receiving(transport, link, requester)
             return requester
         return None

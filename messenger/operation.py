@@ -4,12 +4,19 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from messenger.completion import Completion
+from messenger.errors import InvalidArgument
 from messenger.keys import RemoteKey
 from messenger.memory import Region
 from messenger.priority import Priority
 from messenger.slices import Rows, Slices
 
 __all__ = ["Carrier", "Kind", "Notification", "Operation", "Part", "Transfer", "TransferResult"]
+
+
+WAITS_FOR_ITSELF = (
+    "a callback waits in result() or exception() for an answer that its own thread is to receive: add a callback to "
+    "that future, or wait on another thread"
+)
 
 
 class Kind(Enum):
@@ -44,6 +51,7 @@ class Canceller(Protocol):
     """Whoever has the operation in hand."""
 
     def cancel(self, operation: "Operation") -> bool: ...
+    def is_answered_here(self) -> bool: ...
 
 
 class Operation(Completion[Any]):
@@ -99,6 +107,8 @@ class Operation(Completion[Any]):
             carrier = self.carrier
         if carrier is not None:
             carrier.help(self)
+        elif self.canceller is not None and self.canceller.is_answered_here():
+            raise InvalidArgument(WAITS_FOR_ITSELF)
 
 
 class Transfer(NamedTuple):

@@ -231,9 +231,7 @@ class Peer:
         if not 0 < deadline_s < _INFINITY or (stall_s is not None and not 0 < stall_s < _INFINITY):
             wrong = deadline_s if not 0 < deadline_s < _INFINITY else stall_s
             raise InvalidArgument(f"a deadline is a positive number of seconds, not {wrong!r}")
-        return Operation(
-            next(self._numbers), kind, priority, nbytes, parts, time.monotonic(), deadline_s, stall_s
-        )
+        return Operation(next(self._numbers), kind, priority, nbytes, parts, time.monotonic(), deadline_s, stall_s)
 
 
 _INFINITY = float("inf")

@@ -12,10 +12,10 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from messenger.errors import ProtocolError
+from messenger.errors import InvalidArgument, ProtocolError
 from messenger.frames import Ack, Allow, Offer, Refused
 from messenger.link import Link
-from messenger.operation import Operation
+from messenger.operation import WAITS_FOR_ITSELF, Operation
 from messenger.transport import Requester
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class Receiver:
         own = threading.get_ident()
         return own in (self._helper, self._thread.ident)
 
+    def is_receiving_here(self) -> bool:
+        """Whether the calling thread holds the role: it is in a callback then. With or without the lock."""
+        own = threading.get_ident()
+        return own == self._helper or (self._thread_holds and own == self._thread.ident)
+
     def call_thread(self) -> None:
         """Have the thread receive, since somebody waits who does not."""
         if not self._thread_holds:
@@ -83,6 +88,8 @@ class Receiver:
         with self._stream.lock:
             # What is in flight here, as a whole, ends by an answer or the link's end alone.
             may_help = operation.flying and operation.single and self._requester.always_answers(operation)
+            if self.is_receiving_here():
+                raise InvalidArgument(WAITS_FOR_ITSELF)
             if self._held or self._called or self._ended or not may_help:
                 operation.awaited = True
                 self.call_thread()

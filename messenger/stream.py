@@ -94,6 +94,11 @@ class Stream(Connecting):
             with self.lock:
                 receiver.call_thread()
 
+    def receives_here(self) -> bool:
+        """Whether the calling thread receives this stream's answers."""
+        receiver = self._receiver
+        return receiver is not None and receiver.is_receiving_here()
+
     # Sending: whoever submitted, and the thread.
 
     def has_room_locked(self) -> bool:
@@ -115,7 +120,15 @@ class Stream(Connecting):
         """Send the part that was just begun as far as it goes without waiting; the thread does the rest."""
         requester, part = self._requester, self.flight.in_flight[-1]
         assert requester is not None
-        sent = self._send(part, requester.begin)
+        try:
+            sent = self._send(part, requester.begin)
+        except BaseException as error:
+            # An interrupt, perhaps in the middle of a frame.
+            self.end_link(error)
+            with self.lock:
+                self._sending = False
+                self.wake_locked()
+            raise
         with self.lock:
             if sent is Sent.PARTLY:
                 self._unfinished = True
@@ -132,8 +145,9 @@ class Stream(Connecting):
         if self._sender is None:
             if self._closing:
                 return
-            self._sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
-            self._sender.start()
+            sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
+            sender.start()
+            self._sender = sender  # only now: the system may have no thread left, and some later
         self._wakes.notify_all()
 
     def num_background_locked(self) -> int:
@@ -242,9 +256,13 @@ class Stream(Connecting):
             ended = self._landed_locked(part)
             if ended and operation.awaited and receiver is not None and self._nobody_else_waits_locked():
                 receiver.may_stand_back()
-            if operation.priority is Priority.BACKGROUND and self._traffic.waits_locked(self):
-                self.wake_locked()
+            self._made_room_locked(operation)
         self._traffic.settle(ended)
+
+    def _made_room_locked(self, operation: Operation) -> None:
+        """A part of the operation was answered: only so much background is under way at a time."""
+        if operation.priority is Priority.BACKGROUND and self._traffic.waits_locked(self):
+            self.wake_locked()
 
     def _nobody_else_waits_locked(self) -> bool:
         """Whether the answers to come are, so far, those of callers that would receive them themselves."""
@@ -272,6 +290,7 @@ class Stream(Connecting):
             self._answered = True
             self.flight.answered()
             ended = self._traffic.refused_locked(part, reason)
+            self._made_room_locked(part.operation)
         self._traffic.settle(ended)
 
     def _ended_unanswered_locked(self, part: Part) -> list[Operation]:

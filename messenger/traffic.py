@@ -97,6 +97,10 @@ class Traffic:
         self.settle(ended)
         return True
 
+    def is_answered_here(self) -> bool:
+        """Whether the calling thread receives answers, and calls back in the middle of that."""
+        return any(stream.receives_here() for stream in self._streams)
+
     def pending(self) -> int:
         """Requests queued or in flight."""
         with self.lock:
