@@ -8,7 +8,7 @@ import grpc.aio
 
 from kvpool import node_numbers
 from kvpool.node import PoolNode
-from messenger.control import open_channel
+from messenger.control import control_error, open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
 __all__ = ["stay_joined"]
@@ -34,7 +34,7 @@ async def stay_joined(node: PoolNode, target: str) -> None:
                     node.draining.set()
             trouble = "it ended the stream"
         except grpc.aio.AioRpcError as error:
-            trouble = f"{error.details()} [{error.code().name}]"
+            trouble = control_error(error, what="Conductor.Join", target=conductor).reason
         finally:
             await channel.close()
         if trouble != last_trouble:

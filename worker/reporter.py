@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from messenger.control import open_channel
+from messenger.control import control_error, open_channel
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -44,7 +44,7 @@ class Reporter:
         self._pending = NodeReport()
         self._streams = 0  # begun so far
         self._streaming = False  # what happens now can be told
-        self._last_refusal = ""
+        self._last_refusal = self._last_trouble = ""
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
 
@@ -82,7 +82,7 @@ class Reporter:
                     if command.HasField("accepted"):
                         log.info("joined conductor at %s", self._target)
                         self.joined.set()
-                        self._last_refusal = ""
+                        self._last_refusal = self._last_trouble = ""
                     elif command.HasField("drain"):
                         self._on_drain()
             except grpc.aio.AioRpcError as error:
@@ -91,6 +91,10 @@ class Reporter:
                     self._last_refusal = error.details() or ""
                     log.error("conductor at %s refused this node: %s", self._target, self._last_refusal)
                     self.refused.set()
+                trouble = control_error(error, what="Conductor.Join", target=self._target).reason
+                if not refused and trouble != self._last_trouble:
+                    self._last_trouble = trouble
+                    log.warning("not joined to the conductor at %s, trying on: %s", self._target, trouble)
             except Exception:
                 log.exception("reporting to the conductor at %s failed", self._target)
             finally:

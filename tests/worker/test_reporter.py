@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
-from worker.reporter import MAX_SAMPLES, Reporter
+from worker.reporter import MAX_SAMPLES, RECONNECT_S, Reporter
 
 
 class Conductor(ConductorServicer):
@@ -81,3 +83,18 @@ async def test_news_after_a_broken_stream_go_to_the_next_one(tmp_path: Path) -> 
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await server.stop(0)
+
+
+async def test_a_conductor_that_cannot_be_reached_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = f"unix:{tmp_path}/nobody.sock"
+    running = asyncio.ensure_future(_reporter(target).run())
+    async with asyncio.timeout(60):
+        while not caplog.records:
+            await asyncio.wait([running], timeout=0.05)
+        await asyncio.wait([running], timeout=3 * RECONNECT_S)
+    running.cancel()
+    await asyncio.wait([running])
+    (told,) = caplog.records
+    assert told.getMessage().startswith(f"not joined to the conductor at {target}, trying on: failed to connect")
