@@ -46,6 +46,7 @@ class Server:
         self._lock = threading.Lock()
         self._connections: dict[Inbound, threading.Thread] = {}
         self._callers: dict[Caller, Counter[bytes]] = {}  # connections by session
+        self._gone: dict[Caller, object] = {}  # whose last connection broke, until it is back or reported
         self._listeners: list[tuple[Door, socket.socket, threading.Thread]] = []
         self._closing = False
 
@@ -93,6 +94,7 @@ class Server:
                 return False
             streams[hello.session] += 1
             self._callers[caller] = streams
+            self._gone.pop(caller, None)
         return True
 
     def greeted(self, hello: Hello) -> None:
@@ -113,12 +115,15 @@ class Server:
             del self._callers[caller]
             if in_peace or self._closing:
                 return
-        self._clock.set(self._loss_grace_s, lambda: self._report_lost(caller))
+            absence = self._gone[caller] = object()
+        self._clock.set(self._loss_grace_s, lambda: self._report_lost(caller, absence))
 
-    def _report_lost(self, caller: Caller) -> None:
+    def _report_lost(self, caller: Caller, absence: object) -> None:
         with self._lock:
-            if caller in self._callers or self._closing:
+            # It may be away again, and was there meanwhile: that is another absence.
+            if self._gone.get(caller) is not absence or self._closing:
                 return
+            del self._gone[caller]
         self._on_lost(*caller)
 
     def _accept(self, door: Door, listener: socket.socket, transports: Mapping[str, Transport]) -> None:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -243,3 +244,26 @@ def test_callers_that_never_come_back_are_forgotten(make_node: MakeNode, monkeyp
     owner.messenger._peer_lost("gone", 9)
     assert owner.lost == [("gone", incarnation) for incarnation in range(10)]
     assert len(owner.messenger._lost) == 4
+
+
+def test_a_caller_that_came_back_in_time_and_left_again_has_the_whole_grace_again(
+    make_node: MakeNode, dial: Dial, wait_until: Callable[..., None]
+) -> None:
+    grace_s = 1.0
+    owner = make_node("owner", peer_loss_grace_s=grace_s)
+    connected = owner.messenger._server.connections
+
+    def greet_and_leave() -> float:
+        sock = dial(owner, session=1)
+        assert sock.recv(PREFIX.size)
+        left_s = time.monotonic()
+        sock.close()
+        wait_until(lambda: not connected(), "it has left")
+        return left_s
+
+    greet_and_leave()
+    time.sleep(grace_s / 2)
+    told = len(owner.lost)
+    left_s = greet_and_leave()
+    wait_until(lambda: len(owner.lost) > told, "its loss is told")
+    assert time.monotonic() - left_s >= grace_s
