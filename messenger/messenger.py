@@ -214,7 +214,7 @@ class Messenger:
         config = self._config
         spoken: dict[str, Transport] = {} if config.transport == "rdma" else {"tcp": tcp}
         # Encryption was asked for, and what goes over rails is in the clear: only who names rdma gets it then.
-        may_choose = config.transport == "auto" and config.tls is None and bool(rdma_ports())
+        may_choose = config.transport == "auto" and config.tls is None and bool(config.rdma_devices or rdma_ports())
         if config.transport == "rdma" or may_choose:
             from messenger.rdma.transport import RdmaTransport
 
