@@ -62,6 +62,7 @@ class Device:
             raise RdmaUnavailable(f"cannot use {name}: {error}{_memlock_hint(error)}") from error
         self._shares = Shares(self._receives, SHARE)
         self._next_connection = 0
+        self._is_closing = False
 
     def port_mtu(self, port: int) -> int:
         """The greatest path MTU of a port, in bytes."""
@@ -70,6 +71,8 @@ class Device:
     def join(self) -> int:
         """A new connection takes its share of the receive requests; its number. Raises OSError when all are given."""
         with self._lock:
+            if self._is_closing:
+                raise OSError(errno.ESHUTDOWN, f"{self.name} was closed")
             self._next_connection += 1
             try:
                 self._shares.join(self._next_connection)
@@ -81,6 +84,7 @@ class Device:
         """The connection's queue pairs are gone."""
         with self._lock:
             self._shares.leave(connection)
+            self._close_if_unused()
 
     def receive_again(self, count: int) -> None:
         """Post as many receive requests as were used."""
@@ -129,11 +133,18 @@ class Device:
             raise OSError(code, f"{self.name} gives no {what}: {error}{_memlock_hint(error)}") from error
 
     def close(self) -> None:
-        """After all that was made of it."""
+        """Once the last connection is gone: a messenger may be closed by a handler that runs on one of them."""
         with self._lock:
-            registered, self._registered = list(self._registered.values()), {}
-        for one in registered:
-            one.close()
+            if not self._is_closing:
+                self._is_closing = True
+                self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if not self._is_closing or self._shares.num_members:
+            return
+        for registered in self._registered.values():
+            registered.close()
+        self._registered.clear()
         self.srq.close()
         self._receive.close()
         self.pd.close()
