@@ -26,7 +26,7 @@ class Lane:
         self.far_rkey = 0
         self.pending: deque[tuple[int, int]] = deque()
         """(number of a request, number of the instruction that it ends), in order."""
-        self._connection = device.join()
+        self._connection = device.join(self)
         made: list[Any] = []
         try:
             self.queue = CompletionQueue(device, DEPTH + SHARE + 16)

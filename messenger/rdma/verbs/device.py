@@ -20,6 +20,8 @@ from messenger.rdma.verbs import abi
 
 _RECEIVES = 8192
 _CHAIN = 64
+_IN_USE: set["Device"] = set()
+"""Not closed yet: what the garbage collector frees, it frees in any order, and libibverbs does not survive that."""
 _REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
 
 
@@ -61,6 +63,8 @@ class Device:
         except PyverbsError as error:
             raise RdmaUnavailable(f"cannot use {name}: {error}{_memlock_hint(error)}") from error
         self._shares = Shares(self._receives, SHARE)
+        self._users: dict[int, object] = {}
+        _IN_USE.add(self)
         self._next_connection = 0
         self._is_closing = False
 
@@ -68,8 +72,11 @@ class Device:
         """The greatest path MTU of a port, in bytes."""
         return 128 << int(self.context.query_port(port).active_mtu)
 
-    def join(self) -> int:
-        """A new connection takes its share of the receive requests; its number. Raises OSError when all are given."""
+    def join(self, user: object) -> int:
+        """A new connection takes its share of the receive requests; its number. `user` is kept until it leaves.
+
+        Raises OSError when all shares are given.
+        """
         with self._lock:
             if self._is_closing:
                 raise OSError(errno.ESHUTDOWN, f"{self.name} was closed")
@@ -78,12 +85,14 @@ class Device:
                 self._shares.join(self._next_connection)
             except InboxFull as error:
                 raise OSError(errno.ENOBUFS, str(error)) from error
+            self._users[self._next_connection] = user
             return self._next_connection
 
     def leave(self, connection: int) -> None:
         """The connection's queue pairs are gone."""
         with self._lock:
             self._shares.leave(connection)
+            self._users.pop(connection, None)
             self._close_if_unused()
 
     def receive_again(self, count: int) -> None:
@@ -149,6 +158,7 @@ class Device:
         self._receive.close()
         self.pd.close()
         self.context.close()
+        _IN_USE.discard(self)
 
     def _shared_receive_queue(self) -> Any:
         from pyverbs.srq import SRQ, SrqAttr, SrqInitAttr

@@ -107,7 +107,7 @@ def test_a_malformed_greeting_is_rejected_with_its_reason_and_logged(
 
 REQUESTS = {
     "rows that are no rows": Write(1, 1, 1, 1, 0, 8, b"12345678", False, b"", b""),
-    "a length that does not add up": Read(1, 1, 1, 8, rows((0, 4))),
+    "lengths that do not add up": Read(1, 1, 1, 8, rows((0, 4), (8, 3))),
     "a negative length": Read(1, 1, 1, -4, rows((0, -4))),
     "no rows": Read(1, 1, 1, 0, b""),
     "more than a part": Read(1, 1, 1, MAX_PART_NBYTES + 1, rows((0, MAX_PART_NBYTES + 1))),
