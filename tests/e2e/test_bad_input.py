@@ -26,7 +26,19 @@ import psutil
 import pytest
 
 from engine.random_model import write_random_model
-from messenger.frames import MAGIC, MAX_BODY_NBYTES, VERSION, Hello, Read, Refused, Reject, Welcome, encode
+from messenger.frames import (
+    MAGIC,
+    MAX_BODY_NBYTES,
+    VERSION,
+    Hello,
+    Message,
+    Offer,
+    Read,
+    Refused,
+    Reject,
+    Welcome,
+    encode,
+)
 from messenger.framing import PREFIX
 from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
@@ -157,7 +169,7 @@ def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
         (["--prot", "80"], ["No such option: --prot", "--port"]),
         (["--port", "many"], ["--port: 'many' is no whole number"]),
         (["--port", "70000"], ["--port is 70000: expected 0 to 65535"]),
-        (["--transport", "rdma"], ["--transport is 'rdma': expected one of auto, tcp, shm"]),
+        (["--transport", "ether"], ["--transport is 'ether': expected one of auto, rdma, tcp, shm"]),
         (["--device", "tpu"], ["--device is 'tpu'", "cuda:N"]),
         (["--capacity-tokens", "1000", "--block-tokens", "16"], ["capacity_tokens", "1000", "multiple", "16"]),
         (["--prefill-nodes", "0"], ["prefill_nodes is 0 and decode_nodes is 1", "--aggregated"]),
@@ -336,9 +348,16 @@ def dialled(address: int | str) -> Iterator[socket.socket]:
 
 def greeted(raw: socket.socket, greeting: Hello) -> SocketLink:
     link = SocketLink(raw, "node")
-    link.send(greeting)
+    link.send(greeting._replace(transport="shm" if raw.family == socket.AF_UNIX else "tcp"))
     assert isinstance(link.receive(), Welcome)
     return link
+
+
+def answer(link: SocketLink) -> Message:
+    """The next message but for offers of memory."""
+    while isinstance(message := link.receive(), Offer):
+        os.close(link.take_fd())
+    return message
 
 
 def rows(offset: int, nbytes: int) -> bytes:
@@ -347,7 +366,7 @@ def rows(offset: int, nbytes: int) -> bytes:
 
 def reason_of_rejection(link: SocketLink) -> str:
     """What the node says before it closes the connection."""
-    reject = link.receive()
+    reject = answer(link)
     assert isinstance(reject, Reject)
     with pytest.raises(OSError):
         link.receive()
@@ -382,9 +401,9 @@ async def test_a_stranger_without_the_key_reads_nothing(cluster: Any, undisturbe
         with dialled(address) as raw:
             link = greeted(raw, greeting)
             link.send(Read(1, 1, 0x1234, 4096, rows(0, 4096)))
-            answer = link.receive()
-            assert isinstance(answer, Refused)
-            return answer.reason
+            refused = answer(link)
+            assert isinstance(refused, Refused)
+            return refused.reason
 
     for node in (*WORKERS, *POOLS):
         greeting = GREETING._replace(peer_node_id=node, peer_incarnation=await incarnation(cluster, node))

@@ -200,8 +200,6 @@ def test_requests_in_perfect_order_never_come_to_python(
     owners: dict[str, Any], transport: str, source: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = owners["compiled"]
-    caller, key = Caller(owner, transport, source), owner.grant()
-    row, source_id = ((100, 10), 0) if transport == "tcp" else ((0, 100, 10), 1)
     taken: list[str] = []
     handle = Inbound._handle
 
@@ -210,6 +208,8 @@ def test_requests_in_perfect_order_never_come_to_python(
         handle(self, session, message)
 
     monkeypatch.setattr(Inbound, "_handle", seen)
+    caller, key = Caller(owner, transport, source), owner.grant()
+    row, source_id = ((100, 10), 0) if transport == "tcp" else ((0, 100, 10), 1)
     for seq in (1, 2):
         write = Write(seq, seq, key.region_id, key.token, source_id, 10, rows(row), seq == 2, b"t", b"p")
         caller.sock.sendall(encode(write) + (b"\x05" * 10 if transport == "tcp" else b""))
