@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import KvGroup, KvSpec, layer_digests, layer_digests_at, seal_digest
-from messenger.native.compiling import compiled
 from kvpool.errors import SpecError
+from messenger.native.compiling import compiled
 
 DTYPES = ["float32", "bfloat16", "int8"]
 
