@@ -23,7 +23,7 @@ def main() -> int:
         if options.action == "run":
             shape = Shape(2 if options.two else 1, options.rails, options.memory, options.results)
             return bed.run(options.command, shape, deadline)
-        return suite.run(bed, deadline) if options.action == "test" else 0
+        return suite.run(bed, deadline, core=options.core) if options.action == "test" else 0
     except BedError as error:
         say(f"{type(error).__name__}: {error}")
         return qemu.STATUS_NONE
@@ -34,9 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     build = actions.add_parser("build", help="build and cache the image, if it is not there")
     test = actions.add_parser("test", help="the messenger's tests over rdma, in one VM and between two")
+    test.add_argument("--core", action="store_true", help="in minutes: bytes, order, rights, fences, rails")
     run = actions.add_parser("run", help="run a command in the VM, at the repository's root")
     for action in (build, test, run):
-        action.add_argument("--timeout", type=float, default=1200.0, help="seconds for all (%(default)g)")
+        action.add_argument("--timeout", type=float, default=2400.0, help="seconds for all (%(default)g)")
     run.add_argument(
         "--two", action="store_true", help="two VMs; each runs the command, RDMA_BED_ROLE tells which it is"
     )
