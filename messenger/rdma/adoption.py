@@ -106,6 +106,7 @@ def _ends(lanes: Sequence[Lane]) -> list[handshake.End]:
 
 
 def _give_up(lanes: Sequence[Lane]) -> None:
-    for lane in lanes:
-        lane.pair.fail()
-        lane.close()
+    with contextlib.ExitStack() as rest:
+        for lane in lanes:
+            rest.callback(lane.close)
+            rest.callback(lane.pair.fail)

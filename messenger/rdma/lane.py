@@ -1,5 +1,6 @@
 """One rail of one connection, this side's end: queue pair, completion queue, and where frames are registered."""
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -61,11 +62,16 @@ class Lane:
 
     def close(self) -> None:
         """Once the queue pair failed and no thread uses it: give everything back."""
-        used = 0
+        with contextlib.ExitStack() as rest:
+            rest.callback(self.device.leave, self._connection)
+            rest.callback(self._frames.close)
+            rest.callback(self.queue.close)
+            rest.callback(self.pair.close)
+            self.discard()
+
+    def discard(self) -> None:
+        """Of what completed, only what must be given back."""
         while len(found := self.queue.poll()):
-            used += int((found["wr_id"] == abi.RECEIVE_ID).sum())
-        self.pair.close()
-        self.queue.close()
-        self._frames.close()
-        self.device.receive_again(used)
-        self.device.leave(self._connection)
+            received = found["wr_id"] == abi.RECEIVE_ID
+            self.pair.done = max(self.pair.done, int(found["wr_id"][~received].max(initial=0)))
+            self.device.receive_again(int(received.sum()))

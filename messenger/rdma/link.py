@@ -5,6 +5,7 @@ the leader: it polls the completion queues, sleeps on their channels, and hands 
 it. All state is under one lock, which nobody holds while it sleeps; only the leader replaces lanes.
 """
 
+import contextlib
 import os
 import select
 import threading
@@ -97,16 +98,17 @@ class RdmaLink(Link):
             self._end(LinkClosed(f"the connection to {self.address} was cut"))
 
     def close(self, *, reset: bool = False) -> None:
-        with self._changed:
-            self._end(LinkClosed(f"the connection to {self.address} was closed"))
-            self._drain()
-        for window in self._windows:
-            window.close()
-        for lane in self.lanes:
-            lane.close()
-        self._epoll.close()
-        os.close(self._wake)
-        self._sock.close(reset=reset)
+        with contextlib.ExitStack() as rest:
+            rest.callback(self._sock.close, reset=reset)
+            rest.callback(os.close, self._wake)
+            rest.callback(self._epoll.close)
+            for lane in self.lanes:
+                rest.callback(lane.close)
+            for window in self._windows:
+                rest.callback(window.close)
+            with self._changed:
+                self._end(LinkClosed(f"the connection to {self.address} was closed"))
+                self._drain()
 
     # What the two sides of the transport need beside it.
 
@@ -339,8 +341,8 @@ class RdmaLink(Link):
         except OSError:
             return
         while any(lane.pair.done < mark for lane, mark in zip(self.lanes, marks, strict=True)):
-            for index, completions in self._poll():
-                self._courier.take(index, completions)
+            for lane in self.lanes:
+                lane.discard()
             if time.monotonic() > deadline_s:
                 return
             time.sleep(0.0005)
