@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     build = actions.add_parser("build", help="build and cache the image, if it is not there")
     test = actions.add_parser("test", help="the messenger's tests over rdma, in one VM and between two")
-    test.add_argument("--core", action="store_true", help="in minutes: bytes, order, rights, fences, rails")
+    test.add_argument("--core", action="store_true", help="in minutes: bytes, rights, fences, rails")
     run = actions.add_parser("run", help="run a command in the VM, at the repository's root")
     for action in (build, test, run):
         action.add_argument("--timeout", type=float, default=2400.0, help="seconds for all (%(default)g)")

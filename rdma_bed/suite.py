@@ -12,9 +12,9 @@ _SESSION_LIMIT_S = 900
 _CORE_LIMIT_S = 300
 _CORE = (
     "tests/messenger/rdma/device",
-    *(f"tests/messenger/behaviour/test_{subject}.py" for subject in ("access", "content", "fencing", "order")),
+    *(f"tests/messenger/behaviour/test_{subject}.py" for subject in ("content", "fencing")),
 )
-"""What only a verbs device can tell, in minutes: bytes, order, rights, fences, rails that fail."""
+"""What only a verbs device can tell, in minutes: bytes, rights, fences, rails that fail."""
 
 
 def _pytest(limit_s: int) -> str:
