@@ -158,8 +158,12 @@ class Stream(Connecting):
         part.attempts += 1
         if part.attempts > 1:
             self._counters.add("retries")
+        return self._attempt(send, part)
+
+    def _attempt(self, send: Callable[..., Sent], *part: Part) -> Sent:
+        """Send, or finish sending; what fails in it ends the link, which is where its parts are told of."""
         try:
-            return send(part)
+            return send(*part)
         except OSError as error:
             self.end_link(error)
         except Exception as error:
@@ -202,7 +206,7 @@ class Stream(Connecting):
             sent = self._send(part, requester.send)
         elif unfinished:
             part = self.flight.in_flight[-1]
-            sent = self._finish(requester)
+            sent = self._attempt(requester.finish)
         else:
             return False
         with self.lock:
@@ -223,16 +227,6 @@ class Stream(Connecting):
     def _over_locked(self) -> bool:
         """Whether the link is to be cleaned up, and no caller uses it any more."""
         return (self._link_ended or self._closing) and not self._sending
-
-    def _finish(self, requester: Requester) -> Sent:
-        try:
-            return requester.finish()
-        except OSError as error:
-            self.end_link(error)
-        except Exception as error:
-            _log.exception("sending to %s failed", self.address)
-            self.end_link(error)
-        return Sent.WHOLE
 
     def _say_goodbye(self) -> None:
         link = self._link

@@ -1,4 +1,4 @@
-"""The seam between what a messenger promises and how bytes move; the transports are the sub-packages tcp and shm.
+"""The seam between what a messenger promises and how bytes move; the transports are the sub-packages tcp, shm and rdma.
 
 A transport opens links to peers, and a door takes in theirs. On each link there is a Requester (the side that calls
 write, read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
@@ -16,12 +16,13 @@ import numpy.typing as npt
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
 from messenger.errors import ProtocolError
-from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Notify, Offer, Read, Write
+from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Offer, Read, Write
 from messenger.grants import Access
 from messenger.keys import RemoteKey
 from messenger.link import Link
 from messenger.memory import Region
 from messenger.operation import Kind, Operation, Part, Transfer
+from messenger.requests import notify_request
 from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
 
@@ -58,8 +59,7 @@ class Requester(ABC):
     def send(self, part: Part) -> Sent:
         """Put the part on the wire; blocks while the link is full. Raises OSError when the link ended."""
         if part.transfer is None:
-            assert part.notification is not None
-            self._link.send(Notify(part.seq, part.notification.tag, part.notification.payload))
+            self._link.send(notify_request(part))
         elif part.operation.kind is Kind.READ:
             self._send_read(part, part.transfer)
         else:

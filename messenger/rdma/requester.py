@@ -19,6 +19,7 @@ from messenger.operation import Kind, Part, Transfer
 from messenger.rdma.courier import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
+from messenger.requests import read_request, write_request
 from messenger.slices import NBYTES, REMOTE, Rows
 from messenger.transport import Requester, Sent
 
@@ -89,27 +90,14 @@ class RdmaRequester(Requester):
         access = self._access(transfer.key)
         is_allowed = access.write and _inside(transfer.rows, access) and part.seq > access.last_seq
         movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
-        note = part.notification
-        message = Write(
-            seq=part.seq,
-            operation=part.operation.number,
-            region_id=transfer.key.region_id,
-            token=transfer.key.token,
-            source_id=int(movement is not None),
-            nbytes=transfer.nbytes,
-            rows=_extent(transfer.rows),
-            notify=note is not None,
-            tag=note.tag if note else b"",
-            payload=note.payload if note else b"",
-        )
-        self._move(part, movement, message)
+        source_id = int(movement is not None)
+        self._move(part, movement, write_request(part, transfer, source_id, _extent(transfer.rows)))
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
         access = self._access(transfer.key)
         is_allowed = access.read and _inside(transfer.rows, access)
         movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
-        key = transfer.key
-        self._move(part, movement, Read(part.seq, key.region_id, key.token, transfer.nbytes, _extent(transfer.rows)))
+        self._move(part, movement, read_request(part, transfer, _extent(transfer.rows)))
 
     def _move(self, part: Part, movement: Movement | None, message: Write | Read) -> None:
         if movement is not None:

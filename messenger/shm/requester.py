@@ -8,10 +8,11 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from messenger.frames import Ack, Message, Notify, Offer, Read, Write
+from messenger.frames import Ack, Message, Offer, Read, Write
 from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory
 from messenger.operation import Kind, Operation, Part, Transfer
+from messenger.requests import notify_request, read_request, write_request
 from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
 from messenger.shm.loan import Loan
 from messenger.shm.offers import Offers
@@ -48,11 +49,10 @@ class ShmRequester(Requester):
             self._mappings[offer.region_id] = memory
 
     def begin(self, part: Part) -> Sent:
-        transfer, note = part.transfer, part.notification
+        transfer = part.transfer
         message: Message
         if transfer is None:
-            assert note is not None
-            message = Notify(part.seq, note.tag, note.payload)
+            message = notify_request(part)
         elif part.operation.kind is not Kind.READ:
             if not self._offers.made(transfer.region):
                 return super().begin(part)
@@ -143,21 +143,8 @@ def _consent(key: RemoteKey) -> tuple[int, int]:
 
 
 def _write(part: Part, transfer: Transfer) -> Write:
-    key, note = transfer.key, part.notification
-    return Write(
-        part.seq,
-        part.operation.number,
-        key.region_id,
-        key.token,
-        transfer.region.region_id,
-        part.nbytes,
-        transfer.slices.packed(),
-        note is not None,
-        b"" if note is None else note.tag,
-        b"" if note is None else note.payload,
-    )
+    return write_request(part, transfer, transfer.region.region_id, transfer.slices.packed())
 
 
 def _read(part: Part, transfer: Transfer) -> Read:
-    key = transfer.key
-    return Read(part.seq, key.region_id, key.token, part.nbytes, transfer.slices.rows[:, REMOTE:].tobytes())
+    return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())

@@ -31,10 +31,10 @@ class TcpResponder(Responder):
         return parse_rows(message.rows, 2, message.nbytes)
 
     def land(self, message: Write, rows: Rows, region: Region) -> None:
-        self._link.receive_into(views(region, rows))
+        self._link.receive_into(views(region, rows.tolist()))
 
     def skip(self, message: Write) -> None:
         self._link.drain(message.nbytes)
 
     def serve(self, message: Read, rows: Rows, region: Region) -> None:
-        self._link.send(Ack(message.seq, message.nbytes), views(region, rows))
+        self._link.send(Ack(message.seq, message.nbytes), views(region, rows.tolist()))

@@ -1,10 +1,11 @@
 """Memory views of a region's slices, for scatter and gather calls."""
 
+from collections.abc import Iterable, Sequence
+
 from messenger.memory import Region
-from messenger.slices import Rows
 
 
-def views(region: Region, rows: Rows) -> list[memoryview]:
-    """One view per row of int64 [n, 2] (offset, nbytes); none for an empty one, which reads as an end."""
+def views(region: Region, runs: Iterable[Sequence[int]]) -> list[memoryview]:
+    """One view for each (offset, nbytes); none for an empty one, which reads as an end."""
     view = region.view
-    return [view[offset : offset + nbytes] for offset, nbytes in rows.tolist() if nbytes]
+    return [view[offset : offset + nbytes] for offset, nbytes in runs if nbytes]
