@@ -6,7 +6,9 @@ from messenger.errors import (
     BindFailed,
     ControlError,
     DeadlineExceeded,
+    GpuMemoryUnsupported,
     InvalidArgument,
+    MemoryOutOfReach,
     MessengerClosed,
     MessengerError,
     PeerLost,
@@ -18,6 +20,7 @@ from messenger.errors import (
     TransferDeadlineExceeded,
     TransferError,
 )
+from messenger.gpu import GpuMemory, GpuRegion
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.messenger import Messenger
@@ -32,8 +35,12 @@ __all__ = [
     "ControlError",
     "DeadlineExceeded",
     "Endpoint",
+    "GpuMemory",
+    "GpuMemoryUnsupported",
+    "GpuRegion",
     "InvalidArgument",
     "Loan",
+    "MemoryOutOfReach",
     "Messenger",
     "MessengerClosed",
     "MessengerConfig",

@@ -12,6 +12,7 @@ MessengerError
 ├── DeadlineExceeded         the deadline passed first; the operation cannot touch memory any more
 ├── TransferCancelled        the caller cancelled it; it cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
+├── MemoryOutOfReach         the transport by which the peer is reached cannot move the local memory: a GPU's by tcp
 ├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
 ├── ProtocolError            bytes that are no frame of this protocol and version
 │   └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
@@ -88,6 +89,10 @@ class TransferCancelled(TransferError):
 
 class RemoteAccessError(TransferError):
     """The owner of the memory refused the key, the right or the bounds; no byte was touched."""
+
+
+class MemoryOutOfReach(TransferError):
+    """The local region is GPU memory, and the peer is reached by a transport that moves host memory only."""
 
 
 class GpuMemoryUnsupported(MessengerError):

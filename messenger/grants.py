@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from messenger.errors import InvalidArgument
+from messenger.gpu import AnyRegion, GpuMemory, GpuRegion, out_of_reach
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.shm.grant_page import GrantPage
@@ -44,7 +45,7 @@ class Window(Protocol):
 class _Grant:
     number: int
     key: RemoteKey
-    region: Region
+    region: AnyRegion
     movers: list[Cuttable] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
@@ -73,7 +74,7 @@ class Access:
 class GrantTable:
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, AnyRegion] = {}
         self._grants: dict[int, _Grant] = {}
         self._leaving: list[_Grant] = []
         self._next_region_id = 1
@@ -89,7 +90,7 @@ class GrantTable:
             if self._slots is None:
                 self._slots = GrantSlots()
                 for grant in self._grants.values():
-                    self._slots.place(grant.number, grant.key, grant.region.address)
+                    self._place(grant)
             return self._slots
 
     def page(self) -> GrantPage:
@@ -98,7 +99,7 @@ class GrantTable:
             if self._page is None:
                 self._page = GrantPage("messenger")
                 for grant in self._grants.values():
-                    self._page.show(grant.key)
+                    self._show(grant)
             return self._page
 
     def close(self) -> None:
@@ -110,12 +111,17 @@ class GrantTable:
     def register(self, memory: SharedMemory) -> Region:
         array = memory.array
         with self._changed:
-            region = Region(self._next_region_id, memory, array)
-            self._next_region_id += 1
+            region = Region(self._next_number_of_region(), memory, array)
             self._regions[region.region_id] = region
         return region
 
-    def deregister(self, region: Region, grace_s: float) -> None:
+    def register_gpu(self, memory: GpuMemory) -> GpuRegion:
+        with self._changed:
+            region = GpuRegion(self._next_number_of_region(), memory)
+            self._regions[region.region_id] = region
+        return region
+
+    def deregister(self, region: AnyRegion, grace_s: float) -> None:
         """Revoke the region's grants and forget it. Unknown regions are ignored."""
         with self._changed:
             self._regions.pop(region.region_id, None)
@@ -123,7 +129,7 @@ class GrantTable:
         for key in keys:
             self.revoke(key, grace_s)
 
-    def grant(self, region: Region, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
+    def grant(self, region: AnyRegion, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
         """A new key for a window of the region."""
         if not (read or write):
             raise InvalidArgument("a grant needs a right: read, write or both")
@@ -137,10 +143,8 @@ class GrantTable:
             key = RemoteKey(region.region_id, token, offset, nbytes, read, write)
             grant = self._grants[token] = _Grant(self._next_number, key, region)
             self._next_number += 1
-            if self._slots is not None:
-                self._slots.place(grant.number, key, region.address)
-            if self._page is not None and not self._page.closed:
-                self._page.show(key)
+            self._place(grant)
+            self._show(grant)
         return key
 
     def revoke(self, key: RemoteKey, grace_s: float) -> None:
@@ -166,7 +170,9 @@ class GrantTable:
             if grant in self._leaving:
                 self._leaving.remove(grant)
 
-    def enter(self, region_id: int, token: int, rows: Rows, *, write: bool, mover: Cuttable) -> Access:
+    def enter(
+        self, region_id: int, token: int, rows: Rows, *, write: bool, mover: Cuttable, reaches_gpus: bool = False
+    ) -> Access:
         """Begin an access to rows, int64 [n, 2] (offset, nbytes). Raises AccessDenied."""
         with self._changed:
             grant = self._find(region_id, token)
@@ -175,6 +181,8 @@ class GrantTable:
                 raise AccessDenied(f"the key does not give the right to {'write' if write else 'read'}")
             if not within(rows[:, 0], rows[:, 1], key.offset, key.offset + key.nbytes):
                 raise AccessDenied(f"out of bounds: the key's window is [{key.offset}, {key.offset + key.nbytes})")
+            if not reaches_gpus and isinstance(grant.region, GpuRegion):
+                raise AccessDenied(out_of_reach(grant.region))
             grant.movers.append(mover)
         return Access(self, grant, mover)
 
@@ -190,7 +198,7 @@ class GrantTable:
         with self._changed:
             self._changed.notify_all()
 
-    def require(self, region: Region) -> None:
+    def require(self, region: AnyRegion) -> None:
         """Raises InvalidArgument unless the region is registered here."""
         with self._changed:
             if self._regions.get(region.region_id) is not region:
@@ -207,6 +215,21 @@ class GrantTable:
             grants = [*self._grants.values(), *self._leaving]
             moving = [(len(self._movers(grant)), grant.key.region_id) for grant in grants]
         return [f"{count} transfers under way in region {region_id}" for count, region_id in moving if count]
+
+    def _next_number_of_region(self) -> int:
+        number = self._next_region_id
+        self._next_region_id += 1
+        return number
+
+    def _place(self, grant: _Grant) -> None:
+        """Let compiled loops see the grant, which leave to Python what they do not see, and so GPU memory."""
+        if self._slots is not None and isinstance(grant.region, Region):
+            self._slots.place(grant.number, grant.key, grant.region.address)
+
+    def _show(self, grant: _Grant) -> None:
+        """Let readers of this host see the grant."""
+        if self._page is not None and not self._page.closed and isinstance(grant.region, Region):
+            self._page.show(grant.key)
 
     def _movers(self, grant: _Grant) -> list[Cuttable]:
         """Who moves bytes under the grant now. With the lock held."""

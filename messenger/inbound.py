@@ -274,7 +274,8 @@ class Inbound:
             self._responder.asked(ask, access, session.last_seq)
 
     def _enter(self, region_id: int, token: int, rows: Rows, *, write: bool) -> Access:
-        return self._owner.grants.enter(region_id, token, rows, write=write, mover=self)
+        reaches_gpus = self._responder.reaches_gpus
+        return self._owner.grants.enter(region_id, token, rows, write=write, mover=self, reaches_gpus=reaches_gpus)
 
     def _deliver(self, tag: bytes, payload: bytes) -> None:
         assert self._hello is not None

@@ -5,13 +5,15 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from typing import overload
 
 from messenger.alarms import AlarmClock
 from messenger.config import Endpoint, MessengerConfig, boot_id
 from messenger.counters import Counters, FlowTotals
 from messenger.dialing import Dialer
-from messenger.errors import InvalidArgument, MessengerClosed, RdmaUnavailable
+from messenger.errors import GpuMemoryUnsupported, InvalidArgument, MessengerClosed, RdmaUnavailable
 from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
+from messenger.gpu import AnyRegion, GpuMemory, GpuRegion
 from messenger.grants import GrantTable
 from messenger.inbound import Owner
 from messenger.keys import RemoteKey
@@ -133,17 +135,42 @@ class Messenger:
             raise InvalidArgument("the messenger has not been started")
         return self._endpoint
 
-    def register(self, memory: SharedMemory) -> Region:
-        """Make memory usable as source, destination and, by grants, for peers."""
-        return self._grants.register(memory)
+    @overload
+    def register(self, memory: SharedMemory) -> Region: ...
+    @overload
+    def register(self, memory: GpuMemory) -> GpuRegion: ...
+    def register(self, memory: SharedMemory | GpuMemory) -> AnyRegion:
+        """Make memory usable as source, destination and, by grants, for peers.
 
-    def deregister(self, region: Region) -> None:
+        GPU memory is moved by rdma alone, straight between adapter and GPU (see rdma/gpu_memory.py), once this
+        messenger was started. Raises GpuMemoryUnsupported, naming what is missing, where that cannot be: then keep a
+        copy in host memory and register that. Towards a peer that rdma does not reach its transfers end with
+        MemoryOutOfReach, and peers that come by tcp or shm are refused.
+        """
+        if isinstance(memory, SharedMemory):
+            return self._grants.register(memory)
+        transport = self._transports.get("rdma")
+        if transport is None:
+            spoken = ", ".join(self._transports) or "nothing before it is started"
+            raise GpuMemoryUnsupported(
+                f"GPU memory is reached by rdma alone, and this messenger speaks {spoken}: give it rdma, or register "
+                "host memory and copy"
+            )
+        region = self._grants.register_gpu(memory)
+        try:
+            transport.register_gpu(region)
+        except BaseException:
+            self.deregister(region)
+            raise
+        return region
+
+    def deregister(self, region: AnyRegion) -> None:
         """Revoke all grants of the region and forget it. Own operations under way keep the mapping until they end."""
         self._grants.deregister(region, self._config.revoke_grace_s)
         for transport in self._transports.values():
             transport.deregister(region)
 
-    def grant(self, region: Region, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
+    def grant(self, region: AnyRegion, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
         """Let whoever has the key read or write bytes [offset, offset + nbytes) of the region."""
         return self._grants.grant(region, offset, nbytes, read=read, write=write)
 

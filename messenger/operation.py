@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 from messenger.completion import Completion
 from messenger.errors import InvalidArgument
+from messenger.gpu import AnyRegion
 from messenger.keys import RemoteKey
-from messenger.memory import Region
 from messenger.priority import Priority
 from messenger.slices import Rows, Slices
 
@@ -115,7 +115,7 @@ class Transfer(NamedTuple):
     """The memory side of a part: slices (local_offset, remote_offset, nbytes) between `region` and the key's region."""
 
     key: RemoteKey
-    region: Region
+    region: AnyRegion
     slices: Slices
 
     @property

@@ -12,6 +12,7 @@ from messenger.backlog import Role, Way
 from messenger.config import Endpoint
 from messenger.errors import InvalidArgument
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
+from messenger.gpu import AnyRegion
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.operation import Kind, Notification, Operation, Part, Transfer, TransferResult
@@ -43,7 +44,8 @@ class Peer:
 
     Slices are integers [n, 3]: rows (local_offset, remote_offset, nbytes), both offsets from the start of a region.
     Arguments that cannot be right raise InvalidArgument at once; whatever happens later is the future's: PeerLost,
-    PeerRestarted, PeerUnreachable, TransferDeadlineExceeded, TransferCancelled, RemoteAccessError or MessengerClosed.
+    PeerRestarted, PeerUnreachable, TransferDeadlineExceeded, TransferCancelled, RemoteAccessError, MemoryOutOfReach
+    or MessengerClosed.
     Once a future is done, and not before, its local memory is free for other use: `cancel` asks for an early end,
     which then comes as TransferCancelled. (An asyncio future made of one forgets it when it is cancelled itself.)
 
@@ -57,7 +59,7 @@ class Peer:
         streams: Sequence[Stream],
         *,
         default_deadline_s: float,
-        require_region: Callable[[Region], None],
+        require_region: Callable[[AnyRegion], None],
     ) -> None:
         self.endpoint = endpoint
         self._traffic = traffic
@@ -70,7 +72,7 @@ class Peer:
     def write(
         self,
         key: RemoteKey,
-        region: Region,
+        region: AnyRegion,
         slices: npt.ArrayLike,
         *,
         deadline_s: float | None = None,
@@ -82,7 +84,7 @@ class Peer:
     def read(
         self,
         key: RemoteKey,
-        region: Region,
+        region: AnyRegion,
         slices: npt.ArrayLike,
         *,
         deadline_s: float | None = None,
@@ -105,7 +107,7 @@ class Peer:
     def write_notify(
         self,
         key: RemoteKey,
-        region: Region,
+        region: AnyRegion,
         slices: npt.ArrayLike,
         tag: bytes,
         payload: bytes,
@@ -189,7 +191,7 @@ class Peer:
         self,
         kind: Kind,
         key: RemoteKey,
-        region: Region,
+        region: AnyRegion,
         slices: npt.ArrayLike,
         notification: Notification | None,
         priority: Priority,

@@ -16,7 +16,9 @@ from messenger.backlog import Role
 from messenger.connecting import Connecting
 from messenger.counters import Counters
 from messenger.dialing import Dialer
+from messenger.errors import MemoryOutOfReach
 from messenger.frames import Goodbye
+from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
 from messenger.link import Link
 from messenger.operation import Operation, Part
@@ -53,6 +55,7 @@ class Stream(Connecting):
         self.role = role
         self._sender: threading.Thread | None = None
         self._sending = False
+        self._unable = ""  # why the last part could not be sent
         self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
 
     def has_thread(self) -> bool:
@@ -135,7 +138,7 @@ class Stream(Connecting):
                 self.wake_locked()
                 return
             self._sending = False
-            ended = self._ended_unanswered_locked(part) if sent is Sent.DONE else []
+            ended = self._ended_unanswered_locked(part, sent)
             if self._link_ended or self._closing or self._traffic.waits_locked(self):
                 self.wake_locked()
         self._traffic.settle(ended)
@@ -166,6 +169,9 @@ class Stream(Connecting):
             return send(*part)
         except OSError as error:
             self.end_link(error)
+        except NotInHostMemory as error:
+            self._unable = str(error)
+            return Sent.UNABLE
         except Exception as error:
             _log.exception("sending to %s failed", self.address)
             self.end_link(error)
@@ -211,7 +217,7 @@ class Stream(Connecting):
             return False
         with self.lock:
             self._sending = False
-            ended = self._ended_unanswered_locked(part) if sent is Sent.DONE else []
+            ended = self._ended_unanswered_locked(part, sent)
         self._traffic.settle(ended)
         return True
 
@@ -287,9 +293,14 @@ class Stream(Connecting):
             self._made_room_locked(part.operation)
         self._traffic.settle(ended)
 
-    def _ended_unanswered_locked(self, part: Part) -> list[Operation]:
-        self.flight.ended(part)
-        return self._landed_locked(part)
+    def _ended_unanswered_locked(self, part: Part, sent: Sent) -> list[Operation]:
+        if sent is Sent.DONE:
+            self.flight.ended(part)
+            return self._landed_locked(part)
+        if sent is Sent.UNABLE:
+            self.flight.ended(part)
+            return self._traffic.refused_locked(part, self._unable, MemoryOutOfReach)
+        return []
 
     def _landed_locked(self, part: Part) -> list[Operation]:
         now_s = time.monotonic()

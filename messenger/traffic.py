@@ -154,11 +154,11 @@ class Traffic:
         del self._open[operation]
         return [operation]
 
-    def refused_locked(self, part: Part, reason: str) -> list[Operation]:
-        """The owner refused a part, which dooms its operation."""
+    def refused_locked(self, part: Part, reason: str, kind: type[TransferError] = RemoteAccessError) -> list[Operation]:
+        """The owner refused a part, or this side's transport, which dooms its operation."""
         operation = part.operation
         if operation.failure is None:
-            operation.failure = self._error(RemoteAccessError, reason, operation)
+            operation.failure = self._error(kind, reason, operation)
         return self.ended_locked(part, None) or self._drop_locked([operation])
 
     def give_up_locked(self, operation: Operation, reason: str) -> None:

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
-from messenger.errors import ProtocolError
+from messenger.errors import GpuMemoryUnsupported, ProtocolError
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Offer, Read, Write
+from messenger.gpu import AnyRegion, GpuRegion
 from messenger.grants import Access
 from messenger.keys import RemoteKey
 from messenger.link import Link
-from messenger.memory import Region
 from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.requests import notify_request
 from messenger.slices import FEW, Rows
@@ -43,6 +43,8 @@ class Sent(Enum):
     """Some of it, perhaps nothing: `finish` does the rest."""
     DONE = "done"
     """Over, without a request: no answer comes."""
+    UNABLE = "unable"
+    """The transport cannot reach the part's local memory: nothing was sent."""
 
 
 class NoPath(ConnectionError):
@@ -114,6 +116,9 @@ class Requester(ABC):
 class Responder(ABC):
     """The owning side of one link; every method runs on the connection's thread."""
 
+    reaches_gpus = False
+    """Whether bytes move without this process touching the memory."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -131,7 +136,7 @@ class Responder(ABC):
         """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
 
     @abstractmethod
-    def land(self, message: Write, rows: Rows, region: Region) -> None:
+    def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         """Put the bytes in place; `rows` are those of `target_rows`. Raises OSError when the link ended first."""
 
     @abstractmethod
@@ -143,7 +148,7 @@ class Responder(ABC):
         return parse_rows(message.rows, 2, message.nbytes)
 
     @abstractmethod
-    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+    def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         """Answer a read that is allowed, the Ack included."""
 
     def offered(self, offer: Offer) -> None:
@@ -194,7 +199,11 @@ class Transport(ABC):
     @abstractmethod
     def responder(self, link: Link) -> Responder: ...
 
-    def deregister(self, region: Region) -> None:  # noqa: B027  (most transports keep nothing of it)
+    def register_gpu(self, region: GpuRegion) -> None:
+        """Make GPU memory known to the hardware. Raises GpuMemoryUnsupported."""
+        raise GpuMemoryUnsupported(f"{self.name} moves host memory only")
+
+    def deregister(self, region: AnyRegion) -> None:  # noqa: B027  (most transports keep nothing of it)
         """Forget the region, of which every grant is revoked."""
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)

@@ -16,18 +16,24 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 from messenger.errors import GpuMemoryUnsupported
+from messenger.gpu import GpuMemory
 from messenger.rdma.policy.facts import Place
+from messenger.rdma.registered import Registered
 from messenger.rdma.topology import ROOT, pci_place
 
 _SYNC_MEMOPS, _DEVICE_ORDINAL = 6, 9  # CUpointer_attribute
-_DMABUF_SUPPORTED: Final = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+# CU_DEVICE_ATTRIBUTE_...: GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, GPU_DIRECT_RDMA_WRITES_ORDERING, DMA_BUF_SUPPORTED
+_FLUSH_OPTIONS, _WRITES_ORDERING, _DMABUF_SUPPORTED = 117, 118, 124
+_FLUSH_BY_HOST: Final = 1
+_ORDERED_FOR_OWNER: Final = 100
+_OF_CONTEXT, _TO_OWNER = 0, 100  # CUflushGPUDirectRDMAWritesTarget and -Scope
 _AS_DMABUF: Final = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PEER_MODULES: Final = ("nvidia_peermem", "nv_peer_mem")
 
@@ -42,14 +48,6 @@ class Way(Enum):
 
     DMABUF = "dmabuf"
     PEER_MEMORY = "peer memory"
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """Memory of a GPU by its device pointer, as of a torch tensor's data_ptr(); it must outlive its registration."""
-
-    address: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,6 @@ class Span:
     start: int
     nbytes: int
     offset: int
-
-
-@dataclass(frozen=True)
-class Registered:
-    """`mr` is pyverbs' registration. `first_address` is where verbs count the memory's first byte from: a device
-    pointer by peer memory, an offset in the exported pages by dmabuf."""
-
-    mr: Any
-    first_address: int
-    way: Way
 
 
 class CudaDriver:
@@ -107,9 +95,7 @@ class CudaDriver:
         return found
 
     def exports_dmabuf(self, gpu: int) -> bool:
-        value, device = ctypes.c_int(), self._device(gpu)
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), _DMABUF_SUPPORTED, device)
-        return bool(value.value)
+        return bool(self._attribute(_DMABUF_SUPPORTED, gpu))
 
     def place(self, gpu: int, root: Path = ROOT) -> Place:
         """Where the GPU sits, for the choice of adapters."""
@@ -123,6 +109,24 @@ class CudaDriver:
         with self._context(gpu):
             flag = ctypes.c_uint(1)
             self._call("cuPointerSetAttribute", ctypes.byref(flag), _SYNC_MEMOPS, ctypes.c_uint64(memory.address))
+
+    def needs_flush(self, gpu: int) -> bool:
+        """Whether what an adapter wrote is seen by the GPU's later work only after a `flush`.
+
+        Raises GpuMemoryUnsupported where it needs one that the host cannot do.
+        """
+        if self._attribute(_WRITES_ORDERING, gpu) >= _ORDERED_FOR_OWNER:
+            return False
+        if not self._attribute(_FLUSH_OPTIONS, gpu) & _FLUSH_BY_HOST:
+            raise GpuMemoryUnsupported(
+                f"GPU {gpu} does not keep adapters' writes in order, and its driver cannot be told to wait for them"
+            )
+        return True
+
+    def flush(self, gpu: int) -> None:
+        """All that adapters wrote to the GPU before is seen by work that it is given afterwards."""
+        with self._context(gpu):
+            self._call("cuFlushGPUDirectRDMAWrites", _OF_CONTEXT, _TO_OWNER)
 
     def export(self, span: Span, gpu: int) -> int:
         """A descriptor of the pages, which the caller closes."""
@@ -145,6 +149,11 @@ class CudaDriver:
                 self._call("cuCtxPopCurrent_v2", ctypes.byref(popped))
         finally:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
+
+    def _attribute(self, number: int, gpu: int) -> int:
+        value, device = ctypes.c_int(), self._device(gpu)
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+        return value.value
 
     def _device(self, gpu: int) -> ctypes.c_int:
         device = ctypes.c_int()
@@ -181,34 +190,62 @@ def page_span(memory: GpuMemory, page_nbytes: int = mmap.PAGESIZE) -> Span:
     return Span(start, end - start, memory.address - start)
 
 
-def first_that_works(attempts: dict[Way, Callable[[], Registered]]) -> Registered:
-    """The first registration that succeeds. Raises GpuMemoryUnsupported with every way's reason when none does."""
+def first_that_works(attempts: dict[Way, Callable[[], list[Registered]]]) -> tuple[Way, list[Registered]]:
+    """The first way that succeeds. Raises GpuMemoryUnsupported with every way's reason when none does."""
     reasons = []
     for way, attempt in attempts.items():
         try:
-            return attempt()
+            return way, attempt()
         except (OSError, GpuMemoryUnsupported) as error:
             reasons.append(f"by {way.value}: {error}")
     raise GpuMemoryUnsupported(f"GPU memory cannot be registered for rdma; {'; '.join(reasons)}")
 
 
 def register(
-    pd: Any, memory: GpuMemory, access: int, *, driver: CudaDriver, peer_memory: bool | None = None
-) -> Registered:
-    """Register with a pyverbs protection domain; `access` as for host memory. Close the result's `mr` before the memory
-    is freed. `peer_memory` None: look. Raises GpuMemoryUnsupported."""
+    pds: Sequence[Any], memory: GpuMemory, access: int, *, driver: CudaDriver, peer_memory: bool | None = None
+) -> tuple[Way, list[Registered]]:
+    """Register with pyverbs protection domains, all of them in one way; `access` as for host memory.
+
+    Close what is returned before the memory is freed. `peer_memory` None: look. Raises GpuMemoryUnsupported.
+    """
     allocation = driver.allocation(memory)
     known = has_peer_memory() if peer_memory is None else peer_memory
     possible = ways(driver.exports_dmabuf(allocation.gpu), known)
+    needs_flush = driver.needs_flush(allocation.gpu)
     driver.keep_in_order(memory, allocation.gpu)
-    attempts: dict[Way, Callable[[], Registered]] = {
-        Way.DMABUF: lambda: _by_dmabuf(pd, memory, access, driver, allocation.gpu),
-        Way.PEER_MEMORY: lambda: _by_peer_memory(pd, memory, access),
+
+    def settle() -> None:
+        if needs_flush:
+            driver.flush(allocation.gpu)
+
+    def by_dmabuf(pd: Any) -> Registered:
+        return _by_dmabuf(pd, memory, access, driver, allocation.gpu, settle)
+
+    def by_peer_memory(pd: Any) -> Registered:
+        return _by_peer_memory(pd, memory, access, settle)
+
+    attempts: dict[Way, Callable[[], list[Registered]]] = {
+        Way.DMABUF: lambda: _everywhere(pds, by_dmabuf),
+        Way.PEER_MEMORY: lambda: _everywhere(pds, by_peer_memory),
     }
     return first_that_works({way: attempts[way] for way in possible})
 
 
-def _by_dmabuf(pd: Any, memory: GpuMemory, access: int, driver: CudaDriver, gpu: int) -> Registered:
+def _everywhere(pds: Sequence[Any], register_with: Callable[[Any], Registered]) -> list[Registered]:
+    """One registration for each, or none at all."""
+    with contextlib.ExitStack() as undo:
+        made: list[Registered] = []
+        for pd in pds:
+            one = register_with(pd)
+            undo.callback(one.close)
+            made.append(one)
+        undo.pop_all()
+    return made
+
+
+def _by_dmabuf(
+    pd: Any, memory: GpuMemory, access: int, driver: CudaDriver, gpu: int, settle: Callable[[], None]
+) -> Registered:
     span = page_span(memory)
     descriptor = driver.export(span, gpu)
     try:
@@ -218,15 +255,15 @@ def _by_dmabuf(pd: Any, memory: GpuMemory, access: int, driver: CudaDriver, gpu:
             mr = DmaBufMR(pd, memory.nbytes, access, dmabuf=descriptor, offset=span.offset)
     finally:
         os.close(descriptor)  # the registration holds the buffer by itself
-    return Registered(mr, span.offset, Way.DMABUF)
+    return Registered(mr, span.offset, settle)  # pyverbs gives the memory the addresses from its offset on
 
 
-def _by_peer_memory(pd: Any, memory: GpuMemory, access: int) -> Registered:
+def _by_peer_memory(pd: Any, memory: GpuMemory, access: int, settle: Callable[[], None]) -> Registered:
     with _as_os_errors():
         from pyverbs.mr import MR
 
         mr = MR(pd, memory.nbytes, access, address=memory.address)
-    return Registered(mr, memory.address, Way.PEER_MEMORY)
+    return Registered(mr, memory.address, settle)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,8 @@ class RdmaRequester(Requester):
         movement = self._movements.pop(part.seq, None)
         if movement is not None:
             self._link.finish(movement)
+            if part.operation.kind is Kind.READ and part.transfer is not None:
+                self._link.lanes[0].device.settle(part.transfer.region)
         elif part.transfer is not None and part.operation.kind is Kind.READ:
             raise ProtocolError(f"{self._link.address} allows a read of which nothing was read")
         if ack.nbytes != part.nbytes:
@@ -115,9 +117,9 @@ class RdmaRequester(Requester):
             rows=transfer.rows,
             nbytes=transfer.nbytes,
             opcode=opcode,
-            local_address=transfer.region.address,
+            local_address=registrations[0].first_address,
             remote_address=access.address,
-            keys=[(int(one.lkey), rkey) for one, rkey in zip(registrations, rkeys, strict=True)],
+            keys=[(one.lkey, rkey) for one, rkey in zip(registrations, rkeys, strict=True)],
             held=registrations,
         )
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from messenger.errors import ProtocolError
 from messenger.frames import MAX_PART_NBYTES, Ack, Allow, Ask, Read, Write
+from messenger.gpu import AnyRegion
 from messenger.grants import Access
-from messenger.memory import Region
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.rdma.windows import Window
@@ -15,6 +15,7 @@ from messenger.transport import Responder
 
 class RdmaResponder(Responder):
     _link: RdmaLink
+    reaches_gpus = True
 
     def __init__(self, link: RdmaLink) -> None:
         super().__init__(link)
@@ -27,14 +28,15 @@ class RdmaResponder(Responder):
     def source_rows(self, message: Read) -> Rows:
         return _extent(message)
 
-    def land(self, message: Write, rows: Rows, region: Region) -> None:
+    def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         if not message.source_id:
             raise ProtocolError("a write under a good key of which nothing was moved")
+        self._link.lanes[0].device.settle(region)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""
 
-    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+    def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         self._link.send(Ack(message.seq, message.nbytes))
 
     def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
@@ -44,15 +46,17 @@ class RdmaResponder(Responder):
             self._generation = self._link.generation
             self._windows.clear()
         window = self._windows.get(ask.token)
-        trouble = ""
-        if window is None:
-            rights = abi.ACCESS_REMOTE_READ * key.read | abi.ACCESS_REMOTE_WRITE * key.write
-            try:
-                registrations = [lane.device.register(region) for lane in self._link.lanes]
-            except OSError as error:
-                trouble = str(error)
-            else:
-                window = self._link.bind(registrations, region.address + key.offset, key.nbytes, rights)
+        trouble, address = "", 0
+        try:
+            registered = [lane.device.register(region) for lane in self._link.lanes]
+        except OSError as error:
+            trouble = str(error)
+        else:
+            address = registered[0].first_address
+            if window is None:
+                rights = abi.ACCESS_REMOTE_READ * key.read | abi.ACCESS_REMOTE_WRITE * key.write
+                mrs = [one.mr for one in registered]
+                window = self._link.bind(mrs, address + key.offset, key.nbytes, rights)
                 access.keep(window)
                 window.on_closed = lambda: self._link.tell(_nothing(ask, 0))
                 self._forget_closed()
@@ -62,7 +66,7 @@ class RdmaResponder(Responder):
                 region_id=ask.region_id,
                 token=ask.token,
                 last_seq=last_seq,
-                address=region.address,
+                address=address,
                 offset=key.offset,
                 nbytes=key.nbytes,
                 read=key.read,

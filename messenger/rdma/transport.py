@@ -9,8 +9,9 @@ from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.counters import Counters
 from messenger.errors import ProtocolError, RdmaUnavailable
+from messenger.gpu import AnyRegion, GpuRegion
 from messenger.link import Link
-from messenger.memory import Region
+from messenger.rdma import gpu_memory
 from messenger.rdma.adoption import Adoption
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.policy.choice import Wish, choose
@@ -18,7 +19,7 @@ from messenger.rdma.policy.facts import Rail
 from messenger.rdma.requester import RdmaRequester
 from messenger.rdma.responder import RdmaResponder
 from messenger.rdma.topology import bound_place, rdma_ports
-from messenger.rdma.verbs.device import Device, require_pyverbs
+from messenger.rdma.verbs.device import REGION_ACCESS, Device, require_pyverbs
 from messenger.tcp.transport import TcpTransport
 from messenger.transport import NoPath, Requester, Responder, Transport
 
@@ -89,7 +90,17 @@ class RdmaTransport(Transport):
     def responder(self, link: Link) -> Responder:
         return RdmaResponder(_of_rails(link))
 
-    def deregister(self, region: Region) -> None:
+    def register_gpu(self, region: GpuRegion) -> None:
+        devices = list(self._devices.values())
+        started_s = time.monotonic()
+        pds = [device.pd for device in devices]
+        way, found = gpu_memory.register(pds, region.memory, REGION_ACCESS, driver=gpu_memory.CudaDriver())
+        took_s = (time.monotonic() - started_s) / len(devices)
+        for device, registered in zip(devices, found, strict=True):
+            device.keep(region, registered, took_s)
+        _log.info("GPU memory of %d bytes is registered for rdma by %s", region.nbytes, way.value)
+
+    def deregister(self, region: AnyRegion) -> None:
         for device in self._devices.values():
             device.deregister(region)
 

@@ -1,7 +1,7 @@
 """Descriptors of regions, each sent once over a link."""
 
 from messenger.frames import Offer
-from messenger.memory import Region
+from messenger.gpu import AnyRegion, in_host
 from messenger.sockets import SocketLink
 
 
@@ -12,12 +12,12 @@ class Offers:
         self._link = link
         self._sent: set[int] = set()
 
-    def made(self, region: Region) -> bool:
+    def made(self, region: AnyRegion) -> bool:
         """Whether the other side has the region's descriptor."""
         return region.region_id in self._sent
 
-    def make(self, region: Region) -> None:
-        """Send the region's descriptor unless the other side has it."""
+    def make(self, region: AnyRegion) -> None:
+        """Send the region's descriptor unless the other side has it. Raises NotInHostMemory."""
         if region.region_id not in self._sent:
-            self._link.send(Offer(region.region_id, region.nbytes), fd=region.memory.fd)
+            self._link.send(Offer(region.region_id, region.nbytes), fd=in_host(region).memory.fd)
             self._sent.add(region.region_id)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from messenger.frames import Ack, Message, Offer, Read, Write
+from messenger.gpu import in_host
 from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory
 from messenger.operation import Kind, Operation, Part, Transfer
@@ -118,7 +119,7 @@ class ShmRequester(Requester):
 
     def _copied_under_page(self, transfer: Transfer) -> bool:
         """Copy; whether the owner showed the key before and after, and lived."""
-        page, key, region = self._page, transfer.key, transfer.region
+        page, key, region = self._page, transfer.key, in_host(transfer.region)
         if page is None:
             return False
         source = self._mappings[key.region_id].address
@@ -133,7 +134,7 @@ class ShmRequester(Requester):
         key = transfer.key
         if _consent(key) in self._consents and self._can_copy(transfer):
             source = self._mappings[key.region_id].address
-            self._copy_rows(transfer.region.address, source, transfer.slices.rows, LOCAL, REMOTE)
+            self._copy_rows(in_host(transfer.region).address, source, transfer.slices.rows, LOCAL, REMOTE)
             part.copied = True
         self._link.send(_read(part, transfer))
 
@@ -147,4 +148,5 @@ def _write(part: Part, transfer: Transfer) -> Write:
 
 
 def _read(part: Part, transfer: Transfer) -> Read:
+    in_host(transfer.region)  # before the bytes are there
     return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())

@@ -6,7 +6,8 @@ import numpy as np
 
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Offer, Read, Write
-from messenger.memory import PeerMemory, Region
+from messenger.gpu import AnyRegion, in_host
+from messenger.memory import PeerMemory
 from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage
 from messenger.shm.offers import Offers
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
@@ -51,14 +52,14 @@ class ShmResponder(Responder):
             raise ProtocolError(f"a write from beyond the {source.nbytes} bytes of region {message.source_id}")
         return rows[:, REMOTE:]
 
-    def land(self, message: Write, rows: Rows, region: Region) -> None:
+    def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         both = np.frombuffer(message.rows, dtype=np.int64).reshape(-1, 3)
-        self._copy_rows(region.address, self._mappings[message.source_id].address, both, REMOTE, LOCAL)
+        self._copy_rows(in_host(region).address, self._mappings[message.source_id].address, both, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""
 
-    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+    def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         if self._page is not None:
             self._link.send(Offer(PAGE_ID, PAGE_NBYTES), fd=self._page.memory.fd)
             self._page = None

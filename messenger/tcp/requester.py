@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Message, Read, Write
+from messenger.gpu import in_host
 from messenger.operation import Kind, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.slices import LOCAL, REMOTE
@@ -53,4 +54,5 @@ def _write(part: Part, transfer: Transfer) -> Write:
 
 
 def _read(part: Part, transfer: Transfer) -> Read:
+    in_host(transfer.region)  # before the bytes come
     return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from messenger.buffered import BufferedLink
 from messenger.frames import Ack, Read, Write
-from messenger.memory import Region
+from messenger.gpu import AnyRegion
 from messenger.slices import Rows
 from messenger.sockets import SocketLink
 from messenger.tcp.views import views
@@ -30,11 +30,11 @@ class TcpResponder(Responder):
     def target_rows(self, message: Write) -> Rows:
         return parse_rows(message.rows, 2, message.nbytes)
 
-    def land(self, message: Write, rows: Rows, region: Region) -> None:
+    def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         self._link.receive_into(views(region, rows.tolist()))
 
     def skip(self, message: Write) -> None:
         self._link.drain(message.nbytes)
 
-    def serve(self, message: Read, rows: Rows, region: Region) -> None:
+    def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         self._link.send(Ack(message.seq, message.nbytes), views(region, rows.tolist()))

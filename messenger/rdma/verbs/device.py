@@ -13,16 +13,17 @@ from typing import Any
 
 from messenger.counters import Counters
 from messenger.errors import RdmaUnavailable
-from messenger.memory import Region
+from messenger.gpu import AnyRegion, GpuRegion
 from messenger.rdma.memory import SHARE
 from messenger.rdma.policy.credits import InboxFull, Shares
+from messenger.rdma.registered import Registered
 from messenger.rdma.verbs import abi
 
 _RECEIVES = 8192
 _CHAIN = 64
 _IN_USE: set["Device"] = set()
 """Not closed yet: what the garbage collector frees, it frees in any order, and libibverbs does not survive that."""
-_REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
+REGION_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_MW_BIND
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Device:
         self.name = name
         self._counters = counters
         self._lock = threading.Lock()
-        self._registered: dict[int, Any] = {}
+        self._registered: dict[int, Registered] = {}
         try:
             self.context: Any = Context(name=name)
             attributes = self.context.query_device()
@@ -101,8 +102,8 @@ class Device:
             for _ in range(count):
                 self.srq.post_recv(self._receive)
 
-    def register(self, region: Region) -> Any:
-        """The region's registration (pyverbs MR), made at its first use.
+    def register(self, region: AnyRegion) -> Registered:
+        """The region's registration, made at its first use; that of GPU memory was given to `keep`.
 
         It gives peers nothing: they come through windows. It lives as long as it is known here or referred to by
         others. Raises OSError.
@@ -110,15 +111,31 @@ class Device:
         with self._lock:
             registered = self._registered.get(region.region_id)
             if registered is None:
+                if isinstance(region, GpuRegion):
+                    raise OSError(errno.ENOENT, f"{self.name} knows region {region.region_id} no more")
                 started_s = time.monotonic()
-                registered = self.register_memory(region.address, region.nbytes, _REGION_ACCESS)
-                self._counters.add("rdma_registrations")
-                self._counters.add("rdma_registered_bytes", region.nbytes)
-                self._counters.add("rdma_registration_us", int((time.monotonic() - started_s) * 1e6))
-                self._registered[region.region_id] = registered
+                mr = self.register_memory(region.address, region.nbytes, REGION_ACCESS)
+                registered = self._registered[region.region_id] = Registered(mr, region.address)
+                self._count(region, time.monotonic() - started_s)
             return registered
 
-    def deregister(self, region: Region) -> None:
+    def keep(self, region: GpuRegion, registered: Registered, took_s: float) -> None:
+        """How the region is registered here."""
+        with self._lock:
+            self._registered[region.region_id] = registered
+            self._count(region, took_s)
+
+    def settle(self, region: AnyRegion) -> None:
+        """As `Registered.settle`. Raises GpuMemoryUnsupported, or OSError where the region is forgotten."""
+        if isinstance(region, GpuRegion):
+            self.register(region).settle()
+
+    def _count(self, region: AnyRegion, took_s: float) -> None:
+        self._counters.add("rdma_registrations")
+        self._counters.add("rdma_registered_bytes", region.nbytes)
+        self._counters.add("rdma_registration_us", int(took_s * 1e6))
+
+    def deregister(self, region: AnyRegion) -> None:
         """Forget the registration; the memory is unpinned when nothing under way refers to it any more."""
         with self._lock:
             self._registered.pop(region.region_id, None)

@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.errors import GpuMemoryUnsupported
+from messenger.errors import GpuMemoryUnsupported, InvalidArgument
+from messenger.gpu import GpuMemory
 from messenger.rdma.gpu_memory import (
     Allocation,
     CudaDriver,
-    GpuMemory,
-    Registered,
     Span,
     Way,
     first_that_works,
@@ -29,6 +28,7 @@ from messenger.rdma.gpu_memory import (
     register,
     ways,
 )
+from messenger.rdma.registered import Registered
 
 BASE, SIZE = 0x7F0000200000, 2 << 20
 LIBRARY = """
@@ -38,11 +38,15 @@ LIBRARY = """
 #include <sys/mman.h>
 #include <unistd.h>
 typedef unsigned long long u64;
-static int depth, synced;
+static int depth, synced, flushed;
 int cuInit(unsigned flags) { return %(init)d; }
 int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-  *value = attribute == 124 && device == 13 && %(dmabuf)d; return 0; }
+  *value = attribute == 124 ? device == 13 && %(dmabuf)d : attribute == 118 ? %(ordering)d : %(flushes)d;
+  return attribute == 117 || attribute == 118 || attribute == 124 ? 0 : 1; }
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+  flushed += target == 0 && scope == 100; return depth == 1 ? 0 : 201; }
+int num_flushes(void) { return flushed; }
 int cuDeviceGetPCIBusId(char *text, int length, int device) { strncpy(text, "00000000:37:00.0", length); return 0; }
 int cuPointerGetAttribute(int *value, int attribute, u64 pointer) { *value = 3; return attribute == 9 ? 0 : 1; }
 int cuMemGetAddressRange_v2(u64 *base, size_t *nbytes, u64 pointer) {
@@ -66,11 +70,14 @@ int num_contexts(void) { return depth; }
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Callable[..., CudaDriver]:
-    """`driver(init=0, dmabuf=True, export=True)`: with a library whose calls answer so."""
+    """`driver(init=0, dmabuf=True, export=True, ordering=100, flushes=1)`: with a library whose calls answer so."""
 
-    def build(*, init: int = 0, dmabuf: bool = True, export: bool = True) -> CudaDriver:
+    def build(
+        *, init: int = 0, dmabuf: bool = True, export: bool = True, ordering: int = 100, flushes: int = 1
+    ) -> CudaDriver:
         source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so"
-        values = {"init": init, "dmabuf": dmabuf, "export": export, "base": BASE, "size": SIZE}
+        values = {"init": init, "dmabuf": dmabuf, "export": export, "ordering": ordering, "flushes": flushes}
+        values |= {"base": BASE, "size": SIZE}
         source.write_text(LIBRARY % values)
         subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", str(library), str(source)], check=True)
         return CudaDriver(str(library))
@@ -117,11 +124,11 @@ def test_pages_cover_the_memory_and_no_page_more(address: int, nbytes: int, page
 
 
 def test_a_way_that_fails_gives_place_to_the_next() -> None:
-    def fails() -> Registered:
+    def fails() -> list[Registered]:
         raise OSError(95, "Operation not supported")
 
-    works = Registered(object(), 5, Way.PEER_MEMORY)
-    assert first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: lambda: works}) is works
+    works = [Registered(object(), 5)]
+    assert first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: lambda: works}) == (Way.PEER_MEMORY, works)
     with pytest.raises(GpuMemoryUnsupported, match=r"by dmabuf: .*not supported; by peer memory: .*not supported"):
         first_that_works({Way.DMABUF: fails, Way.PEER_MEMORY: fails})
 
@@ -169,7 +176,7 @@ def test_a_registration_that_no_way_serves_leaves_no_descriptor(driver: Callable
     cuda = driver()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises((GpuMemoryUnsupported, TypeError)) as raised:
-        register(None, GpuMemory(BASE, 4096), 1, driver=cuda, peer_memory=True)
+        register([None], GpuMemory(BASE, 4096), 1, driver=cuda, peer_memory=True)
     assert set(os.listdir("/proc/self/fd")) == before
     if isinstance(raised.value, GpuMemoryUnsupported):
         assert re.search(r"by dmabuf: .*by peer memory: ", str(raised.value))
@@ -177,4 +184,26 @@ def test_a_registration_that_no_way_serves_leaves_no_descriptor(driver: Callable
 
 def test_memory_that_no_way_reaches_is_refused_before_anything_is_exported(driver: Callable[..., CudaDriver]) -> None:
     with pytest.raises(GpuMemoryUnsupported, match="exports no dmabuf"):
-        register(None, GpuMemory(BASE, 4096), 1, driver=driver(dmabuf=False), peer_memory=False)
+        register([None], GpuMemory(BASE, 4096), 1, driver=driver(dmabuf=False), peer_memory=False)
+
+
+def test_a_gpu_that_keeps_adapters_writes_in_order_is_not_made_to_wait(driver: Callable[..., CudaDriver]) -> None:
+    assert not driver(ordering=100).needs_flush(3)
+
+
+def test_a_gpu_that_does_not_is_made_to_wait_in_its_own_context(driver: Callable[..., CudaDriver]) -> None:
+    cuda = driver(ordering=0)
+    assert cuda.needs_flush(3)
+    cuda.flush(3)
+    assert (cuda._cuda.num_flushes(), cuda._cuda.num_contexts()) == (1, 0)
+
+
+def test_a_gpu_that_can_neither_is_refused(driver: Callable[..., CudaDriver]) -> None:
+    with pytest.raises(GpuMemoryUnsupported, match="does not keep adapters' writes in order"):
+        driver(ordering=0, flushes=0).needs_flush(3)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (BASE, 0), (BASE, -1)])
+def test_memory_that_can_be_none_is_refused(address: int, nbytes: int) -> None:
+    with pytest.raises(InvalidArgument, match="no GPU memory"):
+        GpuMemory(address, nbytes)
