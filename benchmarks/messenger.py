@@ -1,16 +1,17 @@
 """The messenger over tcp and shm beside its peers: Mooncake's Transfer Engine, NIXL, iperf3, memcpy, a plain socket.
 
 Every contender is a process of its own that moves batches to and from an owner beside it (benchmarks/peers/), between
-regions of 128 MiB through which the batches walk, so that neither side finds them in its cache (iperf3 alone sends the
-same buffer again and again). All take turns of some milliseconds in every round, so that whatever else the machine does
-falls on all alike; ratios are medians over rounds of two turns of the same round. A batch is over when its bytes are
-where they belong and the caller knows; the messenger and NIXL also deliver a notification with every write. Throughput
-is with several batches under way (1e9 bytes per second), latency is of one awaited at a time.
+regions of 128 MiB through which the batches walk, so that neither side finds them in its cache. All take turns of some
+milliseconds in every round, so that whatever else the machine does falls on all alike; ratios are medians over rounds
+of two turns of the same round. A batch is over when its bytes are where they belong and the caller knows. Throughput is
+with several batches under way (1e9 bytes per second), latency is of one awaited at a time.
 
 Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
 digests, as all peers are; `tcp_encrypted` is tcp with mutual TLS; `..._digests` make a digest of every 64 KiB where
-they write and compare it where they read. `shm_borrow` is the hand-over of the owner's bytes where they lie: it moves
-none, so it has a latency only.
+they write, tell the owner by a notification, and compare it where they read. With `..._notified` every write brings a
+notification: the messenger's is over when the owner's handler has returned, NIXL's when the bytes are there.
+`tcp_one_place` moves its batches within one and the same MiB, as iperf3 does, which it is compared with. `shm_borrow`
+is the hand-over of the owner's bytes where they lie: it moves none, so it has a latency only.
 
 Peers take part where they are found:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
@@ -38,7 +39,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.transfers.contenders import Contender, Iperf3, Turn, TurnFailed, has, has_iperf3  # noqa: E402
-from benchmarks.transfers.figures import DIRECTIONS, Rounds, slices_vs_one_piece, summary  # noqa: E402
+from benchmarks.transfers.figures import DIRECTIONS, PAIRS, Rounds, slices_vs_one_piece, summary  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 SLICES, ONE_PIECE = "2000x16KiB", "1x31.25MiB"
@@ -50,6 +51,7 @@ SIZES = {
     ONE_PIECE: Turn((16 * KIB * 2000, 1), True, batches=4, window=2),
 }
 OWN = ("tcp", "shm")
+NOTIFIED, ONE_PLACE = "_notified", "tcp_one_place"
 BORROW = "shm_borrow"
 LATENCY_SHARE = 4  # so many batches under way for one that is awaited alone
 
@@ -67,7 +69,10 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
 
     add("plain_socket", "plain_stream.py")
     add("memcpy", "memory_copy.py")
-    for name in ("tcp", "tcp_encrypted", "tcp_digests", "shm", "shm_digests", BORROW):
+    for name in (
+        *("tcp", "tcp_notified", ONE_PLACE, "tcp_encrypted", "tcp_digests"),
+        *("shm", "shm_notified", "shm_digests", BORROW),
+    ):
         transport, _, how = name.partition("_")
         run_dir = folder / name
         run_dir.mkdir()
@@ -78,7 +83,9 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
         absent["mooncake"] = f"{mooncake_python} has no mooncake-transfer-engine: see --mooncake-python"
     if has(nixl_python, "nixl_cu12"):
         add("nixl", "nixl_agent.py", python=nixl_python)
+        add("nixl_notified", "nixl_agent.py", "notified", python=nixl_python)
         add("nixl_tcp", "nixl_agent.py", python=nixl_python, UCX_TLS="tcp")
+        add("nixl_tcp_notified", "nixl_agent.py", "notified", python=nixl_python, UCX_TLS="tcp")
     else:
         absent["nixl"] = f"{nixl_python} has no nixl-cu12: see --nixl-python"
     if has_iperf3():
@@ -93,9 +100,9 @@ def takes_part(contender: AnyContender, label: str, direction: str, *, latency: 
         return latency and direction == "read" and SIZES[label].shape[1] == 1 and label != ONE_PIECE
     if label == ONE_PIECE:
         return contender.name in OWN and not latency
-    if contender.name == "iperf3":
+    if contender.name in ("iperf3", ONE_PLACE):
         return label != "64KiB" and not latency
-    return True
+    return direction == "write" or not contender.name.endswith(NOTIFIED)
 
 
 def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
@@ -137,10 +144,10 @@ def print_table(told: dict[str, Any], names: list[str]) -> None:
                 if name not in row:
                     continue
                 ratios = (
-                    f"{pair.removeprefix(name + '_')} {ratio.get('throughput', 0):.2f}"
+                    f"{pair.theirs} {ratio.get('throughput', 0):.2f}"
                     + (f" ({ratio['latency']:.2f})" if "latency" in ratio else "")
-                    for pair, ratio in row["ratios"].items()
-                    if pair.startswith(f"{name}_vs_")
+                    for pair in PAIRS
+                    if pair.ours == name and (ratio := row["ratios"].get(pair.name))
                 )
                 figures = row[name]
                 print(

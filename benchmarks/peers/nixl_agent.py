@@ -1,7 +1,9 @@
 """NIXL's agent over UCX, for benchmarks/messenger.py; whatever UCX_TLS says is its transport.
 
-Settings: the descriptors of all places are prepared once; a batch is a prepared transfer, posted, polled and released,
-with a notification. The owner polls for notifications without a pause while it is its turn, which also drives UCX (on
+Usage: nixl_agent.py [notified]: with it, every batch brings a notification.
+
+Settings: the descriptors of all places are prepared once; a batch is a prepared transfer, posted, polled and released.
+The owner polls for notifications without a pause while it is its turn, which also drives UCX (on
 tcp a write needs both sides): with its own progress threads instead it is several times slower on few cores, and they
 would go on running in others' turns.
 """
@@ -24,7 +26,8 @@ def agent_of(name: str) -> nixl_agent:
 
 
 class Nixl(Contender):
-    def __init__(self) -> None:
+    def __init__(self, notification: bytes) -> None:
+        self._notification = notification
         self._owner = Owner(__file__)
         self._agent = agent_of("caller")
         self.local = np.empty(REGION_NBYTES, np.uint8)
@@ -43,7 +46,7 @@ class Nixl(Contender):
         operation = "WRITE" if write else "READ"
 
         def start() -> Wait:
-            handle = agent.make_prepped_xfer(operation, mine, indices, theirs, indices, b"batch")
+            handle = agent.make_prepped_xfer(operation, mine, indices, theirs, indices, self._notification)
             state = agent.transfer(handle)
 
             def wait() -> None:
@@ -88,4 +91,4 @@ def own() -> None:
 
 
 if __name__ == "__main__":
-    own() if sys.argv[1:] == ["owner"] else serve(Nixl())
+    own() if sys.argv[1:] == ["owner"] else serve(Nixl(b"batch" if sys.argv[1:] == ["notified"] else b""))

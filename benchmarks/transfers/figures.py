@@ -27,8 +27,11 @@ class Pair:
 PAIRS = (
     Pair("tcp_vs_mooncake", "tcp", "mooncake"),
     Pair("tcp_vs_nixl_tcp", "tcp", "nixl_tcp"),
-    Pair("tcp_vs_iperf3", "tcp", "iperf3", 1 << 20),
+    Pair("tcp_notified_vs_nixl_tcp_notified", "tcp_notified", "nixl_tcp_notified"),
+    Pair("tcp_vs_iperf3", "tcp_one_place", "iperf3", 1 << 20),
+    Pair("tcp_walking_vs_iperf3", "tcp", "iperf3", 1 << 20),
     Pair("shm_vs_nixl", "shm", "nixl"),
+    Pair("shm_notified_vs_nixl_notified", "shm_notified", "nixl_notified"),
     Pair("shm_vs_memcpy", "shm", "memcpy", 1 << 20),
     Pair("tcp_vs_plain_socket", "tcp", "plain_socket"),
     Pair("tcp_encrypted_vs_tcp", "tcp_encrypted", "tcp"),
