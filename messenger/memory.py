@@ -1,12 +1,10 @@
 """Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'."""
 
 import contextlib
-import ctypes
 import fcntl
-import mmap
 import os
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from messenger.errors import InvalidArgument, ProtocolError
+from messenger.mapping import HUGE_NBYTES, advise_huge, collapse, mapped, populate
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -22,14 +21,10 @@ F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 2, 4, 16
 
 HugePages = Literal["auto", "on", "off"]
-"""on: of huge pages alone, or not at all; auto: of huge pages if there are enough, else as the kernel may make them."""
+"""on: of reserved huge pages alone, or not at all; auto: of those if there are enough, else of small ones,
+which the kernel joins as they are committed, as far as it can."""
 Pages = Literal["huge", "transparent", "small"]
-"""What memory is made of: reserved huge pages, pages that the kernel may make huge, or small ones."""
-
-_MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
-
-_THP_FOR_SHARED_MEMORY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_THP_BY_ADVICE = ("[advise]", "[within_size]", "[always]", "[force]")
+"""What memory is made of: reserved huge pages, pages most of which the kernel joined, or small ones."""
 
 
 class SharedMemory:
@@ -38,12 +33,15 @@ class SharedMemory:
     Whoever is given the descriptor can map it for reading only.
     """
 
-    def __init__(self, fd: int, array: Bytes, name: str, pages: Pages = "small") -> None:
+    def __init__(self, fd: int, array: Bytes, name: str, *, is_huge: bool = False, joins: bool = False) -> None:
         self.fd = fd
         self.name = name
         self.nbytes = int(array.nbytes)
-        self.pages = pages
         self._array: Bytes | None = array
+        self._is_huge = is_huge
+        self._joins = joins
+        self._tried_nbytes = 0
+        self._joined_nbytes = 0
 
     @classmethod
     def create(cls, nbytes: int, name: str, huge_pages: HugePages = "off") -> "SharedMemory":
@@ -55,25 +53,25 @@ class SharedMemory:
             raise InvalidArgument(f"shared memory {name!r} needs a positive size, not {nbytes}")
         if huge_pages != "off":
             try:
-                return cls._create(_rounded_up(nbytes), name, os.MFD_HUGETLB, "huge")
+                return cls._create(_rounded_up(nbytes), name, is_huge=True)
             except OSError as error:
                 if huge_pages == "on":
                     raise OSError(error.errno, _TOO_FEW_HUGE_PAGES.format(nbytes=nbytes, name=name)) from error
-        transparent = huge_pages == "auto" and _may_be_transparent()
-        return cls._create(nbytes, name, 0, "transparent" if transparent else "small")
+        return cls._create(nbytes, name, joins=huge_pages == "auto" and nbytes >= HUGE_NBYTES)
 
     @classmethod
-    def _create(cls, nbytes: int, name: str, flags: int, pages: Pages) -> "SharedMemory":
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    def _create(cls, nbytes: int, name: str, *, is_huge: bool = False, joins: bool = False) -> "SharedMemory":
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if is_huge else 0)
+        fd = os.memfd_create(name, flags)
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            mapping = mmap.mmap(fd, nbytes)
+            array = mapped(fd, nbytes, writable=True)
+            if joins:
+                advise_huge(int(array.ctypes.data), nbytes)
             with contextlib.suppress(OSError):  # not known before Linux 5.1
                 fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
-            if pages == "transparent":
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            return cls(fd, np.frombuffer(mapping, dtype=np.uint8), name, pages)
+            return cls(fd, array, name, is_huge=is_huge, joins=joins)
         except BaseException:
             os.close(fd)
             raise
@@ -85,14 +83,27 @@ class SharedMemory:
             raise InvalidArgument(f"shared memory {self.name!r} is closed")
         return self._array
 
+    @property
+    def pages(self) -> Pages:
+        """Of what was committed so far."""
+        if self._is_huge:
+            return "huge"
+        return "transparent" if 2 * self._joined_nbytes > self._tried_nbytes else "small"
+
     def try_commit(self, start: int, nbytes: int) -> bool:
         """Let the kernel find and clear the pages of [start, start + nbytes) now; what is in them stays.
 
-        Runs without the GIL. False where it cannot: an old kernel, too little memory.
+        Where huge pages are wanted, those that the range touches are made. Runs without the GIL. False where the kernel
+        cannot commit: an old kernel, too little memory.
         """
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        address = int(self.array.ctypes.data) + first
-        return bool(_libc().madvise(address, start + nbytes - first, _MADV_POPULATE_WRITE) == 0)
+        address = int(self.array.ctypes.data)
+        if self._joins:
+            first = start // HUGE_NBYTES * HUGE_NBYTES
+            end = min(-(-(start + nbytes) // HUGE_NBYTES), self.nbytes // HUGE_NBYTES) * HUGE_NBYTES
+            if first < end:
+                self._tried_nbytes += end - first
+                self._joined_nbytes += collapse(address + first, end - first)
+        return populate(address + start, nbytes)
 
     @property
     def closed(self) -> bool:
@@ -138,7 +149,7 @@ class PeerMemory:
             seals = fcntl.fcntl(fd, F_GET_SEALS)
             if not seals & F_SEAL_SHRINK or nbytes <= 0 or os.fstat(fd).st_size != nbytes:
                 raise ProtocolError(f"a peer offered memory that is not {nbytes} bytes sealed against shrinking")
-            self.array: Bytes = np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), dtype=np.uint8)
+            self.array: Bytes = mapped(fd, nbytes, writable=False)
         except OSError as error:
             raise ProtocolError(f"a peer offered a descriptor that is no shared memory: {error}") from error
         finally:
@@ -153,13 +164,6 @@ _TOO_FEW_HUGE_PAGES = (
 )
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
 def _rounded_up(nbytes: int) -> int:
     """To whole huge pages of the default size; as it is where the kernel knows none."""
     size = 1
@@ -167,11 +171,3 @@ def _rounded_up(nbytes: int) -> int:
         if line.startswith("Hugepagesize:"):
             size = int(line.split()[1]) << 10
     return -(-nbytes // size) * size
-
-
-def _may_be_transparent() -> bool:
-    try:
-        choice = _THP_FOR_SHARED_MEMORY.read_text()
-    except OSError:
-        return False
-    return any(name in choice for name in _THP_BY_ADVICE)

@@ -5,15 +5,24 @@ import mmap
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from messenger import InvalidArgument, SharedMemory
+from messenger import InvalidArgument, SharedMemory, mapping
+from messenger.mapping import HUGE_NBYTES, can_collapse
 from messenger.memory import PeerMemory
 
 
 def free_huge_pages() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("HugePages_Free:"))
+
+
+def mapped_as_huge(address: int) -> int:
+    """Bytes of the mapping that this process sees as huge pages."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(f"{address:x}-") for line in lines)
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped:"))
 
 
 def test_who_is_given_the_descriptor_can_read_and_never_write() -> None:
@@ -42,10 +51,70 @@ def test_huge_pages_on_are_had_or_refused_with_what_to_do() -> None:
 def test_huge_pages_auto_are_never_a_reason_to_fail() -> None:
     beyond = (free_huge_pages() + 8) << 21
     memory = SharedMemory.create(beyond, "arena", "auto")
-    assert memory.pages in ("transparent", "small")
+    assert memory.pages == "small"
     assert memory.nbytes == beyond
     memory.array[-1] = 1
     memory.close()
+
+
+def test_committing_joins_pages_of_this_process_and_of_readers() -> None:
+    nbytes = ((free_huge_pages() + 3) << 21) + 5000
+    memory = SharedMemory.create(nbytes, "arena", "auto")
+    early = PeerMemory(os.dup(memory.fd), nbytes)
+    memory.array[5000] = 7
+    memory.array[-1] = 9
+    assert early.array[5000] == 7
+    assert memory.try_commit(HUGE_NBYTES + 4096, 1 << 20)  # touches the second huge page alone
+    assert memory.try_commit(0, nbytes)
+    late = PeerMemory(os.dup(memory.fd), nbytes)
+    assert memory.array.nonzero()[0].tolist() == [5000, nbytes - 1]
+    assert np.array_equal(early.array, memory.array)
+    assert np.array_equal(late.array, memory.array)
+    if can_collapse():
+        assert memory.pages == "transparent"
+        whole = nbytes // HUGE_NBYTES * HUGE_NBYTES
+        assert [mapped_as_huge(one.array.ctypes.data) for one in (memory, early, late)] == [whole] * 3
+    memory.close()
+
+
+def test_memory_that_was_not_to_be_huge_is_not() -> None:
+    memory = SharedMemory.create(2 * HUGE_NBYTES, "arena")
+    assert memory.try_commit(0, memory.nbytes)
+    assert memory.pages == "small"
+    memory.close()
+
+
+def test_where_the_kernel_joins_no_pages_they_are_committed_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_MADV_COLLAPSE", 12345)  # EINVAL, as from a kernel that does not know it
+    memory = SharedMemory.create((free_huge_pages() + 2) << 21, "arena", "auto")
+    memory.array[-1] = 9
+    assert memory.try_commit(0, memory.nbytes)
+    assert memory.pages == "small"
+    assert os.fstat(memory.fd).st_blocks * 512 == memory.nbytes
+    assert memory.array.nonzero()[0].tolist() == [memory.nbytes - 1]
+    memory.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, (1 << 21) - 1, 1 << 21, (5 << 21) + 1])
+def test_a_mapping_ends_with_the_last_array_over_it_and_leaves_nothing(nbytes: int) -> None:
+    memory = SharedMemory.create(nbytes, "moonpool-passing")
+    peer = PeerMemory(os.dup(memory.fd), nbytes)
+    memory.array[-1] = 5
+    assert peer.array[-1] == 5
+    with pytest.raises(ValueError, match="read-only"):
+        peer.array[0] = 1
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        peer.array.flags.writeable = True
+    if nbytes >= HUGE_NBYTES:
+        assert memory.array.ctypes.data % HUGE_NBYTES == peer.array.ctypes.data % HUGE_NBYTES == 0
+    view = memory.array[nbytes // 2 :]
+    memory.close()
+    del memory, peer
+    maps = Path("/proc/self/maps").read_text()
+    assert maps.count("moonpool-passing") == 1
+    assert view[-1] == 5
+    del view
+    assert "moonpool-passing" not in Path("/proc/self/maps").read_text()
 
 
 def test_memory_of_huge_pages_crosses_to_a_reader_as_any_other() -> None:

@@ -1,0 +1,100 @@
+"""Mappings of shared memory as the kernel keeps them: where they lie, and what pages they are made of.
+
+A mapping begins where a huge page may, so that the kernel can map a huge page of the memory as one. The system's calls
+that do something to pages run without the GIL.
+"""
+
+import ctypes
+import mmap
+import os
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["HUGE_NBYTES", "advise_huge", "can_collapse", "collapse", "mapped", "populate"]
+
+HUGE_NBYTES = 2 << 20
+"""What the kernel makes of small pages at most; reserved huge pages may be larger."""
+
+# From linux/mman.h; the mmap module of Python 3.11 names neither.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_MADV_COLLAPSE = 25  # since Linux 6.1
+_STEP_NBYTES = 32 << 20  # by one call, which begins by waiting for the other cores
+
+
+def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
+    """uint8 [nbytes] over a descriptor's memory, read-only unless `writable`; unmapped with the last array over it.
+
+    Raises OSError.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    page_nbytes = max(HUGE_NBYTES, os.fstat(fd).st_blksize)
+    if nbytes < page_nbytes:
+        return np.frombuffer(mmap.mmap(fd, nbytes, prot=protection), dtype=np.uint8)
+    # The mapping takes the place of a part of one that is larger, which owns the addresses from beginning to end.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    room = np.frombuffer(mmap.mmap(-1, nbytes + page_nbytes, flags=flags, prot=protection), dtype=np.uint8)
+    address = int(room.ctypes.data)
+    skipped = -address % page_nbytes
+    at = _libc().mmap(address + skipped, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    if at != address + skipped:
+        raise _error()
+    return room[skipped : skipped + nbytes]
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Let the kernel find and clear the pages of a writable mapping; what is in them stays. False where it cannot."""
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return bool(_libc().madvise(first, address + nbytes - first, _MADV_POPULATE_WRITE) == 0)
+
+
+def advise_huge(address: int, nbytes: int) -> None:
+    """Have the first use of a page make a huge one, where the settings of transparent huge pages leave that to us."""
+    _libc().madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def collapse(address: int, nbytes: int) -> int:
+    """Make huge pages of a writable mapping, both numbers being multiples of HUGE_NBYTES. Returns of how many bytes.
+
+    What is in them stays, and pages that are not there yet are only cleared: 10 times as quick as populating them with
+    small ones. No setting of transparent huge pages forbids it. Fewer bytes than asked for where the kernel cannot, or
+    could not make all of a step: no huge page was free, or somebody has pinned a small one.
+    """
+    joined = 0
+    for at in range(address, address + nbytes, _STEP_NBYTES):
+        step = min(_STEP_NBYTES, address + nbytes - at)
+        for page in range(at, at + step, HUGE_NBYTES):
+            populate(page, 1)  # of nothing the kernel makes no huge page
+        if _libc().madvise(at, step, _MADV_COLLAPSE) == 0:
+            joined += step
+    return joined
+
+
+@cache
+def can_collapse() -> bool:
+    """Whether this kernel makes huge pages of shared memory when it is asked to."""
+    fd = os.memfd_create("moonpool-probe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, HUGE_NBYTES)
+        probe = mapped(fd, HUGE_NBYTES, writable=True)
+        return collapse(int(probe.ctypes.data), HUGE_NBYTES) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.mmap.restype = ctypes.c_void_p
+    return libc
