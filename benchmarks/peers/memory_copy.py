@@ -18,6 +18,8 @@ class MemoryCopy(Contender):
             self.local, self._remote = (np.empty(REGION_NBYTES, np.uint8) for _ in range(2))
         else:
             self._memories = [SharedMemory.create(REGION_NBYTES, name, "auto") for name in ("source", "target")]
+            for memory in self._memories:
+                memory.try_commit(0, REGION_NBYTES)
             self.local, self._remote = (memory.array for memory in self._memories)
         random_bytes(self.local)
         random_bytes(self._remote)

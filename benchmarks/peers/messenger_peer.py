@@ -37,6 +37,7 @@ def started(role: str, transport: str, run_dir: str, how: str = "") -> tuple[Mes
     config = MessengerConfig(run_dir=folder, transport=transport, **keys)  # type: ignore[arg-type]
     messenger = Messenger(config, node_id=f"{role}-{folder.name}", incarnation=1)
     memory = SharedMemory.create(REGION_NBYTES, role, "auto")
+    memory.try_commit(0, REGION_NBYTES)
     random_bytes(memory.array)
     return messenger, memory, messenger.register(memory)
 

@@ -44,6 +44,7 @@ class Caller:
         self._owner = owner
         self._priority = Priority[plan.priority.upper()]
         self._memory = SharedMemory.create(plan.region_nbytes, "bench", "auto")
+        self._memory.try_commit(0, self._memory.nbytes)
         fill(self._memory.array)
         self._digests = SliceDigests(self._memory.array)
         self._rng = np.random.default_rng()

@@ -162,6 +162,7 @@ class Lent:
     def __init__(self, messenger: Messenger, nbytes: int) -> None:
         self._messenger = messenger
         self._memory = SharedMemory.create(nbytes, "bench", "auto")
+        self._memory.try_commit(0, self._memory.nbytes)
         fill(self._memory.array)
         self._region = messenger.register(self._memory)
         self.key = messenger.grant(self._region, 0, nbytes, read=True, write=True)
