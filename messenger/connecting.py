@@ -4,10 +4,11 @@ A connection that breaks is made again and what was not answered is repeated und
 recognises; a peer whose process is gone fails everything at once.
 """
 
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from messenger.counters import Counters, Flow
 from messenger.dialing import Dialer, Restarted, Unreachable
@@ -176,7 +177,8 @@ class Connecting(ABC):
         link, receiver = self._link, self._receiver
         assert link is not None
         assert receiver is not None
-        link.cut()
+        with self._telling("ending"):
+            link.cut()
         with self.lock:
             receiver.end()
         receiver.join()
@@ -184,7 +186,8 @@ class Connecting(ABC):
             reset = bool(self.flight.in_flight)
             self._link = self._requester = None
         # Without the lock, since a transport may take its time. Nothing new begins meanwhile: there is no requester.
-        link.close(reset=reset)
+        with self._telling("closing"):
+            link.close(reset=reset)
         with self.lock:
             self._receiver = None
             self._link_ended = False
@@ -192,6 +195,14 @@ class Connecting(ABC):
             self.flight.connection_lost()
             ended = self._traffic.drop_doomed_locked()
         self._traffic.settle(ended)
+
+    @contextlib.contextmanager
+    def _telling(self, doing: str) -> Iterator[None]:
+        """What fails at the end of a connection is told, and stops neither the clearing up nor the next connection."""
+        try:
+            yield
+        except Exception:
+            _log.exception("%s the connection to %s failed", doing, self.address)
 
     def _blame_oldest(self) -> None:
         """A request over which connection after connection breaks must not hold up the others for ever."""

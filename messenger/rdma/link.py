@@ -6,6 +6,7 @@ it. All state is under one lock, which nobody holds while it sleeps; only the le
 """
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -27,6 +28,8 @@ from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
 from messenger.rdma.windows import Window
 from messenger.transport import NoPath
+
+_log = logging.getLogger(__name__)
 
 _SPINS = 20
 _LAST_WORD_S = 1.0
@@ -174,12 +177,12 @@ class RdmaLink(Link):
             self._windows.append(window)
             marks: list[tuple[Lane, int]] = []
             for lane, registration in zip(list(self.lanes), registrations, strict=True):
-                self._wait_for(lambda lane=lane: lane.pair.failed or lane.pair.room > 0)  # type: ignore[misc]
-                if lane.pair.failed:
+                self._wait_for(lambda lane=lane: not lane.pair.is_usable or lane.pair.room > 0)  # type: ignore[misc]
+                if not lane.pair.is_usable:
                     window.rkeys.append(0)
                     continue
                 marks.append((lane, window.open_on(lane, registration, address, nbytes, access)))
-            self._wait_for(lambda: all(lane.pair.failed or lane.pair.done >= mark for lane, mark in marks))
+            self._wait_for(lambda: all(not lane.pair.is_usable or lane.pair.done >= mark for lane, mark in marks))
             return window
 
     def watch(self, lane: Lane) -> None:
@@ -325,23 +328,27 @@ class RdmaLink(Link):
         self.generation += 1
 
     def _end(self, failure: Exception) -> None:
-        """The hardware moves nothing of this link any more when this returns."""
+        """The hardware moves nothing of this link any more when this returns, or, should it refuse, after `close`."""
         if self._failure is None:
             self._failure = failure
             self._sock.cut()
         for lane in self.lanes:
-            lane.pair.fail()
+            try:
+                lane.pair.fail()
+            except OSError as error:
+                _log.error("the connection to %s ends, but %s", self.address, str(error))
         self._tell()
 
     def _drain(self) -> None:
         """Wait until everything posted came back; destroying the queue pairs does the rest."""
         deadline_s = time.monotonic() + _DRAIN_S
-        try:
-            marks = [lane.pair.drain_mark() if lane.pair.room else lane.pair.posted for lane in self.lanes]
-        except OSError:
-            return
-        while any(lane.pair.done < mark for lane, mark in zip(self.lanes, marks, strict=True)):
-            for lane in self.lanes:
+        marks: list[tuple[Lane, int]] = []
+        for lane in self.lanes:
+            with contextlib.suppress(OSError):
+                if lane.pair.connected:
+                    marks.append((lane, lane.pair.drain_mark() if lane.pair.room else lane.pair.posted))
+        while any(lane.pair.done < mark for lane, mark in marks):
+            for lane, _ in marks:
                 lane.discard()
             if time.monotonic() > deadline_s:
                 return

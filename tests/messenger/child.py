@@ -1,15 +1,19 @@
-"""A process with one messenger and one granted region: prints where it listens, then answers commands on stdin.
+"""A process with one messenger and one granted region: tells where it listens, then answers commands.
 
 Each line is a verb and its argument, if it has one; each answer is a line of JSON. The verbs are the methods of Child.
+Lines come by stdin and stdout, or by a socket where a process that has the messenger imported already forks this one.
 """
 
 import dataclasses
 import hashlib
 import json
+import os
+import signal
+import socket
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from messenger import Endpoint, Messenger, MessengerConfig, RemoteKey, SharedMemory
 
@@ -24,6 +28,10 @@ class Child:
         self.region = self.messenger.register(self.memory)
         self.key = self.messenger.grant(self.region, 0, nbytes, read=True, write=True)
         self.poured: list[Future[Any]] = []
+
+    def kill(self) -> None:
+        """End this process without a word."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def notes(self) -> list[str]:
         """The tags it was notified of."""
@@ -60,20 +68,39 @@ class Child:
         return [type(error).__name__ if (error := future.exception()) else "done" for future in self.poured]
 
 
+def serve(sock: socket.socket, *arguments: str) -> None:
+    """All lines by a socket."""
+    with sock, sock.makefile("r") as commands, sock.makefile("w") as answers:
+        main(commands, answers, *arguments)
+
+
 def main(
-    transport: str, run_dir: str, node_id: str, nbytes: str, incarnation: str, tcp_port: str, listen_host: str
+    commands: TextIO,
+    answers: TextIO,
+    transport: str,
+    run_dir: str,
+    node_id: str,
+    nbytes: str,
+    incarnation: str,
+    tcp_port: str,
+    listen_host: str,
 ) -> None:
+    def say(something: Any) -> None:
+        print(json.dumps(something), file=answers, flush=True)
+
     config = MessengerConfig(
         transport=transport, run_dir=Path(run_dir), tcp_port=int(tcp_port), listen_host=listen_host
     )
     child = Child(config, node_id, int(nbytes), int(incarnation))
-    print(json.dumps({"endpoint": dataclasses.asdict(child.endpoint), "key": child.key.pack().hex()}), flush=True)
-    for command in sys.stdin:
+    say({"endpoint": dataclasses.asdict(child.endpoint), "key": child.key.pack().hex()})
+    for command in commands:
         verb, _, argument = command.strip().partition(" ")
-        print(json.dumps(getattr(child, verb)(*[argument] if argument else [])), flush=True)
+        say(getattr(child, verb)(*[argument] if argument else []))
     child.messenger.close()
     child.memory.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.stdin, sys.stdout, *sys.argv[1:])
+elif __name__ == "forked":
+    serve(*globals()["FORKED_WITH"])

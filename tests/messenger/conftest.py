@@ -8,16 +8,22 @@ run over that one, and fails where the machine lacks it.
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -187,39 +193,56 @@ def make_node(
 class Child:
     """A messenger in a process of its own, which answers one JSON line per command."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | BaseProcess
+    lines: TextIO
     endpoint: Endpoint
     key: RemoteKey
 
     def stop(self) -> None:
         """Returns once every thread of the process stands still."""
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         tasks = Path(f"/proc/{self.process.pid}/task")
         end_s = time.monotonic() + 60
         while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in tasks.glob("*/stat")):
             assert time.monotonic() < end_s, "the process does not stop"
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Returns once the process is gone."""
         self.process.kill()
-        self.process.wait()
+        if isinstance(self.process, BaseProcess):
+            self.process.join()
+        else:
+            self.process.wait()
 
     def ask(self, command: str) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        print(command, file=self.lines, flush=True)
+        return json.loads(self.lines.readline())
+
+    def _signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 MakeChild = Callable[..., Child]
 
 
+@pytest.fixture(scope="session")
+def nursery(pytestconfig: pytest.Config) -> BaseContext:
+    """Forks processes from one that has imported what a messenger needs: seconds, and many where a CPU is emulated."""
+    over_rdma = pytestconfig.getoption("transport") == "rdma"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["messenger.rdma.transport", "pyverbs.qp", "pyverbs.srq"] if over_rdma else ["messenger.native.fast_lane"]
+    )
+    forkserver.ensure_running()
+    return context
+
+
 @pytest.fixture
-def make_child(transport: str, tmp_path: Path) -> Iterator[MakeChild]:
+def make_child(transport: str, tmp_path: Path, nursery: BaseContext) -> Iterator[MakeChild]:
     """`make_child(node_id, nbytes=..., incarnation=..., tcp_port=0)`; killed at the end if still alive.
 
     `prefix` is a command that runs the command which follows it.
@@ -235,23 +258,29 @@ def make_child(transport: str, tmp_path: Path) -> Iterator[MakeChild]:
         prefix: Sequence[str] = (),
     ) -> Child:
         arguments = [transport, str(tmp_path), node_id, str(nbytes), str(incarnation), str(tcp_port), listen_host]
-        process = subprocess.Popen(
-            [*prefix, sys.executable, str(CHILD), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        child = Child(process, Endpoint(**ready["endpoint"]), RemoteKey.unpack(bytes.fromhex(ready["key"])))
+        here, there = socket.socketpair()
+        process: subprocess.Popen[bytes] | BaseProcess
+        with here, there:
+            lines = here.makefile("rw")
+            if prefix:
+                command = [*prefix, sys.executable, str(CHILD), *arguments]
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                process = subprocess.Popen(command, stdin=there, stdout=there, env=environment)
+            else:
+                given = {"FORKED_WITH": (there, *arguments)}
+                process = nursery.Process(target=runpy.run_path, args=(str(CHILD), given, "forked"), daemon=True)
+                process.start()
+        ready = json.loads(lines.readline())
+        child = Child(process, lines, Endpoint(**ready["endpoint"]), RemoteKey.unpack(bytes.fromhex(ready["key"])))
         children.append(child)
         return child
 
     yield make
     for child in children:
-        child.process.kill()
-        child.process.communicate()
+        child.kill()
+        child.lines.close()
+        if isinstance(child.process, BaseProcess):
+            child.process.close()
 
 
 def _descriptors() -> set[int]:

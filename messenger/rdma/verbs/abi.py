@@ -52,6 +52,7 @@ CAN_WINDOW_2: Final = 1 << 23 | 1 << 24
 """Device capabilities: memory windows of type 2A or 2B."""
 
 QPT_RC: Final = 2
+QPS_RESET: Final = 0
 QPS_ERR: Final = 6
 QP_STATE: Final = 1
 

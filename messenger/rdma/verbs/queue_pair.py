@@ -59,8 +59,14 @@ class QueuePair:
         self.near = Far(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
         self.done = 0
+        self.connected = False
         self.failed = False
         self._signalled = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes work: it was connected, and did not fail."""
+        return self.connected and not self.failed
 
     @property
     def room(self) -> int:
@@ -87,6 +93,7 @@ class QueuePair:
             attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER_CODE, _RNR_RETRIES
             attributes.timeout, attributes.retry_cnt = _TIMEOUT_CODE, _RETRIES
             self._qp.to_rts(attributes)
+        self.connected = True
 
     def post(self, work: Work) -> int:
         """Post the requests, for which there is room; the number of the last. Raises OSError."""
@@ -126,7 +133,10 @@ class QueuePair:
         return self.post(Work.empty_write())
 
     def fail(self) -> None:
-        """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed."""
+        """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed.
+
+        Raises OSError when the device does not do it.
+        """
         from pyverbs.pyverbs_error import PyverbsError
         from pyverbs.qp import QPAttr
 
@@ -136,7 +146,18 @@ class QueuePair:
         try:
             self._qp.modify(QPAttr(qp_state=abi.QPS_ERR), abi.QP_STATE)
         except PyverbsError as error:
-            raise OSError(f"a queue pair of {self.device.name} cannot be stopped: {error}") from error
+            if not self._is_at_rest():
+                raise OSError(f"a queue pair of {self.device.name} cannot be stopped: {error}") from error
+
+    def _is_at_rest(self) -> bool:
+        """Whether it is as it was made: then it moves nothing, and cannot be stopped either."""
+        from pyverbs.pyverbs_error import PyverbsError
+
+        try:
+            attributes, _ = self._qp.query(abi.QP_STATE)
+        except PyverbsError:
+            return False
+        return int(attributes.qp_state) == abi.QPS_RESET
 
     def close(self) -> None:
         """Nothing of it touches memory after this."""

@@ -28,7 +28,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     first.result()
     child.stop()
     doomed = [transfer(child.key, a.region, [[0, 0, LARGE]]) for transfer in (peer.write, peer.read)]
-    child.process.kill()
+    child.kill()
     killed_s = time.monotonic()
     for future in doomed:
         assert isinstance(future.exception(), PeerUnreachable)
@@ -38,7 +38,6 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     assert a.messenger.validate() == []
 
     port = child.endpoint.tcp_port if transport != "shm" else 0
-    child.process.wait()
     successor = make_child("b", LARGE, incarnation=8, tcp_port=port)
     with pytest.raises(PeerRestarted, match="new endpoint"):
         peer.write(child.key, a.region, [[0, 0, 10]]).result()
@@ -59,7 +58,7 @@ def test_an_owner_hears_of_a_caller_that_died(make_node: Any, make_child: Any, w
     owner, child = make_node("a", peer_loss_grace_s=0.02), make_child("b")
     child.ask(f"call {owner.endpoint_json}")
     assert owner.notes == [("b", b"hello", b"")]
-    child.process.kill()
+    child.kill()
     wait_until(lambda: owner.lost == [("b", 1)], "the loss is reported")
 
 

@@ -43,8 +43,7 @@ def test_a_loan_is_not_confirmed_once_its_key_is_revoked_or_its_owner_is_gone(pa
     child = make_child("c")
     lent = a.messenger.connect(child.endpoint).borrow(child.key, 0, 10)
     assert lent.confirm()
-    child.process.kill()
-    child.process.wait()
+    child.kill()
     assert not lent.confirm()
     assert lent.array.sum() == 0, "still readable"
 

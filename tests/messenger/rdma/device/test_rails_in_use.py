@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pyverbs.qp import QPAttr
 
+from messenger.rdma.lane import Lane
 from messenger.rdma.verbs.abi import QP_STATE, QPS_ERR
 
 pytestmark = pytest.mark.transports("rdma")
@@ -70,6 +71,36 @@ def test_a_rail_that_fails_is_done_without_built_anew_and_used_again(
         assert np.array_equal(a.array, b.array)
     assert link_of(peer) is link, "the connection was made again"
     assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"] * 2
+
+
+def test_a_rail_that_cannot_be_built_anew_disturbs_neither_new_keys_nor_the_end_of_the_connection(
+    make_node: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, peer, key = connect(make_node)
+    link = link_of(peer)
+    (served,) = b.messenger._server._connections
+    broken = link.lanes[1], served._link.lanes[1]
+
+    def refused(*_: object) -> None:
+        raise OSError("the device gives no connection")
+
+    monkeypatch.setattr(Lane, "connect", refused)
+    break_lane(link, 1)
+    peer.write(key, a.region, [[0, 0, NBYTES]]).result()
+    for end, old in zip((link, served._link), broken, strict=True):
+        wait_until(lambda end=end, old=old: end.lanes[1] is not old, "another lane takes its place", 30)
+        assert not end.lanes[1].pair.connected
+    other = b.grant()
+    a.fill(1)
+    peer.write(other, a.region, [[0, 0, NBYTES]]).result()
+    assert np.array_equal(a.array, b.array)
+    assert link_of(peer) is link, "the connection was made again"
+    monkeypatch.undo()
+    b.cut_inbound()
+    a.fill(2)
+    peer.write(other, a.region, [[0, 0, NBYTES]]).result()
+    assert np.array_equal(a.array, b.array)
+    assert a.messenger.counters()["connects"] == 2
 
 
 def test_when_the_rail_of_the_frames_fails_the_connection_is_made_again_and_nothing_is_done_twice(

@@ -1,50 +1,43 @@
 """The other host: gives each connection that the tests make a messenger in a process of its own, and ends with `bye`.
 
 A connection's first line, JSON, is the arguments of `child.py` or "bye". Further lines go to the child, whose answers
-come back, but for `kill`. The child is killed when the connection ends.
+come back. The child ends with the connection.
 """
 
 import json
 import os
+import runpy
+import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
-from threading import Thread
+
+# What the children would take long to import each by itself.
+import messenger.rdma.transport  # noqa: F401
+import pyverbs.qp
+import pyverbs.srq  # noqa: F401
 
 PORT = 7700
 """As in conftest.py."""
 CHILD = Path(__file__).resolve().parents[2] / "child.py"
 
 
-def serve(connection: socket.socket, arguments: list[str]) -> None:
-    with connection:
-        child = subprocess.Popen(
-            [sys.executable, str(CHILD), *arguments], stdin=subprocess.PIPE, stdout=connection.fileno()
-        )
-        assert child.stdin is not None
-        with child.stdin, connection.makefile("rb", buffering=0) as lines:
-            for line in iter(lines.readline, b""):
-                if line == b"kill\n":
-                    break
-                child.stdin.write(line)
-                child.stdin.flush()
-            child.kill()
-        child.wait()
-
-
 def main() -> None:
     address = os.environ["RDMA_BED_RAILS"].split(",")[0].split("=")[1]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
     with socket.create_server((address, PORT)) as listener:
         while True:
             connection, _ = listener.accept()
-            first = b""
-            while not first.endswith(b"\n"):
-                first += connection.recv(1)
-            order = json.loads(first)
-            if order == "bye":
-                return
-            Thread(target=serve, args=(connection, order), daemon=True).start()
+            with connection:
+                first = b""
+                while not first.endswith(b"\n"):
+                    first += connection.recv(1)
+                order = json.loads(first)
+                if order == "bye":
+                    return
+                if os.fork() == 0:
+                    listener.close()
+                    runpy.run_path(str(CHILD), {"FORKED_WITH": (connection, *order)}, "forked")
+                    os._exit(0)
 
 
 if __name__ == "__main__":
