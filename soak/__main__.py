@@ -13,26 +13,38 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from messenger import Messenger, MessengerConfig
+from messenger import Messenger
 from messenger.errors import RdmaUnavailable
+from soak.diagnosis import tell
 from soak.fleet import Member, PeerGone, Settings, Trouble
+from soak.peer import configured
 from soak.watch import growth, usage, verbs_resources
 from soak.worker import DEADLINE_S, PATIENCE_S, SLACK_S, Worker
 
-TRANSPORTS = {"auto": ("tcp", "shm"), "tcp": ("tcp",), "shm": ("shm",), "rdma": ("rdma",)}
+TRANSPORTS = {
+    "auto": ("tcp", "shm", "tls"),
+    "tcp": ("tcp",),
+    "tls": ("tls",),
+    "shm": ("shm",),
+    "rdma": ("rdma",),
+}
 PROGRESS_S = 5.0
 SAMPLE_S = 1.0
+STALL_S = 4.0
+"""What moves nothing for so long, while nothing happens to its peer, is looked at."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak", description="Soak the messenger; JSON on the last line.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="of sizes, shapes and trouble; drawn if not given")
-    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="auto", help="auto: tcp and shm in one run")
-    parser.add_argument("--peers", type=int, default=4, help="processes; the first of each transport is never replaced")
+    parser.add_argument(
+        "--transport", choices=tuple(TRANSPORTS), default="auto", help="auto: tcp, shm and tcp with TLS in one run"
+    )
+    parser.add_argument("--peers", type=int, help="processes; the first of each transport is never replaced")
     parser.add_argument("--workers", type=int, default=2, help="threads of load per peer")
     parser.add_argument("--slot-kib", type=int, default=1024, help="memory of a thread")
     parser.add_argument("--trouble-every-s", type=float, default=2.0, help="mean time between faults")
@@ -42,6 +54,8 @@ def main() -> int:
         parser.error("--seconds, --trouble-every-s and --patience must be more than 0")
     if arguments.workers < 1 or arguments.slot_kib < 1:
         parser.error("--workers and --slot-kib must be 1 or more")
+    if arguments.peers is None:
+        arguments.peers = 2 * max(2, len(TRANSPORTS[arguments.transport]))
     if arguments.peers <= len(TRANSPORTS[arguments.transport]):
         parser.error("--peers: more than transports, since the first of each transport is never replaced")
     faulthandler.enable()
@@ -68,6 +82,7 @@ class Soak:
             patience=arguments.patience,
         )
         self._over = threading.Event()
+        self._told: set[Worker] = set()
         self._failures: list[str] = []
         self._samples: list[dict[str, int]] = []
         self._steady_samples: list[dict[str, int]] = []
@@ -75,17 +90,11 @@ class Soak:
     def run(self) -> dict[str, Any]:
         before, verbs_before = usage(), verbs_resources()
         started_s = time.monotonic()
-        config = MessengerConfig(
-            transport=self._arguments.transport,
-            run_dir=Path(self._settings.run_dir),
-            handshake_timeout_s=5.0 * self._arguments.patience,
-        )
-        messenger = Messenger(config, node_id="soak", incarnation=1)
-        messenger.start()
+        callers = self._callers()
         members = [Member(number, self._settings) for number in range(self._arguments.peers)]
         seed = self._arguments.seed
         workers = [
-            Worker(messenger, member, slot, self._settings, (seed, number, slot), self._over)
+            Worker(callers[member.transport], member, slot, self._settings, (seed, number, slot), self._over)
             for number, member in enumerate(members)
             for slot in range(self._arguments.workers)
         ]
@@ -97,9 +106,11 @@ class Soak:
         trouble.close()
         self._over.set()
         self._join(workers)
-        self._question(members, messenger)
-        messenger_counters = messenger.counters()
-        messenger.close()
+        self._question(members, set(callers.values()))
+        counters = Counter[str]()
+        for messenger in set(callers.values()):
+            counters.update(messenger.counters())
+            messenger.close()
         for member in members:
             member.close()
         for worker in workers:
@@ -123,13 +134,27 @@ class Soak:
             "trouble": dict(trouble.events),
             "gib_moved": round(sum(worker.nbytes for worker in workers) / 2**30, 3),
             "gib_checked": round(sum(worker.checked_nbytes for worker in workers) / 2**30, 3),
-            "connects": messenger_counters.get("connects", 0),
-            "retries": messenger_counters.get("retries", 0),
+            "connects": counters["connects"],
+            "retries": counters["retries"],
             "before": before,
             "middle": self._samples[len(self._samples) // 2] if self._samples else before,
             "after": after,
             "failures": self._failures,
         }
+
+    def _callers(self) -> dict[str, Messenger]:
+        """By transport: one that speaks all that is in the clear, and one that encrypts."""
+        plain = [transport for transport in self._settings.transports if transport != "tls"]
+        spoken = {"tls": ["tls"]} if "tls" in self._settings.transports else {}
+        if plain:
+            spoken["auto" if len(plain) > 1 else plain[0]] = plain
+        callers: dict[str, Messenger] = {}
+        for transport, names in spoken.items():
+            config = configured(self._settings.messenger(transport))
+            messenger = Messenger(config, node_id=f"soak-{transport}", incarnation=1)
+            messenger.start()
+            callers |= dict.fromkeys(names, messenger)
+        return callers
 
     def _usage_at_rest(self, before: dict[str, int]) -> dict[str, int]:
         """Once it is what it was before, for a thread outlives its join by a moment; or after a while."""
@@ -143,6 +168,8 @@ class Soak:
         started_s = shown_s = time.monotonic()
         while not self._over.wait(SAMPLE_S) and time.monotonic() < end_s:
             self._samples.append(usage())
+            if self._hang(workers):
+                return
             try:
                 self._steady_samples.append(members[0].ask(members[0].generation, "report")["usage"])
             except PeerGone:
@@ -151,6 +178,22 @@ class Soak:
             if time.monotonic() - shown_s >= PROGRESS_S:
                 shown_s = time.monotonic()
                 self._show(shown_s - started_s, workers, trouble)
+
+    def _hang(self, workers: list[Worker]) -> bool:
+        """Whether an operation outlived its deadline. One that stalls while its peer is well is told of."""
+        now_s = time.monotonic()
+        for worker in workers:
+            since_s = worker.waits_since_s
+            if since_s is None:
+                continue
+            stalls = now_s - since_s > STALL_S * self._arguments.patience
+            if stalls and worker not in self._told and not worker.member.was_disturbed_since(since_s):
+                self._told.add(worker)
+                tell(f"{worker.name}: nothing for {now_s - since_s:.1f} s", worker.member, worker.messenger)
+            if now_s - since_s > worker.longest_wait_s + STALL_S:
+                self._failures.append(f"{worker.name}: an operation outlives its deadline")
+                return True
+        return False
 
     def _show(self, elapsed_s: float, workers: list[Worker], trouble: Trouble) -> None:
         operations, errors = _total(workers, "operations"), _total(workers, "errors")
@@ -173,9 +216,10 @@ class Soak:
             elif worker.failure is not None:
                 self._failures.append(f"{type(worker.failure).__name__}: {worker.failure}")
 
-    def _question(self, members: list[Member], messenger: Messenger) -> None:
+    def _question(self, members: list[Member], messengers: Iterable[Messenger]) -> None:
         """At rest nothing is pending, and every notification came with the data that it promised."""
-        self._failures += messenger.validate()
+        for messenger in messengers:
+            self._failures += messenger.validate()
         for member in members:
             try:
                 self._failures += member.ask(member.generation, "report")["wrong"]

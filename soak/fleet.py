@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from messenger import Endpoint, RemoteKey
 from soak.proxy import DOWN, UP, FaultProxy
 
 _ROOT = Path(__file__).resolve().parent.parent
+_CERTIFICATES = _ROOT / "tests" / "data" / "tls"
 
 
 class PeerGone(Exception):
@@ -29,11 +31,28 @@ class PeerGone(Exception):
 @dataclass(frozen=True)
 class Settings:
     transports: tuple[str, ...]
-    """The peers take them in turn."""
+    """The peers take them in turn; "tls" is tcp, encrypted."""
     run_dir: str
     slots: int
     slot_nbytes: int
     patience: float
+
+    def messenger(self, transport: str) -> dict[str, Any]:
+        """What every messenger of a transport is configured with, as JSON may hold it."""
+        common = {"run_dir": self.run_dir, "handshake_timeout_s": 5.0 * self.patience}
+        if transport != "tls":
+            return common | {"transport": transport}
+        return common | {"transport": "tcp"} | self._tls()
+
+    def _tls(self) -> dict[str, str]:
+        """Copies of the tests' certificates, which nobody else may read."""
+        sources = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
+        given = {setting: os.path.join(self.run_dir, name) for setting, name in sources.items()}
+        for copy in given.values():
+            if not os.path.exists(copy):
+                shutil.copyfile(_CERTIFICATES / os.path.basename(copy), copy)
+                os.chmod(copy, 0o600)
+        return given
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class Member:
 
     def __init__(self, number: int, settings: Settings) -> None:
         self.node_id = f"peer-{number}"
-        self._transport = settings.transports[number % len(settings.transports)]
+        self.transport = settings.transports[number % len(settings.transports)]
         self.steady = number < len(settings.transports)
         self._settings = settings
         self._talking = threading.Lock()
@@ -95,6 +114,19 @@ class Member:
         """What was done to it last, and how long ago that began."""
         now_s = time.monotonic()
         return ", ".join(f"{kind} {now_s - begun_s:.1f} s ago" for kind, begun_s in list(self._lately)) or "nothing"
+
+    def line(self) -> str:
+        """What the proxy in front of it does now."""
+        return "none" if self._proxy is None else self._proxy.describe()
+
+    def ports(self) -> list[int]:
+        """On both sides of the proxy."""
+        return [] if self._proxy is None else [self._proxy.address[1], self._port]
+
+    def pid(self) -> int | None:
+        """Of its process, while there is one."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
 
     @property
     def has_line(self) -> bool:
@@ -184,12 +216,7 @@ class Member:
     def _start(self, number: int) -> Generation:
         settings = self._settings
         given = {
-            "messenger": {
-                "transport": self._transport,
-                "run_dir": settings.run_dir,
-                "tcp_port": self._port,
-                "handshake_timeout_s": 5.0 * settings.patience,
-            },
+            "messenger": settings.messenger(self.transport) | {"tcp_port": self._port},
             "node_id": self.node_id,
             "incarnation": number,
             "slots": settings.slots,

@@ -1,12 +1,14 @@
 """The process of one peer: a messenger, a region of slots with a key each, and a digest check at every notification.
 
 It prints where it listens and its keys as a line of JSON, then answers each command, a list in JSON, with a line. The
-commands are the methods of Peer.
+commands are the methods of Peer. Asked by SIGUSR1, it tells on stderr what each of its threads does.
 """
 
 import dataclasses
+import faulthandler
 import hashlib
 import json
+import signal
 import struct
 import sys
 from collections.abc import Callable
@@ -22,6 +24,13 @@ SLOT = struct.Struct("<I")
 def digest(data: Any) -> bytes:
     """16 bytes."""
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def configured(settings: dict[str, Any]) -> MessengerConfig:
+    """What came as JSON: its paths are strings."""
+    paths = ("run_dir", "tls_cert", "tls_key", "tls_ca")
+    typed: dict[str, Any] = {name: Path(value) if name in paths else value for name, value in settings.items()}
+    return MessengerConfig(**typed)
 
 
 class Peer:
@@ -74,9 +83,11 @@ class Peer:
 
 
 def main(settings: str) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     given = json.loads(settings)
-    config = MessengerConfig(**given["messenger"] | {"run_dir": Path(given["messenger"]["run_dir"])})
-    peer = Peer(config, given["node_id"], given["incarnation"], given["slots"], given["slot_nbytes"])
+    peer = Peer(
+        configured(given["messenger"]), given["node_id"], given["incarnation"], given["slots"], given["slot_nbytes"]
+    )
     commands: dict[str, Callable[..., Any]] = {"renew": peer.renew, "digest": peer.digest, "report": peer.report}
     keys = [key.pack().hex() for key in peer.keys]
     print(json.dumps({"endpoint": dataclasses.asdict(peer.endpoint), "keys": keys}), flush=True)

@@ -119,6 +119,10 @@ class FaultProxy:
         """
         return self._call(self._abandon_all)
 
+    def describe(self) -> str:
+        """What is open, what holds it up, and what went through."""
+        return self._call(self._describe)
+
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -167,6 +171,13 @@ class FaultProxy:
                 pump.cancel()
             pipe.reset(DOWN)
         return len(pipes)
+
+    def _describe(self) -> str:
+        held = [way for way, fault in self._faults.items() if not fault.free.is_set()]
+        return (
+            f"{len(self._pipes)} connections and {len(self._abandoned)} half-open ones of {self.connections}, "
+            f"{'refusing more, ' if self._refusing else ''}held: {held}, faults {self._faults}, passed {self.passed}"
+        )
 
     async def _end(self) -> None:
         self._server.close()

@@ -36,6 +36,8 @@ SLACK_S = 20.0
 """By which a future may be later than its deadline, on a machine that is busy."""
 PATIENCE_S = 60.0
 """How long a peer may be of no use."""
+LOANS = 20
+"""Of so many in a row one is confirmed. Others' deadlines and cancels cut connections, and a loan ends with its own."""
 
 _OF_TROUBLE = (PeerLost, TransferDeadlineExceeded, InvalidArgument)
 
@@ -54,8 +56,8 @@ class Worker:
         seed: Sequence[int],
         over: threading.Event,
     ) -> None:
-        self._messenger = messenger
-        self._member = member
+        self.messenger = messenger
+        self.member = member
         self._slot = slot
         self._room = settings.slot_nbytes
         self._patience = settings.patience
@@ -65,6 +67,8 @@ class Worker:
         self._memory = SharedMemory.create(2 * self._room, f"{member.node_id}-{slot}")
         self._region = messenger.register(self._memory)
         self._began_s = 0.0
+        self.waits_since_s: float | None = None
+        """Since when it waits for an operation."""
         self._expected: Bytes = np.zeros(self._room, dtype=np.uint8)
         self._possible: list[Bytes] = []
         self._meet(member.generation)
@@ -76,7 +80,7 @@ class Worker:
         self.thread = threading.Thread(target=self._run, name=f"load-{member.node_id}-{slot}", daemon=True)
 
     def close(self) -> None:
-        self._messenger.deregister(self._region)
+        self.messenger.deregister(self._region)
         del self._region
         self._memory.close()
 
@@ -112,12 +116,12 @@ class Worker:
             if self._possible:
                 self._recover()
         except PeerGone:
-            self._meet(self._member.next_generation(self._generation, PATIENCE_S * self._patience))
+            self._meet(self.member.next_generation(self._generation, PATIENCE_S * self._patience))
 
     def _meet(self, generation: Generation) -> None:
         """A new process begins with zeros."""
         self._generation = generation
-        self._peer = self._messenger.connect(generation.endpoint)
+        self._peer = self.messenger.connect(generation.endpoint)
         self._key = generation.keys[self._slot]
         self._expected[:] = 0
         self._possible.clear()
@@ -159,16 +163,20 @@ class Worker:
             return
         first = int(self._rng.integers(self._room))
         nbytes = int(self._rng.integers(1, self._room - first + 1))
-        try:
-            loan = self._peer.borrow(self._key, self._slot * self._room + first, nbytes, deadline_s=self._deadline_s)
-        except (TransferError, InvalidArgument) as error:  # nothing is lent by a connection that broke meanwhile
-            self._excuse(error)
-            return
-        found = loan.array.copy()
-        if loan.confirm():
-            self._compare("a loan", found, self._expected[first : first + nbytes])
-        elif not self._member.was_disturbed_since(self._began_s):
-            raise Failed(f"{self._who}: a loan is not confirmed, and nothing happened to its owner")
+        for _ in range(LOANS):
+            try:
+                loan = self._peer.borrow(
+                    self._key, self._slot * self._room + first, nbytes, deadline_s=self._deadline_s
+                )
+            except (TransferError, InvalidArgument) as error:  # nothing is lent by a connection that broke meanwhile
+                self._excuse(error)
+                return
+            found = loan.array.copy()
+            if loan.confirm():
+                self._compare("a loan", found, self._expected[first : first + nbytes])
+                return
+        if not self.member.was_disturbed_since(self._began_s):
+            raise Failed(f"{self.name}: of {LOANS} loans none is confirmed, and nothing happened to their owner")
 
     def _many_at_once(self) -> None:
         rows, after = self._fresh_rows()
@@ -215,14 +223,19 @@ class Worker:
             self._possible.append(self._expected)
             return
         self._compare("the slot", found, self._expected)
-        if self._member.ask(self._generation, "digest", self._slot) != digest(self._expected).hex():
-            raise Failed(f"{self._who}: its owner's digest is another")
+        if self.member.ask(self._generation, "digest", self._slot) != digest(self._expected).hex():
+            raise Failed(f"{self.name}: its owner's digest is another")
 
     # Helpers.
 
     @property
-    def _who(self) -> str:
-        return f"{self._member.node_id} slot {self._slot}"
+    def longest_wait_s(self) -> float:
+        """What waits for longer hangs."""
+        return self._deadline_s + SLACK_S * self._patience
+
+    @property
+    def name(self) -> str:
+        return f"{self.member.node_id} slot {self._slot}"
 
     @property
     def _deadline_s(self) -> float:
@@ -271,29 +284,34 @@ class Worker:
             self._possible += [self._expected, after]
 
     def _outcome(self, future: Future[TransferResult], allowed: type[TransferError] | None = None) -> bool:
+        self.waits_since_s = time.monotonic()
         try:
-            self.nbytes += future.result(self._deadline_s + SLACK_S * self._patience).nbytes
+            # Who waits without a limit receives answers himself: the run watches how long that takes.
+            limit_s = self.longest_wait_s if self._rng.random() < 0.5 else None
+            self.nbytes += future.result(limit_s).nbytes
             return True
         except TransferError as error:
-            if error.peer != self._member.node_id or not error.address:
-                raise Failed(f"{self._who}: an error that does not tell who and where: {error}") from error
+            if error.peer != self.member.node_id or not error.address:
+                raise Failed(f"{self.name}: an error that does not tell who and where: {error}") from error
             self._excuse(error, allowed)
             return False
         except TimeoutError as error:
-            raise Failed(f"{self._who}: an operation outlives its deadline") from error
+            raise Failed(f"{self.name}: an operation outlives its deadline") from error
+        finally:
+            self.waits_since_s = None
 
     def _excuse(self, error: MessengerError, allowed: type[TransferError] | None = None) -> None:
         """Raises Failed for an error that nobody asked for while the peer was in no trouble."""
         name = type(error).__name__
         self.errors[name] += 1
         asked_for = allowed is not None and isinstance(error, allowed)
-        excused = isinstance(error, _OF_TROUBLE) and self._member.was_disturbed_since(self._began_s)
+        excused = isinstance(error, _OF_TROUBLE) and self.member.was_disturbed_since(self._began_s)
         if not asked_for and not excused:
-            lately = self._member.lately()
-            raise Failed(f"{self._who}: an error out of nothing (lately {lately}): {name}: {error}") from error
+            lately = self.member.lately()
+            raise Failed(f"{self.name}: an error out of nothing (lately {lately}): {name}: {error}") from error
 
     def _renew(self, value: int | None) -> None:
-        packed = self._member.ask(self._generation, "renew", self._slot, value)
+        packed = self.member.ask(self._generation, "renew", self._slot, value)
         self._key = RemoteKey.unpack(bytes.fromhex(packed))
 
     def _recover(self) -> None:
@@ -301,10 +319,10 @@ class Worker:
         self._renew(None)
         end_s = time.monotonic() + PATIENCE_S * self._patience
         while (found := self._fetched()) is None:
-            if self._member.generation is not self._generation:
-                raise PeerGone(self._member.node_id)
+            if self.member.generation is not self._generation:
+                raise PeerGone(self.member.node_id)
             if time.monotonic() > end_s:
-                raise Failed(f"{self._who}: of no use for {PATIENCE_S * self._patience:.0f} s")
+                raise Failed(f"{self.name}: of no use for {PATIENCE_S * self._patience:.0f} s")
             time.sleep(0.05)
         self._compare("what a failed operation left", found, *self._possible)
         self._expected = found
@@ -321,4 +339,4 @@ class Worker:
         self.checked_nbytes += len(found)
         difference = first_difference(found, *allowed)
         if difference is not None:
-            raise Failed(f"{self._who}: {what}: {difference}")
+            raise Failed(f"{self.name}: {what}: {difference}")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.transports("auto", "rdma")
 def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     options = {"--transport": transport, "--seconds": 10 * patience, "--seed": 11, "--trouble-every-s": 0.5 * patience}
+    options |= {"--peers": 4}
     if transport == "rdma":
         options |= {"--slot-kib": 64, "--peers": 2, "--workers": 1, "--patience": patience}
     done = subprocess.run(
@@ -45,7 +46,7 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     [
         (["--seconds", "-1"], "--seconds, --trouble-every-s and --patience must be more than 0"),
         (["--workers", "0"], "--workers and --slot-kib must be 1 or more"),
-        (["--peers", "2"], "--peers: more than transports"),
+        (["--peers", "3"], "--peers: more than transports"),
     ],
 )
 def test_flags_with_which_nothing_would_be_soaked_are_refused(
