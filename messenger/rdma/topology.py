@@ -4,6 +4,7 @@ Every function takes the root that the kernel's file systems are mounted below, 
 like the one at hand. What a file does not tell is left at its default; nothing here raises for a strange machine.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Set
@@ -93,30 +94,26 @@ def _netdev(device: Path, port: int, gids: tuple[Gid, ...]) -> str:
 
 def _gids(folder: Path, prefixes: "_Prefixes") -> Iterator[Gid]:
     """The used entries of the table, by index; unused ones are zero, and the kernel fails to tell their type."""
-    holes = 0
-    for path in sorted((path for path in _entries(folder / "gids") if path.name.isdecimal()), key=_index):
-        address = _gid_address(_read(path))
+    last_used = -1
+    for index in itertools.count():
+        if index - last_used > _MAX_HOLES:
+            return
+        address = _gid_address(_read(folder / f"gids/{index}"))
         if address is None:
-            holes += 1
-            if holes == _MAX_HOLES:
-                return
             continue
-        holes = 0
-        kind = _read(folder / "gid_attrs/types" / path.name)
-        netdev = _read(folder / "gid_attrs/ndevs" / path.name)
-        yield Gid(int(path.name), address, kind, netdev, prefixes.bits_of(netdev, address))
-
-
-def _index(path: Path) -> int:
-    return int(path.name)
+        last_used = index
+        kind = _read(folder / f"gid_attrs/types/{index}")
+        netdev = _read(folder / f"gid_attrs/ndevs/{index}")
+        yield Gid(index, address, kind, netdev, prefixes.bits_of(netdev, address))
 
 
 def _gid_address(text: str) -> IPv6Address | None:
+    if text.strip("0:") == "":
+        return None
     try:
-        address = IPv6Address(text)
+        return IPv6Address(text)
     except ValueError:
         return None
-    return None if address.is_unspecified else address
 
 
 def _place(link: Path) -> Place:
@@ -219,6 +216,7 @@ def _words(path: Path) -> Iterator[list[str]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        with open(path, "rb", buffering=0) as file:  # a table has hundreds of files
+            return file.read().decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

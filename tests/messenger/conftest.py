@@ -79,6 +79,12 @@ def patience(pytestconfig: pytest.Config) -> float:
 
 
 @pytest.fixture(scope="session")
+def fewer(patience: float) -> Callable[[int], int]:
+    """`fewer(100)`: how often to repeat what takes a processor's time; 100 on a machine that runs at its own speed."""
+    return lambda count: max(1, round(count / patience))
+
+
+@pytest.fixture(scope="session")
 def _compiled() -> None:
     """So that no test measures the compiler."""
     from messenger.copying import copy_rows

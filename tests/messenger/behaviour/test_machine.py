@@ -5,6 +5,7 @@ short, it was cancelled, or its key was revoked behind it). Bytes, the order of 
 what it allows.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -213,13 +214,15 @@ class Walk(RuleBasedStateMachine):
         return after
 
 
-def test_whatever_happens_between_a_caller_and_an_owner_agrees_with_the_model(make_node: Any) -> None:
+def test_whatever_happens_between_a_caller_and_an_owner_agrees_with_the_model(
+    make_node: Any, fewer: Callable[[int], int]
+) -> None:
     a, b = make_node("a", REGION), make_node("b", REGION, revoke_grace_s=0.05)
     a.fill(1)
     walk = type("WalkHere", (Walk,), {"a": a, "b": b})
     run_state_machine_as_test(
         walk,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=fewer(40), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -1,7 +1,7 @@
 """The other host: gives each connection that the tests make a messenger in a process of its own, and ends with `bye`.
 
 A connection's first line, JSON, is the arguments of `child.py` or "bye". Further lines go to the child, whose answers
-come back. The child ends with the connection.
+come back. The child ends with the connection. All are forked from this process, since importing takes long.
 """
 
 import json
@@ -11,10 +11,10 @@ import signal
 import socket
 from pathlib import Path
 
-# What the children would take long to import each by itself.
-import messenger.rdma.transport  # noqa: F401
 import pyverbs.qp
 import pyverbs.srq  # noqa: F401
+
+import messenger.rdma.transport  # noqa: F401
 
 PORT = 7700
 """As in conftest.py."""
