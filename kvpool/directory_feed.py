@@ -9,13 +9,14 @@ import grpc.aio
 from kvpool.directory_nodes import Position
 from kvpool.errors import AddressError
 from kvpool.events import PoolEvents
+from messenger.backoff import Backoff
 from messenger.control import Unavailable, call, open_channel
 from messenger.errors import ControlError
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc
 
 __all__ = ["follow_pool_events"]
 
-_RECONNECT_S = 0.2
+_MAX_WAIT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +37,18 @@ async def follow_pool_events(
     included), "refused" or "malformed": until the next message what is known of the node may be stale.
     """
     last_reason = ""
+    backoff = Backoff(most_s=_MAX_WAIT_S)
+
+    def taken(events: PoolEvents) -> bool:
+        fits = on_events(events)
+        if fits:
+            backoff.succeeded()
+        return fits
+
     while True:
         channel = open_channel(target)
         try:
-            reason, kind = await _follow(channel, target, on_events, position, silence_s)
+            reason, kind = await _follow(channel, target, taken, position, silence_s)
         except ControlError as error:
             reason, kind = str(error), "broken"
         finally:
@@ -49,7 +58,7 @@ async def follow_pool_events(
         if reason != last_reason:
             _log.warning("events of the pool node at %s are interrupted: %s", target, reason)
             last_reason = reason
-        await asyncio.sleep(_RECONNECT_S)
+        await asyncio.sleep(backoff.failed())
 
 
 async def _follow(

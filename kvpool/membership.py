@@ -8,12 +8,11 @@ import grpc.aio
 
 from kvpool import node_numbers
 from kvpool.node import PoolNode
+from messenger.backoff import Backoff
 from messenger.control import control_error, open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
 __all__ = ["stay_joined"]
-
-_RECONNECT_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +21,7 @@ async def stay_joined(node: PoolNode, target: str) -> None:
     """Be a member of the conductor at `node.config.conductor_target`, reachable at `target`, until cancelled."""
     conductor = node.config.conductor_target
     last_trouble = ""
+    backoff = Backoff()
     while True:
         channel = open_channel(conductor)
         try:
@@ -30,6 +30,7 @@ async def stay_joined(node: PoolNode, target: str) -> None:
                 if command.HasField("accepted"):
                     _log.info("joined the conductor at %s", conductor)
                     last_trouble = ""
+                    backoff.succeeded()
                 elif command.HasField("drain"):
                     node.draining.set()
             trouble = "it ended the stream"
@@ -40,7 +41,7 @@ async def stay_joined(node: PoolNode, target: str) -> None:
         if trouble != last_trouble:
             _log.warning("not joined to the conductor at %s, trying on: %s", conductor, trouble)
             last_trouble = trouble
-        await asyncio.sleep(_RECONNECT_S)
+        await asyncio.sleep(backoff.failed())
 
 
 async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.NodeReport]:

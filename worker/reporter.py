@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from messenger.backoff import Backoff
 from messenger.control import control_error, open_channel
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 COALESCE_S = 0.02
-RECONNECT_S = 0.2
 MAX_SAMPLES = 256
 
 
@@ -74,6 +74,7 @@ class Reporter:
 
     async def run(self) -> None:
         """Join, and join again whenever the stream ends, until cancelled."""
+        backoff = Backoff()
         while True:
             channel = open_channel(self._target)
             try:
@@ -83,6 +84,7 @@ class Reporter:
                         log.info("joined conductor at %s", self._target)
                         self.joined.set()
                         self._last_refusal = self._last_trouble = ""
+                        backoff.succeeded()
                     elif command.HasField("drain"):
                         self._on_drain()
             except grpc.aio.AioRpcError as error:
@@ -101,7 +103,7 @@ class Reporter:
                 self.joined.clear()
                 self._streaming = False
                 await channel.close()
-            await asyncio.sleep(RECONNECT_S)
+            await asyncio.sleep(backoff.failed())
 
     async def first_join(self) -> None:
         """Wait for the first join. Raises StartupError when the conductor refuses this node instead."""
