@@ -22,6 +22,7 @@ _BUFFER_NBYTES = 16 << 10
 _SCRATCH_NBYTES = 64 << 10
 _GREETING_NBYTES = 64 << 10
 DEAD_AFTER_S = 30
+_LENGTH, _LENGTH_AT = struct.Struct("<I"), PREFIX.size - 4
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -86,6 +87,10 @@ class BufferedLink(Link):
         large = memoryview(bytearray(length))
         self.receive_into([large])
         return decode_body(kind, large)
+
+    def has_frame(self) -> bool:
+        body_nbytes = self._end - self._start - PREFIX.size
+        return body_nbytes >= 0 and body_nbytes >= _LENGTH.unpack_from(self._buffer, self._start + _LENGTH_AT)[0]
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
         """Fill the views in order with the bytes that follow the last frame."""

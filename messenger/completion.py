@@ -6,7 +6,7 @@ The standard one makes a condition variable each time. This one makes what its o
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import FINISHED, RUNNING
 from typing import Any, TypeVar
@@ -22,14 +22,16 @@ _LOCK = threading.Lock()
 class Completion(Future[T]):
     """Settled once, by `settle`, with a result or a failure. It is never in the future's own cancelled state."""
 
+    # What most completions never change is kept once, for all of them.
+    _state = RUNNING
+    _result: T | None = None
+    _exception: BaseException | None = None
+    _gates: Sequence[threading.Lock] = ()
+    _callbacks: Sequence[Callable[[Future[T]], object]] = ()
+    _foreign: threading.Condition | None = None
+
     def __init__(self) -> None:
-        # Not the standard one's: it would make what this class does without.
-        self._state = RUNNING
-        self._result: T | None = None
-        self._exception: BaseException | None = None
-        self._gates: list[threading.Lock] = []
-        self._callbacks: list[Callable[[Future[T]], object]] = []
-        self._foreign: threading.Condition | None = None
+        """Not the standard one's, which would make what this class does without."""
 
     # What the owner of an unsettled completion may do when somebody begins to look at it.
 
@@ -41,15 +43,14 @@ class Completion(Future[T]):
 
     def settle(self, result: T | None, failure: BaseException | None) -> None:
         """Give the outcome; callbacks run on this thread."""
-        foreign = None
         with _LOCK:
             foreign = self._foreign
             if foreign is None:
-                self._set(result, failure)
+                self._result, self._exception, self._state = result, failure, FINISHED
         if foreign is not None:
             with foreign:
                 with _LOCK:
-                    self._set(result, failure)
+                    self._result, self._exception, self._state = result, failure, FINISHED
                 for waiter in self._waiters:
                     if failure is None:
                         waiter.add_result(self)
@@ -60,10 +61,6 @@ class Completion(Future[T]):
             gate.release()
         for callback in self._callbacks:
             self._call(callback)
-
-    def _set(self, result: T | None, failure: BaseException | None) -> None:
-        self._result, self._exception = result, failure
-        self._state = FINISHED
 
     def _call(self, callback: Callable[[Future[T]], object]) -> None:
         try:
@@ -106,6 +103,8 @@ class Completion(Future[T]):
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:
             self._help()
+            if self._state == FINISHED:
+                return
         else:
             self._is_observed()
         gate = threading.Lock()
@@ -113,18 +112,18 @@ class Completion(Future[T]):
         with _LOCK:
             if self._state == FINISHED:
                 return
-            self._gates.append(gate)
+            self._gates = [*self._gates, gate]
         if not gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             with _LOCK:
                 if self._state != FINISHED:
-                    self._gates.remove(gate)
+                    self._gates = [other for other in self._gates if other is not gate]
                     raise TimeoutError
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         with _LOCK:
             open_yet = self._state != FINISHED
             if open_yet:
-                self._callbacks.append(fn)
+                self._callbacks = [*self._callbacks, fn]
         if open_yet:
             self._is_observed()
         else:

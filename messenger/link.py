@@ -36,6 +36,10 @@ class Link(ABC):
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
 
+    def has_frame(self) -> bool:
+        """Whether the next frame is here as a whole already; a link that cannot tell says no."""
+        return False
+
     @abstractmethod
     def peer_is_gone(self) -> bool:
         """Whether the other side closed, cut or died, even though bytes of it may still be unread."""

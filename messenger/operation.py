@@ -55,7 +55,21 @@ class Canceller(Protocol):
 
 
 class Operation(Completion[Any]):
-    """`outstanding` counts the parts that are queued or in flight; at zero it is settled, once."""
+    """`outstanding` counts the parts that are queued or in flight; at zero it is settled, once.
+
+    `canceller` is None until it is submitted.
+    """
+
+    # Kept for each only once it is something else.
+    flying = 0
+    """Parts in flight."""
+    acknowledged_nbytes = 0
+    failure: Exception | None = None
+    awaited = False
+    """A thread waits in `result`, and may help next time."""
+    observed = False
+    carrier: Carrier | None = None
+    canceller: Canceller | None = None
 
     def __init__(
         self,
@@ -68,7 +82,6 @@ class Operation(Completion[Any]):
         deadline_s: float,
         stall_s: float | None = None,
     ) -> None:
-        super().__init__()
         self.number = number
         self.kind = kind
         self.priority = priority
@@ -78,13 +91,6 @@ class Operation(Completion[Any]):
         self.started_s = started_s
         self.deadline_s = deadline_s
         self.stall_s = stall_s  # given up once the peer has acknowledged nothing for so long; None: never
-        self.flying = 0  # parts in flight
-        self.acknowledged_nbytes = 0
-        self.failure: Exception | None = None
-        self.awaited = False  # a thread waits in `result`, and may help next time
-        self.observed = False
-        self.carrier: Carrier | None = None
-        self.canceller: Canceller | None = None
 
     def cancel(self) -> bool:
         """Drop what is queued and cut off what is on the wire; whether it will end with TransferCancelled.

@@ -4,7 +4,7 @@ Whoever receives holds the role; nobody else touches the link's receiving side m
 After an answer for which a caller was waiting in `result`, and while nobody waits for another one, the thread stands
 back for a moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change
 of threads on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, `result` on
-another thread), the thread is called and keeps the role. In any case it takes it when nobody has had it for `PARK_S`:
+another thread), the thread is called and keeps the role. Answers that came together are taken together. In any case it takes it when nobody has had it for `PARK_S`:
 so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
 """
 
@@ -13,9 +13,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from messenger.errors import InvalidArgument, ProtocolError
-from messenger.frames import Ack, Allow, Offer, Refused
+from messenger.frames import Ack, Allow, Message, Offer, Refused
 from messenger.link import Link
-from messenger.operation import WAITS_FOR_ITSELF, Operation
+from messenger.operation import WAITS_FOR_ITSELF, Kind, Operation, Part
 from messenger.transport import Requester
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class Receiver:
         self._link = link
         self._requester = requester
         self._wakes = threading.Condition(stream.lock)
+        self.thread_holds = False
         self._held = False
-        self._thread_holds = False
         self._helper = 0
         self._called = False
         self._helps = 0
@@ -68,19 +68,19 @@ class Receiver:
     def is_receiving_here(self) -> bool:
         """Whether the calling thread holds the role: it is in a callback then. With or without the lock."""
         own = threading.get_ident()
-        return own == self._helper or (self._thread_holds and own == self._thread.ident)
+        return own == self._helper or (self.thread_holds and own == self._thread.ident)
 
     def call_thread(self) -> None:
         """Have the thread receive, since somebody waits who does not."""
-        if not self._thread_holds:
+        if not self.thread_holds:
             self._called = True
             if not self._held:
                 self._wakes.notify_all()
 
     def may_stand_back(self) -> None:
         """Whoever waited for the last answer would have received it himself, and nobody waits for another."""
-        if self._thread_holds:
-            self._thread_holds = self._held = self._called = False
+        if self.thread_holds:
+            self.thread_holds = self._held = self._called = False
             self._seen_helps = -1
 
     def help(self, operation: Operation) -> None:
@@ -98,7 +98,7 @@ class Receiver:
             self._helper = threading.get_ident()
         try:
             while operation.flying and not self._ended:
-                self._receive_one()
+                self._receive()
         except BaseException as error:
             # An interrupt, perhaps in the middle of a frame.
             self._stream.end_link(error)
@@ -116,45 +116,37 @@ class Receiver:
 
     def _run(self) -> None:
         while self._take_over():
-            while self._thread_holds and not self._ended:
-                self._receive_one()
+            while self.thread_holds and not self._ended:
+                self._receive()
         with self._stream.lock:
-            if self._thread_holds:
-                self._thread_holds = self._held = False
+            if self.thread_holds:
+                self.thread_holds = self._held = False
 
     def _take_over(self) -> bool:
         """Wait until the thread is needed; False when the link has ended."""
         with self._stream.lock:
             while not self._ended:
                 if not self._held and (self._called or self._helps == self._seen_helps):
-                    self._held = self._thread_holds = True
+                    self._held = self.thread_holds = True
                     return True
                 self._seen_helps = self._helps
                 self._wakes.wait(PARK_S)
             return False
 
-    def _receive_one(self) -> None:
-        """Receive and handle one message, with the role and without the lock."""
-        stream = self._stream
+    def _receive(self) -> None:
+        """Receive and handle a message, and those that came with it; with the role and without the lock."""
+        stream, link = self._stream, self._link
+        landed: list[Part] = []
+        goes_on = True
         try:
-            message = self._link.receive()
-            if isinstance(message, Offer):
-                self._requester.offered(message)
-                return
-            if isinstance(message, Allow):
-                self._requester.allowed(message)
-                return
-            in_flight = stream.flight.in_flight
-            part = in_flight[0] if in_flight else None
-            if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
-                raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
-            if isinstance(message, Refused):
-                self._requester.refused(part)
-                stream.refused(part, message.reason)
-            elif self._requester.accept(part, message):
-                stream.acknowledged(part)
-            else:
-                stream.one_step_more()
+            try:
+                self._take(link.receive(), landed)
+                while link.has_frame():
+                    self._take(link.receive(), landed)
+                goes_on = False
+            finally:
+                if landed:
+                    stream.acknowledged(landed, goes_on=goes_on)
         except OSError as error:
             stream.end_link(error)
         except ProtocolError as error:
@@ -164,3 +156,28 @@ class Receiver:
         except Exception as error:
             _log.exception("receiving from %s failed", self._link.address)
             stream.end_link(error)
+
+    def _take(self, message: Message, landed: list[Part]) -> None:
+        """Handle a message; a part that is done by it joins those that have `landed`, which nobody was told of yet."""
+        requester, stream = self._requester, self._stream
+        if isinstance(message, Offer):
+            requester.offered(message)
+            return
+        if isinstance(message, Allow):
+            requester.allowed(message)
+            return
+        in_flight = stream.flight.in_flight
+        part = in_flight[len(landed)] if len(in_flight) > len(landed) else None
+        if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
+            raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
+        if landed and (part.operation.kind is Kind.READ or isinstance(message, Refused)):
+            # Those before it do not wait for its bytes.
+            stream.acknowledged(landed, goes_on=True)
+            landed.clear()
+        if isinstance(message, Refused):
+            requester.refused(part)
+            stream.refused(part, message.reason)
+        elif requester.accept(part, message):
+            landed.append(part)
+        else:
+            stream.one_step_more()

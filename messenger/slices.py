@@ -17,6 +17,7 @@ LOCAL, REMOTE, NBYTES = 0, 1, 2
 # Up to so many rows a loop is quicker than numpy's calls.
 FEW = 24
 _MAX_OFFSET = (1 << 63) - 1
+_INT64 = np.dtype(np.int64)
 
 
 class Slices:
@@ -94,7 +95,7 @@ class Slices:
 def _few(slices: Any, region_nbytes: int) -> Slices | None:
     """A few slices that are right; None where it takes a closer look."""
     if isinstance(slices, np.ndarray):
-        slices = slices.tolist() if slices.dtype == np.int64 and len(slices) <= FEW else None
+        slices = slices.tolist() if slices.dtype is _INT64 and slices.size <= 3 * FEW else None
     if type(slices) not in (list, tuple) or not 0 < len(slices) <= FEW:
         return None
     few: list[tuple[int, int, int]] = []

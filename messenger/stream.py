@@ -9,7 +9,7 @@ the rest, and what was queued meanwhile, is the sending thread's, which also con
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from messenger.backlog import Role
@@ -247,28 +247,34 @@ class Stream(Connecting):
 
     # Answers, from whoever receives.
 
-    def acknowledged(self, part: Part) -> None:
-        """The oldest part in flight is done."""
-        flight, receiver, operation = self.flight, self._receiver, part.operation
+    def acknowledged(self, parts: Sequence[Part], *, goes_on: bool) -> None:
+        """The oldest parts in flight are done, and whoever receives has more at hand, or not."""
+        flight, receiver, now_s = self.flight, self._receiver, time.monotonic()
+        ended: list[Operation] = []
         with self.lock:
             self._answered = True
-            flight.answered()
-            ended = self._landed_locked(part)
-            if ended and operation.awaited and receiver is not None and self._nobody_else_waits_locked():
+            for part in parts:
+                flight.answered()
+                ended += self._landed_locked(part, now_s)
+            if receiver is not None and receiver.thread_holds and not goes_on and self._nobody_else_waits_locked(ended):
                 receiver.may_stand_back()
-            self._made_room_locked(operation)
+            self._made_room_locked(parts)
         self._traffic.settle(ended)
 
-    def _made_room_locked(self, operation: Operation) -> None:
-        """A part of the operation was answered: only so much background is under way at a time."""
-        if operation.priority is Priority.BACKGROUND and self._traffic.waits_locked(self):
-            self.wake_locked()
+    def _made_room_locked(self, parts: Iterable[Part]) -> None:
+        """The parts were answered: only so much background is under way at a time."""
+        for part in parts:
+            if part.operation.priority is Priority.BACKGROUND:
+                if self._traffic.waits_locked(self):
+                    self.wake_locked()
+                return
 
-    def _nobody_else_waits_locked(self) -> bool:
-        """Whether the answers to come are, so far, those of callers that would receive them themselves."""
+    def _nobody_else_waits_locked(self, ended: Iterable[Operation]) -> bool:
+        """Whether these, and the answers to come so far, are those of callers that would receive them themselves."""
         in_flight = self.flight.in_flight
         return (
-            not self.flight.again
+            any(operation.awaited for operation in ended)
+            and not self.flight.again
             and not self._traffic.backlog
             and len(in_flight) <= _FEW
             and not any(part.operation.observed or part.operation.awaited for part in in_flight)
@@ -290,20 +296,19 @@ class Stream(Connecting):
             self._answered = True
             self.flight.answered()
             ended = self._traffic.refused_locked(part, reason)
-            self._made_room_locked(part.operation)
+            self._made_room_locked([part])
         self._traffic.settle(ended)
 
     def _ended_unanswered_locked(self, part: Part, sent: Sent) -> list[Operation]:
         if sent is Sent.DONE:
             self.flight.ended(part)
-            return self._landed_locked(part)
+            return self._landed_locked(part, time.monotonic())
         if sent is Sent.UNABLE:
             self.flight.ended(part)
             return self._traffic.refused_locked(part, self._unable, MemoryOutOfReach)
         return []
 
-    def _landed_locked(self, part: Part) -> list[Operation]:
-        now_s = time.monotonic()
+    def _landed_locked(self, part: Part, now_s: float) -> list[Operation]:
         operation = part.operation
         if part.transfer is not None:
             self._flows[operation.kind].add(part.nbytes, len(part.transfer.slices), now_s - operation.started_s)
