@@ -1,6 +1,8 @@
 """The conversation's loop: a line in, an answer or a command's effect out, until the lines end."""
 
 import asyncio
+import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from moonpool.chat.view import View
 from moonpool.errors import ChatCommandError, ChatFailed, ChatFileError
 
 _PROMPT = "> "
+_LOOK_EVERY_S = 0.1
 
 
 class ChatLoop:
@@ -114,8 +117,23 @@ def _lines(*, interactive: bool) -> Iterator[str]:
 
     while True:
         try:
-            text = input(_PROMPT)
+            with _signals_looked_at():
+                text = input(_PROMPT)
         except (EOFError, KeyboardInterrupt):
             print()
             return
         yield text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def _signals_looked_at() -> Iterator[None]:
+    """A Ctrl-C between readline's last look and its wait for a key would be noticed with the next key only: it waits
+    without another look, unless a signal ends the wait. So one does, again and again.
+    """
+    former = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_EVERY_S, _LOOK_EVERY_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -262,3 +263,27 @@ def test_a_server_that_is_not_there_is_told_with_what_to_do(chat: Chat, server: 
     assert (wrong.returncode, "serves 'tiny', not 'huge'" in wrong.stderr) == (1, True)
     bad = chat("x\n", "--url", "ftp://x")
     assert (bad.returncode, "expected http://HOST:PORT" in bad.stderr) == (2, True)
+
+
+INTERRUPTED_BETWEEN_LOOKS = """
+import ctypes
+from moonpool.chat.loop import _lines
+
+hook = ctypes.c_void_p.in_dll(ctypes.pythonapi, "PyOS_InputHook")  # called by readline when it is not waiting for keys
+hook.value = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value
+print("read:", list(_lines(interactive=True)))
+"""
+
+
+def test_ctrl_c_leaves_the_prompt_even_if_it_comes_just_before_readline_waits() -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", INTERRUPTED_BETWEEN_LOOKS]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "dumb"})
+    os.close(slave)
+    try:
+        assert process.wait(60) == 0
+        assert os.read(master, 1 << 12) == b"> \r\nread: []\r\n"
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
