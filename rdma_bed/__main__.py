@@ -17,12 +17,14 @@ def main() -> int:
     """The program; its exit status."""
     options = _parser().parse_args()
     machine.end_on_signals()
-    deadline = Deadline.after(options.timeout)
+    deadline = Deadline.after(options.timeout + (options.seconds if options.action == "soak" else 0.0))
     try:
         bed = Bed.made(deadline)
         if options.action == "run":
             shape = Shape(2 if options.two else 1, options.rails, options.memory, options.results)
             return bed.run(options.command, shape, deadline)
+        if options.action == "soak":
+            return suite.soak(bed, deadline, options.seconds, options.seed)
         return suite.run(bed, deadline, core=options.core) if options.action == "test" else 0
     except BedError as error:
         say(f"{type(error).__name__}: {error}")
@@ -35,9 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     build = actions.add_parser("build", help="build and cache the image, if it is not there")
     test = actions.add_parser("test", help="the messenger's tests over rdma, in one VM and between two")
     test.add_argument("--core", action="store_true", help="in minutes: bytes, rights, fences, rails")
+    soak = actions.add_parser("soak", help="load and faults for the messenger over rdma, in one VM")
+    soak.add_argument("--seconds", type=float, default=600.0, help="of load (%(default)g)")
+    soak.add_argument("--seed", type=int, help="of sizes, shapes and trouble; drawn if not given")
     run = actions.add_parser("run", help="run a command in the VM, at the repository's root")
-    for action in (build, test, run):
-        action.add_argument("--timeout", type=float, default=2400.0, help="seconds for all (%(default)g)")
+    for action in (build, test, soak, run):
+        beside = " beside the soak's own" if action is soak else ""
+        action.add_argument("--timeout", type=float, default=2400.0, help=f"seconds for all{beside} (%(default)g)")
     run.add_argument(
         "--two", action="store_true", help="two VMs; each runs the command, RDMA_BED_ROLE tells which it is"
     )

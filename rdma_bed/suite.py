@@ -1,8 +1,11 @@
-"""What `make test-rdma` runs: the messenger's behaviour over rdma in one VM, then between two; and its core alone."""
+"""What `make test-rdma` runs: the messenger's tests over rdma in one VM, then between two; its core alone; a soak."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 
-from rdma_bed.bed import Bed, Shape
+from rdma_bed.bed import REPOSITORY, Bed, Shape
 from rdma_bed.progress import Deadline, say
 
 # Emulation is slow and machines are shared: every time limit of the tests times this.
@@ -15,6 +18,9 @@ _CORE = (
     *(f"tests/messenger/behaviour/test_{subject}.py" for subject in ("content", "fencing")),
 )
 """What only a verbs device can tell, in minutes: bytes, rights, fences, rails that fail."""
+
+# As much as an emulated machine can move, and trouble that leaves it time to recover.
+_SOAKED = "--peers 3 --workers 1 --slot-kib 256 --trouble-every-s 6"
 
 
 def _pytest(limit_s: int) -> str:
@@ -43,11 +49,22 @@ esac
 """
 
 
+def soak(bed: Bed, deadline: Deadline, seconds: float, seed: int | None) -> int:
+    """The exit status of the messenger's soak over rdma; its report is the last line of standard output.
+
+    Raises BedError.
+    """
+    say(f"the messenger's soak over verbs devices, {seconds:g} s")
+    command = f"python3 -m soak --transport rdma --seconds {seconds:g} --patience {_PATIENCE} {_SOAKED}"
+    return bed.run([*command.split(), *([] if seed is None else ["--seed", str(seed)])], Shape(), deadline)
+
+
 def run(bed: Bed, deadline: Deadline, *, core: bool) -> int:
     """The first exit status that is not 0; `core`: of the core in one VM only.
 
     Raises BedError.
     """
+    _compile(deadline)
     if core:
         say("the core of the messenger's tests over a verbs device")
         return bed.run(["sh", "-c", _one_host(_CORE_LIMIT_S, _CORE)], Shape(), deadline)
@@ -61,3 +78,13 @@ def run(bed: Bed, deadline: Deadline, *, core: bool) -> int:
         if status:
             return status
     return 0
+
+
+def _compile(deadline: Deadline) -> None:
+    """Collect the tests here: pytest keeps what it makes of them, which would take an emulated machine a minute."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/messenger"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    try:
+        subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=deadline.left())
+    except subprocess.TimeoutExpired:
+        raise deadline.error("collecting the tests") from None
