@@ -117,6 +117,8 @@ class Connecting(ABC):
         while not self._given_up(failures):
             try:
                 transport, link, requester = self._dialer.dial(self._opened)
+                self._begin_receiving(transport, link, requester)
+                return requester
             except Unreachable as error:
                 self._lose(PeerUnreachable, str(error))
                 return None
@@ -135,8 +137,6 @@ class Connecting(ABC):
                 _log.warning("cannot connect to %s: %s", self.address, repr(error))
                 self._lose(PeerUnreachable, f"cannot connect: {error}")
                 return None
-            self._begin_receiving(transport, link, requester)
-            return requester
         return None
 
     def _given_up(self, failures: int) -> bool:
@@ -156,14 +156,18 @@ class Connecting(ABC):
             Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
         }
         receiver = self._receiver_of(link, requester)
-        with self.lock:
-            self._transport = transport
-            self._receiver = receiver
-            self._requester = requester
-            self._flows = flows
-            self._link_ended = self._answered = False
+        try:
+            with self.lock:
+                receiver.start()
+                self._transport = transport
+                self._receiver = receiver
+                self._requester = requester
+                self._flows = flows
+                self._link_ended = self._answered = False
+        except RuntimeError as error:
+            link.close()
+            raise OSError(f"the system gives this process no thread: {error}") from error
         self._counters.add("connects")
-        receiver.start()
         self._on_connected()
 
     def _opened(self, link: Link) -> None:

@@ -4,8 +4,9 @@ Whoever receives holds the role; nobody else touches the link's receiving side m
 After an answer for which a caller was waiting in `result`, and while nobody waits for another one, the thread stands
 back for a moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change
 of threads on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, `result` on
-another thread), the thread is called and keeps the role. Answers that came together are taken together. In any case it takes it when nobody has had it for `PARK_S`:
+another thread), the thread is called and keeps the role. In any case it takes it when nobody has had it for `PARK_S`:
 so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
+Answers that came together are taken together.
 """
 
 import logging
@@ -46,7 +47,7 @@ class Receiver:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Without the lock."""
+        """Raises RuntimeError when the system has no thread left."""
         self._thread.start()
 
     def end(self) -> None:
@@ -170,10 +171,13 @@ class Receiver:
         part = in_flight[len(landed)] if len(in_flight) > len(landed) else None
         if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
             raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
-        if landed and (part.operation.kind is Kind.READ or isinstance(message, Refused)):
+        sends = stream.sends(part)
+        if landed and (sends or part.operation.kind is Kind.READ or isinstance(message, Refused)):
             # Those before it do not wait for its bytes.
             stream.acknowledged(landed, goes_on=True)
             landed.clear()
+        if sends:
+            stream.await_sent(part)
         if isinstance(message, Refused):
             requester.refused(part)
             stream.refused(part, message.reason)

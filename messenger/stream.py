@@ -16,11 +16,11 @@ from messenger.backlog import Role
 from messenger.connecting import Connecting
 from messenger.counters import Counters
 from messenger.dialing import Dialer
-from messenger.errors import MemoryOutOfReach
+from messenger.errors import MemoryOutOfReach, ProtocolError
 from messenger.frames import Goodbye
 from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
-from messenger.link import Link
+from messenger.link import Link, LinkClosed
 from messenger.operation import Operation, Part
 from messenger.priority import Priority
 from messenger.receiving import Receiver
@@ -54,7 +54,8 @@ class Stream(Connecting):
         super().__init__(dialer, traffic, counters, name=name, on_lost=on_lost, on_connected=on_connected)
         self.role = role
         self._sender: threading.Thread | None = None
-        self._sending = False
+        self._sending: Part | None = None  # whoever sends it has not come back
+        self._answered_early = False  # whoever receives waits until he has
         self._unable = ""  # why the last part could not be sent
         self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
 
@@ -107,12 +108,12 @@ class Stream(Connecting):
     def has_room_locked(self) -> bool:
         """Whether nobody sends on the connection, nor has anything to send before what is new."""
         return self._requester is not None and not (
-            self._sending or self._link_ended or self._closing or self.flight.again
+            self._sending is not None or self._link_ended or self._closing or self.flight.again
         )
 
     def begin_locked(self, part: Part) -> None:
         """Begin the part; the calling thread sends it, with `send_as_caller` or as the sending thread."""
-        self._sending = True
+        self._sending = part
         self.flight.begin(part)
         operation = part.operation
         operation.carrier = self
@@ -121,15 +122,16 @@ class Stream(Connecting):
 
     def send_as_caller(self) -> None:
         """Send the part that was just begun as far as it goes without waiting; the thread does the rest."""
-        requester, part = self._requester, self.flight.in_flight[-1]
+        requester, part = self._requester, self._sending
         assert requester is not None
+        assert part is not None
         try:
             sent = self._send(part, requester.begin)
         except BaseException as error:
             # An interrupt, perhaps in the middle of a frame.
             self.end_link(error)
             with self.lock:
-                self._sending = False
+                self._sending = None
                 self.wake_locked()
             raise
         with self.lock:
@@ -137,8 +139,7 @@ class Stream(Connecting):
                 self._unfinished = True
                 self.wake_locked()
                 return
-            self._sending = False
-            ended = self._ended_unanswered_locked(part, sent)
+            ended = self._sent_locked(part, sent)
             if self._link_ended or self._closing or self._traffic.waits_locked(self):
                 self.wake_locked()
         self._traffic.settle(ended)
@@ -211,19 +212,19 @@ class Stream(Connecting):
         if part is not None:
             sent = self._send(part, requester.send)
         elif unfinished:
-            part = self.flight.in_flight[-1]
+            part = self._sending
+            assert part is not None
             sent = self._attempt(requester.finish)
         else:
             return False
         with self.lock:
-            self._sending = False
-            ended = self._ended_unanswered_locked(part, sent)
+            ended = self._sent_locked(part, sent)
         self._traffic.settle(ended)
         return True
 
     def _next_locked(self) -> Part | None:
         """The next part, begun, if there is one and nobody sends."""
-        if self._sending or self._link_ended or self._closing:
+        if self._sending is not None or self._link_ended or self._closing:
             return None
         part = self.flight.again.popleft() if self.flight.again else self._traffic.take_locked(self)
         if part is not None:
@@ -232,7 +233,7 @@ class Stream(Connecting):
 
     def _over_locked(self) -> bool:
         """Whether the link is to be cleaned up, and no caller uses it any more."""
-        return (self._link_ended or self._closing) and not self._sending
+        return (self._link_ended or self._closing) and self._sending is None
 
     def _say_goodbye(self) -> None:
         link = self._link
@@ -246,6 +247,24 @@ class Stream(Connecting):
         return Receiver(self, link, requester, f"{self._name}-receive")
 
     # Answers, from whoever receives.
+
+    def sends(self, part: Part) -> bool:
+        """Whether whoever sends the part has not come back. With or without the lock."""
+        return self._sending is part
+
+    def await_sent(self, part: Part) -> None:
+        """The oldest part in flight is answered: return once nobody sends it any more.
+
+        Who sent the last byte may come back after the answer to it, and an owner may answer what it has not been sent.
+        Raises ProtocolError when no request was sent, LinkClosed when the link ends first.
+        """
+        with self.lock:
+            self._answered_early = True
+            self._wakes.wait_for(lambda: self._sending is not part or self._link_ended)
+            if self._link_ended:
+                raise LinkClosed(f"the connection to {self.address} ended in the middle of a request")
+            if part not in self.flight.in_flight:
+                raise ProtocolError(f"{self.address} answers a request that was not sent")
 
     def acknowledged(self, parts: Sequence[Part], *, goes_on: bool) -> None:
         """The oldest parts in flight are done, and whoever receives has more at hand, or not."""
@@ -299,7 +318,12 @@ class Stream(Connecting):
             self._made_room_locked([part])
         self._traffic.settle(ended)
 
-    def _ended_unanswered_locked(self, part: Part, sent: Sent) -> list[Operation]:
+    def _sent_locked(self, part: Part, sent: Sent) -> list[Operation]:
+        """Nobody sends the part any more; returns what is to be settled."""
+        self._sending = None
+        if self._answered_early:
+            self._answered_early = False
+            self._wakes.notify_all()
         if sent is Sent.DONE:
             self.flight.ended(part)
             return self._landed_locked(part, time.monotonic())

@@ -9,6 +9,7 @@ import pytest
 
 from messenger import InvalidArgument, PeerUnreachable, Priority, RemoteAccessError
 from messenger.frames import Ack, Refused, Write
+from messenger.receiving import Receiver
 
 
 def test_background_goes_on_once_all_of_it_that_was_under_way_was_refused(
@@ -68,6 +69,26 @@ def test_an_interrupt_in_the_middle_of_sending_holds_up_nothing(
         peer.notify(b"1", b"")
     peer.notify(b"2", b"").result()
     assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.transports("tcp", "shm")
+def test_a_connection_for_which_there_is_no_thread_is_made_again(
+    make_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_node("a"), make_node("b")
+    refused: list[Receiver] = []
+    start = Receiver.start
+
+    def start_at_the_third(receiver: Receiver) -> None:
+        if len(refused) < 2:
+            refused.append(receiver)
+            raise RuntimeError("can't start new thread")
+        start(receiver)
+
+    monkeypatch.setattr(Receiver, "start", start_at_the_third)
+    a.messenger.connect(b.endpoint).notify(b"t", b"").result(30)
+    assert len(refused) == a.messenger.counters()["failed_connects"] == 2
+    refused.clear()
 
 
 @pytest.mark.transports("tcp", "shm")
