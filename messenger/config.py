@@ -40,6 +40,8 @@ class MessengerConfig:
     """Of these, those of one incarnation of one peer."""
     rdma_devices: tuple[str, ...] = ()
     """Names of the RDMA devices to use; empty: chosen by topology."""
+    gpu: int | None = None
+    """CUDA's number of the GPU that this process computes on: the RDMA devices nearest to it are taken."""
     tls_cert: Path | None = None
     """PEM file with this node's certificate; with it tcp is encrypted, and only nodes of the same CA are talked to."""
     tls_key: Path | None = None
@@ -71,6 +73,8 @@ class MessengerConfig:
                 f"streams_per_peer {self.streams_per_peer} is over max_connections_per_peer "
                 f"{self.max_connections_per_peer}: peers of this configuration would turn away some of the streams"
             )
+        if self.gpu is not None and self.gpu < 0:
+            raise InvalidArgument(f"gpu {self.gpu} is none: CUDA counts them from 0")
         if len({self.tls_cert is None, self.tls_key is None, self.tls_ca is None}) > 1:
             raise InvalidArgument("tls_cert, tls_key and tls_ca are given all three or not at all")
         if self.transport != "shm" and self.listen_host in _WILDCARDS and self.advertise_host is None:

@@ -4,6 +4,7 @@ A package's configuration class is imported where it is made: a process imports 
 """
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -75,6 +76,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
 def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
     from worker.config import WorkerConfig
 
+    device = choose_device(config.engine.device, config.worker.worker_index)
     return WorkerConfig(
         node_id=node_id,
         listen=config.listen.listen,
@@ -83,7 +85,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         pool_target=config.worker.pool,
         model_path=config.model.path,
         served_model_name=config.model.name,
-        device=choose_device(config.engine.device, config.worker.worker_index),
+        device=device,
         dtype=cast("Dtype", config.engine.dtype),
         block_tokens=config.model.block_tokens,
         capacity_tokens=config.engine.capacity_tokens,
@@ -99,7 +101,10 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         kv_parity_sample=config.pool.kv_parity_sample,
         kv_storage=cast("Literal['exact', 'int8']", config.pool.kv_storage),
         push_timeout_s=config.transport.push_timeout,
-        messenger=_messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
+        messenger=replace(
+            _messenger_config(config.transport, config.tls, config.host, _socket_dir(config.node, node_id)),
+            gpu=gpu_of(device),
+        ),
     )
 
 
@@ -131,6 +136,12 @@ def choose_device(device: str, worker_index: int) -> str:
     if num_gpus:
         return f"cuda:{worker_index % num_gpus}"
     return "cpu" if device == "auto" else device
+
+
+def gpu_of(device: str) -> int | None:
+    """CUDA's number of a torch device; None for the CPU."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
 
 
 def _messenger_config(

@@ -14,6 +14,7 @@ and "Unified Addressing"; NVIDIA, "GPUDirect RDMA", on SYNC_MEMOPS; rdma-core, i
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from messenger.errors import GpuMemoryUnsupported
 from messenger.gpu import GpuMemory
 from messenger.rdma.policy.facts import Place
 from messenger.rdma.registered import Registered
-from messenger.rdma.topology import ROOT, pci_place
+from messenger.rdma.topology import ROOT, bound_place, pci_place
 
 _SYNC_MEMOPS, _DEVICE_ORDINAL = 6, 9  # CUpointer_attribute
 # CU_DEVICE_ATTRIBUTE_...: GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, GPU_DIRECT_RDMA_WRITES_ORDERING, DMA_BUF_SUPPORTED
@@ -41,6 +42,8 @@ _NO_PEER_MODULE: Final = "the module nvidia-peermem is not loaded (modprobe nvid
 _NO_DMABUF: Final = (
     "the GPU's driver exports no dmabuf (it needs CUDA 11.7 and the open kernel modules, on a GPU of Turing or later)"
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Way(Enum):
@@ -168,6 +171,17 @@ class CudaDriver:
         code = function(*arguments)
         if code:
             raise GpuMemoryUnsupported(f"{name} failed with CUDA error {code}")
+
+
+def place_of(gpu: int | None, root: Path = ROOT) -> Place:
+    """Where the memory sits that adapters are to be near to: the GPU's, if there is one, else this process's."""
+    if gpu is None:
+        return bound_place(root)
+    try:
+        return CudaDriver().place(gpu, root)
+    except GpuMemoryUnsupported as error:
+        _log.warning("rdma devices are not chosen by their distance to GPU %d: %s", gpu, error)
+        return bound_place(root)
 
 
 def has_peer_memory(root: Path = ROOT) -> bool:

@@ -18,7 +18,7 @@ from messenger.rdma.policy.choice import Wish, choose
 from messenger.rdma.policy.facts import Rail
 from messenger.rdma.requester import RdmaRequester
 from messenger.rdma.responder import RdmaResponder
-from messenger.rdma.topology import bound_place, rdma_ports
+from messenger.rdma.topology import rdma_ports
 from messenger.rdma.verbs.device import REGION_ACCESS, Device, require_pyverbs
 from messenger.tcp.transport import TcpTransport
 from messenger.transport import NoPath, Requester, Responder, Transport
@@ -35,7 +35,7 @@ class RdmaTransport(Transport):
 
     def __init__(self, config: MessengerConfig, tcp: TcpTransport, counters: Counters) -> None:
         """Raises RdmaUnavailable: no pyverbs, no port that fits, or a device that cannot be used."""
-        choice = choose(rdma_ports(), Wish(devices=config.rdma_devices, memory=bound_place()))
+        choice = choose(rdma_ports(), Wish(devices=config.rdma_devices, memory=gpu_memory.place_of(config.gpu)))
         if not choice.rails:
             raise RdmaUnavailable(f"no RDMA port can be used: {choice.why_none}")
         require_pyverbs()

@@ -29,6 +29,12 @@ def test_the_keys_reach_the_messenger(composite: type, make: Any, short_path: Pa
     assert config.tls == TlsFiles(Path("c.pem"), Path("k.pem"), Path("ca.pem"), "farm")
 
 
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", None), ("cuda:3", 3)])
+def test_a_worker_wants_the_adapters_nearest_to_its_gpu(device: str, gpu: int | None, short_path: Path) -> None:
+    flags = {"conductor": "h:1", "pool": "h:2", "device": device, "socket_dir": str(short_path)}
+    assert worker_config(loaded(WorkerRole, flags), "n").messenger.gpu == gpu
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

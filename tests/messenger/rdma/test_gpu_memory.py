@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from messenger.errors import GpuMemoryUnsupported, InvalidArgument
 from messenger.gpu import GpuMemory
+from messenger.rdma import gpu_memory
 from messenger.rdma.gpu_memory import (
     Allocation,
     CudaDriver,
@@ -28,7 +29,9 @@ from messenger.rdma.gpu_memory import (
     register,
     ways,
 )
+from messenger.rdma.policy.facts import ANYWHERE
 from messenger.rdma.registered import Registered
+from messenger.rdma.topology import bound_place
 
 BASE, SIZE = 0x7F0000200000, 2 << 20
 LIBRARY = """
@@ -164,6 +167,22 @@ def test_memory_is_exported_in_the_gpus_own_context(driver: Callable[..., CudaDr
 def test_a_gpus_place_is_that_of_its_pci_address(driver: Callable[..., CudaDriver], eight_by_eight: Any) -> None:
     place = driver().place(3, eight_by_eight.root)
     assert (place.pci_path[-1], place.numa_node) == ("0000:37:00.0", 0)
+
+
+def test_adapters_are_sought_near_the_gpu_that_is_named(
+    driver: Callable[..., CudaDriver], eight_by_eight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = driver()
+    monkeypatch.setattr(gpu_memory, "CudaDriver", lambda: cuda)
+    assert gpu_memory.place_of(3, eight_by_eight.root) == cuda.place(3, eight_by_eight.root) != ANYWHERE
+
+
+def test_without_the_driver_adapters_are_sought_as_though_no_gpu_was_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_memory, "CudaDriver", lambda: CudaDriver("libcuda-that-is-not-there.so.1"))
+    assert gpu_memory.place_of(3) == bound_place()
+    assert "not chosen by their distance to GPU 3: libcuda-that-is-not-there.so.1 cannot be loaded" in caplog.text
 
 
 def test_memory_that_reaches_beyond_its_allocation_is_refused(driver: Callable[..., CudaDriver]) -> None:
