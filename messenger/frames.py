@@ -93,7 +93,10 @@ class Read(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """shm: the descriptor that comes with this frame is region `region_id` of the sender."""
+    """shm: the descriptor that comes with this frame is region `region_id` of the sender.
+
+    0 bytes, without a descriptor: what was offered as this region is withdrawn.
+    """
 
     region_id: int
     nbytes: int

@@ -2,6 +2,7 @@
 
 import os
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -70,10 +71,10 @@ class FastLane:
         """Its thread has ended its work."""
         self._slots.close_lane(self._inside)
 
-    def offered(self, region_id: int, memory: PeerMemory) -> None:
-        """The caller's memory, which somebody else keeps mapped."""
-        others = self._sources[self._sources[:, 0] != region_id]
-        self._offer(np.vstack([others, np.array([[region_id, memory.address, memory.nbytes]], np.int64)]))
+    def offered(self, memories: Iterable[tuple[int, PeerMemory]]) -> None:
+        """The caller's memories by their numbers, which somebody else keeps mapped; those of before are forgotten."""
+        rows = [(number, memory.address, memory.nbytes) for number, memory in memories]
+        self._offer(np.array(rows, np.int64).reshape(-1, 3))
 
     def run(self, session: Session) -> Note | None:
         """Take requests until one has a notification, or the next frame (None) is for Python to receive.

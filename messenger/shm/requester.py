@@ -8,6 +8,7 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from messenger.errors import ProtocolError
 from messenger.frames import Ack, Message, Offer, Read, Write
 from messenger.gpu import in_host
 from messenger.keys import RemoteKey
@@ -16,7 +17,7 @@ from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
 from messenger.shm.loan import Loan
-from messenger.shm.offers import Offers
+from messenger.shm.offers import Offers, PeerMemories
 from messenger.slices import LOCAL, NBYTES, REMOTE, within
 from messenger.sockets import SocketLink
 from messenger.transport import Requester, Sent
@@ -38,16 +39,15 @@ class ShmRequester(Requester):
         super().__init__(link)
         self._copy_rows = copy_rows
         self._offers = Offers(link)
-        self._mappings: dict[int, PeerMemory] = {}
+        self._mappings = PeerMemories(link)
         self._page: GrantReader | None = None
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offered(self, offer: Offer) -> None:
-        memory = PeerMemory(self._link.take_fd(), offer.nbytes)
         if offer.region_id == PAGE_ID:
-            self._page = GrantReader(memory)
+            self._page = GrantReader(PeerMemory(self._link.take_fd(), offer.nbytes))
         else:
-            self._mappings[offer.region_id] = memory
+            self._mappings.take(offer)
 
     def begin(self, part: Part) -> Sent:
         transfer = part.transfer
@@ -58,9 +58,9 @@ class ShmRequester(Requester):
             if not self._offers.made(transfer.region):
                 return super().begin(part)
             message = _write(part, transfer)
-        elif self._can_copy(transfer):
+        elif (source := self._source(transfer)) is not None:
             # Longer copies are the sending thread's, and so is a second request.
-            if part.nbytes > QUICK_NBYTES or not self._copied_under_page(transfer):
+            if part.nbytes > QUICK_NBYTES or not self._copied_under_page(transfer, source):
                 return super().begin(part)
             return Sent.DONE
         else:
@@ -75,9 +75,10 @@ class ShmRequester(Requester):
 
     def send(self, part: Part) -> Sent:
         transfer = part.transfer
-        is_read = part.operation.kind is Kind.READ
-        if is_read and transfer is not None and self._can_copy(transfer) and self._copied_under_page(transfer):
-            return Sent.DONE
+        if transfer is not None and part.operation.kind is Kind.READ:
+            source = self._source(transfer)
+            if source is not None and self._copied_under_page(transfer, source):
+                return Sent.DONE
         return super().send(part)
 
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
@@ -97,7 +98,10 @@ class ShmRequester(Requester):
         transfer = part.transfer
         if transfer is None or part.operation.kind is not Kind.READ or part.copied:
             return True
-        if self._can_copy(transfer) and self._copied_under_page(transfer):
+        source = self._source(transfer)
+        if source is None:
+            raise ProtocolError(f"{self._link.address} allows to read memory that it has not offered")
+        if self._copied_under_page(transfer, source):
             return True
         self._consents[_consent(transfer.key)] = None
         if len(self._consents) > MAX_CONSENTS:
@@ -108,22 +112,21 @@ class ShmRequester(Requester):
         if part.transfer is not None:
             self._consents.pop(_consent(part.transfer.key), None)
 
-    def _can_copy(self, transfer: Transfer) -> bool:
-        """Whether the region is mapped, and the slices lie within the key's window."""
+    def _source(self, transfer: Transfer) -> PeerMemory | None:
+        """The region, if it is mapped, and the slices lie within the key's window. Whoever copies holds on to it."""
         mapping = self._mappings.get(transfer.key.region_id)
         if mapping is None:
-            return False
+            return None
         key, rows = transfer.key, transfer.slices.rows
         end = min(key.offset + key.nbytes, mapping.nbytes)
-        return within(rows[:, REMOTE], rows[:, NBYTES], key.offset, end)
+        return mapping if within(rows[:, REMOTE], rows[:, NBYTES], key.offset, end) else None
 
-    def _copied_under_page(self, transfer: Transfer) -> bool:
+    def _copied_under_page(self, transfer: Transfer, source: PeerMemory) -> bool:
         """Copy; whether the owner showed the key before and after, and lived."""
-        page, key, region = self._page, transfer.key, in_host(transfer.region)
+        page, key, address = self._page, transfer.key, in_host(transfer.region).address
         if page is None:
             return False
-        source = self._mappings[key.region_id].address
-        good = page.copy(_print_of(key), region.address, source, transfer.slices.rows, LOCAL, REMOTE)
+        good = page.copy(_print_of(key), address, source.address, transfer.slices.rows, LOCAL, REMOTE)
         return good and not self._link.peer_is_gone()
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
@@ -132,9 +135,9 @@ class ShmRequester(Requester):
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
         key = transfer.key
-        if _consent(key) in self._consents and self._can_copy(transfer):
-            source = self._mappings[key.region_id].address
-            self._copy_rows(in_host(transfer.region).address, source, transfer.slices.rows, LOCAL, REMOTE)
+        source = self._source(transfer) if _consent(key) in self._consents else None
+        if source is not None:
+            self._copy_rows(in_host(transfer.region).address, source.address, transfer.slices.rows, LOCAL, REMOTE)
             part.copied = True
         self._link.send(_read(part, transfer))
 

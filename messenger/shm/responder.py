@@ -7,9 +7,8 @@ import numpy as np
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Offer, Read, Write
 from messenger.gpu import AnyRegion, in_host
-from messenger.memory import PeerMemory
 from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage
-from messenger.shm.offers import Offers
+from messenger.shm.offers import Offers, PeerMemories
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
 from messenger.sockets import SocketLink
 from messenger.transport import FloatSums, Responder, parse_rows
@@ -27,7 +26,7 @@ class ShmResponder(Responder):
         super().__init__(link)
         self._copy_rows = copy_rows
         self._offers = Offers(link)
-        self._mappings: dict[int, PeerMemory] = {}
+        self._mappings = PeerMemories(link)
         self._lane: FastLane | None = None
         self._page: GrantPage | None = None
 
@@ -39,9 +38,9 @@ class ShmResponder(Responder):
         return self._lane
 
     def offered(self, offer: Offer) -> None:
-        memory = self._mappings[offer.region_id] = PeerMemory(self._link.take_fd(), offer.nbytes)
+        self._mappings.take(offer)
         if self._lane is not None:
-            self._lane.offered(offer.region_id, memory)
+            self._lane.offered(self._mappings.items())
 
     def target_rows(self, message: Write) -> Rows:
         rows = parse_rows(message.rows, 3, message.nbytes)
@@ -54,7 +53,9 @@ class ShmResponder(Responder):
 
     def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
         both = np.frombuffer(message.rows, dtype=np.int64).reshape(-1, 3)
-        self._copy_rows(in_host(region).address, self._mappings[message.source_id].address, both, REMOTE, LOCAL)
+        source = self._mappings.get(message.source_id)
+        assert source is not None, "target_rows found it"
+        self._copy_rows(in_host(region).address, source.address, both, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""
