@@ -1,10 +1,11 @@
 """What arrives: every byte where it was asked for, and no other touched."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messenger.frames import MAX_PART_NBYTES
@@ -31,34 +32,42 @@ def expected(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], rows: l
     return result
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=slice_lists(), seed=st.integers(0, 1000))
-def test_a_write_changes_exactly_its_slices(pair: Any, rows: list[list[int]], seed: int) -> None:
+def test_a_write_changes_exactly_its_slices(pair: Any, fewer: Callable[[int], int]) -> None:
     a, b = pair
-    a.fill(seed)
-    b.fill(seed + 1)
-    before = a.array.copy()
-    wanted = expected(a.array, b.array, rows)
-    result = a.messenger.connect(b.endpoint).write(b.grant(), a.region, rows).result()
-    assert result.nbytes == sum(row[2] for row in rows)
-    assert np.array_equal(b.array, wanted)
-    assert np.array_equal(a.array, before)
+
+    @settings(max_examples=fewer(60), deadline=None)
+    @given(rows=slice_lists(), seed=st.integers(0, 1000))
+    def check(rows: list[list[int]], seed: int) -> None:
+        a.fill(seed)
+        b.fill(seed + 1)
+        before = a.array.copy()
+        wanted = expected(a.array, b.array, rows)
+        result = a.messenger.connect(b.endpoint).write(b.grant(), a.region, rows).result()
+        assert result.nbytes == sum(row[2] for row in rows)
+        assert np.array_equal(b.array, wanted)
+        assert np.array_equal(a.array, before)
+
+    check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=slice_lists(), seed=st.integers(0, 1000))
-def test_a_read_changes_exactly_its_slices(pair: Any, rows: list[list[int]], seed: int) -> None:
+def test_a_read_changes_exactly_its_slices(pair: Any, fewer: Callable[[int], int]) -> None:
     a, b = pair
-    a.fill(seed)
-    b.fill(seed + 1)
-    before = b.array.copy()
-    wanted = expected(b.array, a.array, rows)
-    # The strategy's destinations are apart, so for a read they are the local side.
-    slices = [[remote, local, nbytes] for local, remote, nbytes in rows]
-    result = a.messenger.connect(b.endpoint).read(b.grant(), a.region, slices).result()
-    assert result.nbytes == sum(row[2] for row in rows)
-    assert np.array_equal(a.array, wanted)
-    assert np.array_equal(b.array, before)
+
+    @settings(max_examples=fewer(60), deadline=None)
+    @given(rows=slice_lists(), seed=st.integers(0, 1000))
+    def check(rows: list[list[int]], seed: int) -> None:
+        a.fill(seed)
+        b.fill(seed + 1)
+        before = b.array.copy()
+        wanted = expected(b.array, a.array, rows)
+        # The strategy's destinations are apart, so for a read they are the local side.
+        slices = [[remote, local, nbytes] for local, remote, nbytes in rows]
+        result = a.messenger.connect(b.endpoint).read(b.grant(), a.region, slices).result()
+        assert result.nbytes == sum(row[2] for row in rows)
+        assert np.array_equal(a.array, wanted)
+        assert np.array_equal(b.array, before)
+
+    check()
 
 
 SIZES = (1, 2, 7, 63, 64, 4095, 4096, 4097, 65_535, 65_536, 65_537, 1 << 20, MAX_PART_NBYTES, MAX_PART_NBYTES + 1)
@@ -95,15 +104,17 @@ def test_the_transport_asked_for_is_used_and_counted(pair: Any, transport: str) 
     assert b.messenger.counters()[f"bytes_landed_{transport}"] == 200
 
 
-def test_a_batch_larger_than_a_part_and_of_thousands_of_slices_arrives(make_node: Any) -> None:
-    nbytes = 24 << 20
+def test_a_batch_larger_than_a_part_and_of_thousands_of_slices_arrives(
+    make_node: Any, fewer: Callable[[int], int]
+) -> None:
+    nbytes, count = 24 << 20, fewer(70_000)
     a, b = make_node("a", nbytes), make_node("b", nbytes)
     a.fill(1)
-    order = np.random.default_rng(2).permutation(70_000)
+    order = np.random.default_rng(2).permutation(count)
     small = np.stack([order * 64, np.roll(order, 1) * 64, np.full(len(order), 48)], axis=1)
     large = np.array([[5 << 20, 6 << 20, 17 << 20]])
     result = a.messenger.connect(b.endpoint).write(b.grant(), a.region, np.concatenate([small, large])).result()
-    assert result.nbytes == 70_000 * 48 + (17 << 20)
+    assert result.nbytes == count * 48 + (17 << 20)
     wanted = np.zeros(nbytes, np.uint8)
     for column in range(48):
         wanted[small[:, 1] + column] = a.array[small[:, 0] + column]

@@ -19,7 +19,7 @@ LARGE = 16 << 20
 
 
 def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_another(
-    make_node: Any, make_child: Any, wait_until: Callable[..., None], transport: str
+    make_node: Any, make_child: Any, wait_until: Callable[..., None], transport: str, patience: float
 ) -> None:
     a, child = make_node("a", LARGE), make_child("b", LARGE, incarnation=7)
     peer = a.messenger.connect(child.endpoint)
@@ -32,7 +32,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     killed_s = time.monotonic()
     for future in doomed:
         assert isinstance(future.exception(), PeerUnreachable)
-    assert time.monotonic() - killed_s < 5.0
+    assert time.monotonic() - killed_s < 5.0 * patience
     assert all(future.exception() is None or isinstance(future.exception(), PeerLost) for future in under_way)
     wait_until(lambda: a.lost == [("b", 7)], "the loss is reported")
     assert a.messenger.validate() == []
@@ -62,7 +62,7 @@ def test_an_owner_hears_of_a_caller_that_died(make_node: Any, make_child: Any, w
     wait_until(lambda: owner.lost == [("b", 1)], "the loss is reported")
 
 
-def test_a_peer_that_is_not_there_fails_at_once(make_node: Any) -> None:
+def test_a_peer_that_is_not_there_fails_at_once(make_node: Any, patience: float) -> None:
     a, b = make_node("a"), make_node("b")
     key = b.grant()
     b.messenger.close()
@@ -75,7 +75,7 @@ def test_a_peer_that_is_not_there_fails_at_once(make_node: Any) -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachable, match="nothing listens there"):
         peer.write(key, a.region, [[0, 0, 10]]).result()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 2.0 * patience
     assert a.lost == [("b", 1)]
 
 
@@ -88,7 +88,7 @@ def test_an_endpoint_of_an_earlier_incarnation_is_refused(make_node: Any) -> Non
     a.messenger.connect(b.endpoint).notify(b"t", b"").result()
 
 
-def test_closing_fails_what_is_pending(make_node: Any, make_child: Any) -> None:
+def test_closing_fails_what_is_pending(make_node: Any, make_child: Any, patience: float) -> None:
     a, child = make_node("a", LARGE), make_child("b", LARGE)
     peer = a.messenger.connect(child.endpoint)
     peer.notify(b"t", b"").result()
@@ -96,7 +96,7 @@ def test_closing_fails_what_is_pending(make_node: Any, make_child: Any) -> None:
     pending = [peer.write(child.key, a.region, [[0, 0, LARGE]]) for _ in range(3)] + [peer.notify(b"t", b"")]
     started_s = time.monotonic()
     a.messenger.close()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 2.0 * patience
     for future in pending:
         with pytest.raises(MessengerClosed):
             future.result()

@@ -23,8 +23,8 @@ def send_for_ever(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-def test_nothing_lands_after_revoke_returned(make_node: Any) -> None:
-    nbytes = 8 << 20
+def test_nothing_lands_after_revoke_returned(make_node: Any, fewer: Callable[[int], int]) -> None:
+    nbytes = fewer(8) << 20
     a, b = make_node("a", nbytes), make_node("b", nbytes)
     peer = a.messenger.connect(b.endpoint)
     for round_number in range(5):
@@ -77,7 +77,8 @@ def test_revoke_cuts_a_write_that_is_stuck_in_the_middle(make_node: Any, greet: 
     assert set(owner.array.tolist()) == {8}
 
 
-def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any) -> None:
+def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any, fewer: Callable[[int], int]) -> None:
+    count = fewer(500)
     a, b = make_node("a", NBYTES), make_node("b", NBYTES)
     a.array[:] = 3
     peer, lasting = a.messenger.connect(b.endpoint), b.grant()
@@ -89,11 +90,11 @@ def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any) -
 
     thread = threading.Thread(target=churn)
     thread.start()
-    for future in [peer.write(lasting, a.region, [[i, i, 1]]) for i in range(500)]:
+    for future in [peer.write(lasting, a.region, [[i, i, 1]]) for i in range(count)]:
         future.result()
     stop.set()
     thread.join()
-    assert b.array[:501].tolist() == [3] * 500 + [0]
+    assert b.array[: count + 1].tolist() == [3] * count + [0]
 
 
 @pytest.mark.transports("tcp", "shm")

@@ -8,7 +8,7 @@ import pytest
 
 from messenger import Priority, RemoteAccessError
 
-LARGE = 24 << 20
+LARGE = 16 << 20
 
 
 def filled(nbytes: int, seed: int) -> np.ndarray[Any, Any]:
