@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from messenger.errors import ProtocolError
-from messenger.frames import Message, decode_body, decode_prefix
+from messenger.frames import ACK_NBYTES, Frame, Message, ack_at, decode_body, decode_prefix
 from messenger.framing import PREFIX
 from messenger.link import Link, LinkClosed
 
@@ -43,7 +43,7 @@ class BufferedLink(Link):
         self._start = 0
         self._end = 0
         self._until_s: float | None = None
-        self._begun: tuple[Message, Sequence[memoryview]] | None = None
+        self._begun: tuple[Message | Frame, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
@@ -54,7 +54,7 @@ class BufferedLink(Link):
         """Connect the socket, within the time limit."""
         connect(self._sock)
 
-    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
         """As `send`, without waiting for room: whether all of it went. If not, `finish` is what is sent next."""
         self._begun = message, views
         return False
@@ -72,25 +72,18 @@ class BufferedLink(Link):
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
         self._fill(PREFIX.size)
-        kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
-        self._start += PREFIX.size
-        if self._until_s is not None:
-            # Who has not greeted yet holds no more memory than this, and no longer than the limit: `_fill` watches it.
-            if length > _GREETING_NBYTES:
-                raise ProtocolError(f"a frame of {length} bytes is none of a greeting's, {_GREETING_NBYTES} at most")
-            self.lend_buffer(length)
-        if length <= len(self._buffer):
-            self._fill(length)
-            body = self._buffer[self._start : self._start + length]
-            self._start += length
-            return decode_body(kind, body)
-        large = memoryview(bytearray(length))
-        self.receive_into([large])
-        return decode_body(kind, large)
+        message = self.receive_here()
+        return self._receive_frame() if message is None else message
 
-    def has_frame(self) -> bool:
+    def receive_here(self) -> Message | None:
+        ack = ack_at(self._buffer, self._start, self._end)
+        if ack is not None:
+            self._start += ACK_NBYTES
+            return ack
         body_nbytes = self._end - self._start - PREFIX.size
-        return body_nbytes >= 0 and body_nbytes >= _LENGTH.unpack_from(self._buffer, self._start + _LENGTH_AT)[0]
+        if body_nbytes < 0 or body_nbytes < _LENGTH.unpack_from(self._buffer, self._start + _LENGTH_AT)[0]:
+            return None
+        return self._receive_frame()
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
         """Fill the views in order with the bytes that follow the last frame."""
@@ -151,6 +144,24 @@ class BufferedLink(Link):
                 pass
         with self._looking:
             self._sock.close()
+
+    def _receive_frame(self) -> Message:
+        """The frame of which at least the prefix is in the buffer."""
+        kind, length = decode_prefix(self._buffer[self._start : self._start + PREFIX.size])
+        self._start += PREFIX.size
+        if self._until_s is not None:
+            # Who has not greeted yet holds no more memory than this, and no longer than the limit: `_fill` watches it.
+            if length > _GREETING_NBYTES:
+                raise ProtocolError(f"a frame of {length} bytes is none of a greeting's, {_GREETING_NBYTES} at most")
+            self.lend_buffer(length)
+        if length <= len(self._buffer):
+            self._fill(length)
+            body = self._buffer[self._start : self._start + length]
+            self._start += length
+            return decode_body(kind, body)
+        large = memoryview(bytearray(length))
+        self.receive_into([large])
+        return decode_body(kind, large)
 
     def _fill(self, nbytes: int) -> None:
         """Have at least so many bytes in the buffer."""

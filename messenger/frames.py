@@ -14,10 +14,10 @@ loops read in place (`messenger.native.owner_loop`); all others are msgpack.
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from messenger.errors import ProtocolError
-from messenger.framing import Codec, Framing
+from messenger.framing import PREFIX, Codec, Framing
 
 MAGIC = b"MPMS"
 VERSION = 3
@@ -153,6 +153,8 @@ class Allow(NamedTuple):
 
 
 Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | Ask | Allow
+Frame = NewType("Frame", bytes)
+"""A message that is encoded already."""
 
 _WRITE = struct.Struct("<qqqQqqIIII")
 _NOTIFY = struct.Struct("<qII")
@@ -166,10 +168,23 @@ def is_node_id(text: str) -> bool:
     return 0 < len(text) <= MAX_NODE_ID_CHARS and text.isprintable()
 
 
-def _pack_write(message: Write) -> tuple[bytes, ...]:
-    seq, operation, region_id, token, source_id, nbytes, rows, notify, tag, payload = message
+def pack_write(
+    seq: int,
+    operation: int,
+    region_id: int,
+    token: int,
+    source_id: int,
+    nbytes: int,
+    rows: bytes,
+    notify: bool,
+    tag: bytes,
+    payload: bytes,
+) -> Frame:
+    """The frame of a Write with these fields. Raises struct.error for a number that its field cannot hold."""
     sizes = len(rows), len(tag), len(payload)
-    return _WRITE.pack(seq, operation, region_id, token, source_id, nbytes, *sizes, notify), rows, tag, payload
+    length = _WRITE.size + sum(sizes)
+    head = _WRITE_FRAME.pack(_WRITE_HEAD, length, seq, operation, region_id, token, source_id, nbytes, *sizes, notify)
+    return Frame(head + rows + tag + payload)
 
 
 def _unpack_write(body: memoryview) -> Write:
@@ -182,9 +197,10 @@ def _unpack_write(body: memoryview) -> Write:
     return Write._make((*numbers, bytes(rows), bool(notify), bytes(tag), bytes(payload)))
 
 
-def _pack_notify(message: Notify) -> tuple[bytes, ...]:
-    seq, tag, payload = message
-    return _NOTIFY.pack(seq, len(tag), len(payload)), tag, payload
+def pack_notify(seq: int, tag: bytes, payload: bytes) -> Frame:
+    """The frame of a Notify with these fields."""
+    body = _NOTIFY.pack(seq, len(tag), len(payload)) + tag + payload
+    return Frame(prefix(Notify, len(body)) + body)
 
 
 def _unpack_notify(body: memoryview) -> Notify:
@@ -195,16 +211,37 @@ def _unpack_notify(body: memoryview) -> Notify:
     return Notify(seq, bytes(body[_NOTIFY.size : payload_at]), bytes(body[payload_at:]))
 
 
+def pack_read(seq: int, region_id: int, token: int, nbytes: int, rows: bytes) -> Frame:
+    """The frame of a Read with these fields. Raises struct.error for a number that its field cannot hold."""
+    return Frame(prefix(Read, _READ.size + len(rows)) + _READ.pack(seq, region_id, token, nbytes) + rows)
+
+
+def _pack_refused(message: Refused) -> bytes:
+    reason = message.reason.encode()
+    return prefix(Refused, _REFUSED.size + len(reason)) + _REFUSED.pack(message.seq) + reason
+
+
+def ack_at(buffer: memoryview, start: int, end: int) -> Ack | None:
+    """The Ack that begins at `start`; None where there is another frame, or less than a whole one before `end`."""
+    if end - start < ACK_NBYTES:
+        return None
+    head, seq, nbytes = _ACK_FRAME.unpack_from(buffer, start)
+    return Ack(seq, nbytes) if head == _ACK_PREFIX else None
+
+
 _CODECS = {
-    Write: Codec(_pack_write, _unpack_write),
-    Notify: Codec(_pack_notify, _unpack_notify),
+    Write: Codec(lambda message: pack_write(*message), _unpack_write),
+    Notify: Codec(lambda message: pack_notify(*message), _unpack_notify),
     Read: Codec(
-        lambda message: (_READ.pack(*message[:4]), message.rows),
+        lambda message: pack_read(*message),
         lambda body: Read._make((*_READ.unpack_from(body), bytes(body[_READ.size :]))),
     ),
-    Ack: Codec(lambda message: (_ACK.pack(*message),), lambda body: Ack._make(_ACK.unpack(body))),
+    Ack: Codec(
+        lambda message: _ACK_FRAME.pack(_ACK_PREFIX, *message),
+        lambda body: Ack._make(_ACK.unpack(body)),
+    ),
     Refused: Codec(
-        lambda message: (_REFUSED.pack(message.seq), message.reason.encode()),
+        _pack_refused,
         lambda body: Refused._make((*_REFUSED.unpack_from(body), str(body[_REFUSED.size :], "utf-8"))),
     ),
 }
@@ -215,7 +252,14 @@ _FRAMING = Framing(
     MAX_BODY_NBYTES,
     _CODECS,
 )
-encode: Callable[[Message], bytes] = _FRAMING.encode
+encode: Callable[[Message | Frame], bytes] = _FRAMING.encode
 prefix: Callable[[type[Message], int], bytes] = _FRAMING.prefix
 decode_prefix = _FRAMING.decode_prefix
 decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body
+
+# What comes most often is packed and unpacked at once, prefix and all: its first 8 bytes are always the same.
+_WRITE_HEAD = prefix(Write, 0)[:8]
+_WRITE_FRAME = struct.Struct("<8sI" + _WRITE.format[1:])
+_ACK_PREFIX: bytes = prefix(Ack, _ACK.size)
+_ACK_FRAME: struct.Struct = struct.Struct(f"<{PREFIX.size}s" + _ACK.format[1:])
+ACK_NBYTES = _ACK_FRAME.size

@@ -20,9 +20,9 @@ _TLS_HANDSHAKE = b"\x16\x03"
 
 
 class Codec(NamedTuple):
-    """`pack` gives the pieces of a message's body; `unpack` raises ProtocolError for a body that is none."""
+    """`pack` gives a message's frame; `unpack` raises ProtocolError for a body that is none."""
 
-    pack: Callable[[Any], Sequence[bytes]]
+    pack: Callable[[Any], bytes]
     unpack: Callable[[memoryview], Any]
 
 
@@ -41,22 +41,22 @@ class Framing:
         self._kinds = dict(enumerate(kinds, start=1))
         self._numbers = {kind: number for number, kind in self._kinds.items()}
         self._field_types = {kind: tuple(get_type_hints(kind).values()) for kind in kinds}
-        self._packs = {kind: (self._numbers[kind], codec.pack) for kind, codec in (codecs or {}).items()}
+        self._packs = {kind: codec.pack for kind, codec in (codecs or {}).items()}
         self._unpacks = {self._numbers[kind]: codec.unpack for kind, codec in (codecs or {}).items()}
 
     def encode(self, message: Any) -> bytes:
-        """Prefix and body. Raises ProtocolError for a number that its field cannot hold."""
+        """The frame; bytes are one already. Raises ProtocolError for a number that its field cannot hold."""
         kind = type(message)
-        packed = self._packs.get(kind)
-        if packed is None:
+        if kind is bytes:
+            return message  # type: ignore[no-any-return]
+        pack = self._packs.get(kind)
+        if pack is None:
             body: bytes = msgpack.packb(tuple(message))
             return PREFIX.pack(self._magic, self._version, self._numbers[kind], 0, len(body)) + body
-        number, pack = packed
         try:
-            pieces = pack(message)
+            return pack(message)
         except struct.error as error:
             raise ProtocolError(f"no {kind.__name__} frame can hold this: {error}") from error
-        return b"".join((PREFIX.pack(self._magic, self._version, number, 0, sum(map(len, pieces))), *pieces))
 
     def prefix(self, kind: type[Any], nbytes: int) -> bytes:
         """How a frame of this kind with a body of so many bytes begins."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from messenger.frames import Message
+from messenger.frames import Frame, Message
 
 __all__ = ["Link", "LinkClosed"]
 
@@ -26,7 +26,7 @@ class Link(ABC):
         """Agree on what comes before the first frame, on both sides. Raises ProtocolError or OSError when it fails."""
 
     @abstractmethod
-    def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
+    def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` travels with the frame where the transport passes descriptors.
 
         Raises OSError when cut.
@@ -36,9 +36,9 @@ class Link(ABC):
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
 
-    def has_frame(self) -> bool:
-        """Whether the next frame is here as a whole already; a link that cannot tell says no."""
-        return False
+    def receive_here(self) -> Message | None:
+        """The next frame if it is here already, as a whole; a link that cannot tell has none."""
+        return None
 
     @abstractmethod
     def peer_is_gone(self) -> bool:

@@ -141,9 +141,10 @@ class Receiver:
         goes_on = True
         try:
             try:
-                self._take(link.receive(), landed)
-                while link.has_frame():
-                    self._take(link.receive(), landed)
+                message: Message | None = link.receive()
+                while message is not None:
+                    self._take(message, landed)
+                    message = link.receive_here()
                 goes_on = False
             finally:
                 if landed:

@@ -82,6 +82,8 @@ class Slices:
         if few is None:
             listed: list[list[int]] = runs(self.rows, side).tolist()
             return listed
+        if len(few) == 1:
+            return ((few[0][side], few[0][NBYTES]),)
         merged: list[tuple[int, int]] = []
         for row in few:
             offset, nbytes = row[side], row[NBYTES]

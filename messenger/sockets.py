@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
-from messenger.frames import Message, encode
+from messenger.frames import Frame, Message, encode
 from messenger.link import LinkClosed
 
 __all__ = ["SocketLink"]
@@ -27,7 +27,7 @@ class SocketLink(BufferedLink):
         self._fds: deque[int] = deque()
         self._rest: list[memoryview] = []
 
-    def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
+    def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` travels with the frame's first byte. Raises OSError when cut."""
         header = encode(message)
         if fd is not None:
@@ -41,7 +41,7 @@ class SocketLink(BufferedLink):
             for first in range(0, len(pending), _MAX_VIEWS):
                 self._send_views(pending[first : first + _MAX_VIEWS])
 
-    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
         pending = [memoryview(encode(message)), *views]
         while pending:
             chunk = pending if len(pending) <= _MAX_VIEWS else pending[:_MAX_VIEWS]

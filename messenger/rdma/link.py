@@ -17,7 +17,7 @@ from typing import Any
 from messenger.buffered import BufferedLink
 from messenger.counters import Counters
 from messenger.errors import InvalidArgument, ProtocolError
-from messenger.frames import Fabric, Goodbye, Message, decode_body, decode_prefix, encode
+from messenger.frames import Fabric, Frame, Goodbye, Message, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
 from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
@@ -75,7 +75,7 @@ class RdmaLink(Link):
     def set_timeout(self, timeout_s: float | None) -> None:
         self._sock.set_timeout(timeout_s)
 
-    def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
+    def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         assert not views
         assert fd is None
         self.move(None, message)
@@ -123,7 +123,7 @@ class RdmaLink(Link):
         """Whether `move` would not block."""
         return self._courier.has_room
 
-    def move(self, movement: Movement | None, message: Message) -> None:
+    def move(self, movement: Movement | None, message: Message | Frame) -> None:
         """Move the bytes, then send the frame, which the peer gets when they are there (or were read)."""
         frame = encode(message)
         with self._changed:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Allow, Ask, Read, Write
+from messenger.frames import Ack, Allow, Ask, Frame
 from messenger.keys import RemoteKey
 from messenger.operation import Kind, Part, Transfer
 from messenger.rdma.courier import Movement
@@ -101,7 +101,7 @@ class RdmaRequester(Requester):
         movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
         self._move(part, movement, read_request(part, transfer, _extent(transfer.rows)))
 
-    def _move(self, part: Part, movement: Movement | None, message: Write | Read) -> None:
+    def _move(self, part: Part, movement: Movement | None, message: Frame) -> None:
         if movement is not None:
             self._movements[part.seq] = movement
         self._link.move(movement, message)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Message, Offer, Read, Write
+from messenger.frames import Ack, Frame, Offer
 from messenger.gpu import in_host
 from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory
@@ -51,21 +51,21 @@ class ShmRequester(Requester):
 
     def begin(self, part: Part) -> Sent:
         transfer = part.transfer
-        message: Message
+        frame: Frame
         if transfer is None:
-            message = notify_request(part)
+            frame = notify_request(part)
         elif part.operation.kind is not Kind.READ:
             if not self._offers.made(transfer.region):
                 return super().begin(part)
-            message = _write(part, transfer)
+            frame = _write(part, transfer)
         elif (source := self._source(transfer)) is not None:
             # Longer copies are the sending thread's, and so is a second request.
             if part.nbytes > QUICK_NBYTES or not self._copied_under_page(transfer, source):
                 return super().begin(part)
             return Sent.DONE
         else:
-            message = _read(part, transfer)
-        return Sent.WHOLE if self._link.begin(message) else Sent.PARTLY
+            frame = _read(part, transfer)
+        return Sent.WHOLE if self._link.begin(frame) else Sent.PARTLY
 
     def finish(self) -> Sent:
         if self._begun is not None:
@@ -146,10 +146,10 @@ def _consent(key: RemoteKey) -> tuple[int, int]:
     return key.region_id, key.token
 
 
-def _write(part: Part, transfer: Transfer) -> Write:
+def _write(part: Part, transfer: Transfer) -> Frame:
     return write_request(part, transfer, transfer.region.region_id, transfer.slices.packed())
 
 
-def _read(part: Part, transfer: Transfer) -> Read:
+def _read(part: Part, transfer: Transfer) -> Frame:
     in_host(transfer.region)  # before the bytes are there
     return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())

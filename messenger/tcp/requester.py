@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Message, Read, Write
+from messenger.frames import Ack, Frame
 from messenger.gpu import in_host
 from messenger.operation import Kind, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
@@ -18,15 +18,14 @@ class TcpRequester(Requester):
 
     def begin(self, part: Part) -> Sent:
         transfer = part.transfer
-        message: Message
         payload: Sequence[memoryview] = ()
         if transfer is None:
-            message = notify_request(part)
+            frame = notify_request(part)
         elif part.operation.kind is Kind.READ:
-            message = _read(part, transfer)
+            frame = _read(part, transfer)
         else:
-            message, payload = _write(part, transfer), views(transfer.region, transfer.slices.runs(LOCAL))
-        return Sent.WHOLE if self._link.begin(message, payload) else Sent.PARTLY
+            frame, payload = _write(part, transfer)
+        return Sent.WHOLE if self._link.begin(frame, payload) else Sent.PARTLY
 
     def finish(self) -> Sent:
         self._link.finish()
@@ -43,16 +42,18 @@ class TcpRequester(Requester):
         """Nothing was kept of it."""
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
-        self._link.send(_write(part, transfer), views(transfer.region, transfer.slices.runs(LOCAL)))
+        self._link.send(*_write(part, transfer))
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
         self._link.send(_read(part, transfer))
 
 
-def _write(part: Part, transfer: Transfer) -> Write:
-    return write_request(part, transfer, 0, transfer.slices.packed_runs(REMOTE))
+def _write(part: Part, transfer: Transfer) -> tuple[Frame, Sequence[memoryview]]:
+    """The frame and the payload that follows it."""
+    slices = transfer.slices
+    return write_request(part, transfer, 0, slices.packed_runs(REMOTE)), views(transfer.region, slices.runs(LOCAL))
 
 
-def _read(part: Part, transfer: Transfer) -> Read:
+def _read(part: Part, transfer: Transfer) -> Frame:
     in_host(transfer.region)  # before the bytes come
     return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))

@@ -12,7 +12,7 @@ from socket import MSG_DONTWAIT, socket
 
 from messenger.buffered import BufferedLink
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import MAGIC, Message, Reject, decode_body, decode_prefix, encode
+from messenger.frames import MAGIC, Frame, Message, Reject, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
 from messenger.link import LinkClosed
 from messenger.tls import Material, carries, dns_names
@@ -58,7 +58,7 @@ class TlsLink(BufferedLink):
                 f"the certificate of {self.address} is for {', '.join(names) or 'no DNS name'}, not for {self._name!r}"
             )
 
-    def send(self, message: Message, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
+    def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes. Raises OSError when cut, or when the key has been used up."""
         assert fd is None, "descriptors do not leave the host"
         if not self._is_open:
@@ -67,7 +67,7 @@ class TlsLink(BufferedLink):
         for chunk in _chunks([memoryview(encode(message)), *views]):
             self._sock.sendall(self._encrypted(chunk))
 
-    def begin(self, message: Message, views: Sequence[memoryview] = ()) -> bool:
+    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
         """What is large is encrypted by who may block, too: it takes as long as sending it does."""
         pending = [memoryview(encode(message)), *views]
         if sum(map(len, pending)) > _QUICK_NBYTES:
@@ -109,7 +109,7 @@ class TlsLink(BufferedLink):
                 self._sock.sendall(ciphertext)
         return True
 
-    def _reject_in_the_clear(self, message: Message) -> None:
+    def _reject_in_the_clear(self, message: Message | Frame) -> None:
         """For who is turned away before the handshake, or does not speak TLS: nothing else goes unencrypted."""
         if self._is_shaking or not isinstance(message, Reject):
             raise LinkClosed(f"nothing is sent to {self.address} before the TLS handshake is done")
