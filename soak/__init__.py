@@ -1,4 +1,5 @@
 """Load and faults for the messenger, for as long as one likes: `python -m soak`; and the proxy that makes the faults.
 
-A tool of the project, not shipped: it knows the messenger by what its package exports, and needs no compiled code.
+A tool of the project, not shipped: it knows the messenger by what its package exports, but for `rails.py`, and needs no
+compiled code.
 """

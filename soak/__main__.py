@@ -98,7 +98,7 @@ class Soak:
             for number, member in enumerate(members)
             for slot in range(self._arguments.workers)
         ]
-        trouble = Trouble(members, self._arguments.trouble_every_s, random.Random(seed))
+        trouble = Trouble(members, callers, self._arguments.trouble_every_s, random.Random(seed))
         for worker in workers:
             worker.thread.start()
         trouble.start()

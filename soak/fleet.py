@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from messenger import Endpoint, RemoteKey
+from messenger import Endpoint, Messenger, RemoteKey
 from soak.proxy import DOWN, UP, FaultProxy
+from soak.rails import break_rail
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CERTIFICATES = _ROOT / "tests" / "data" / "tls"
@@ -157,6 +158,14 @@ class Member:
                 self.generation = generation
                 self._changed.notify_all()
 
+    def break_rail(self, caller: Messenger | None, rng: random.Random) -> None:
+        """A rail of a connection fails at the caller, or, without one, at the peer."""
+        with self._disturbed():
+            if caller is not None:
+                break_rail(caller, rng)
+            else:
+                self.ask(self.generation, "break_rail", rng.randrange(1 << 30))
+
     def trouble(self, kind: str, seconds: float, rng: random.Random, ended: threading.Event) -> None:
         """Do something to the line for so long."""
         proxy = self._proxy
@@ -250,10 +259,15 @@ class Trouble:
     """A thread that picks a peer and something to do to it, again and again. Steady ones are not replaced."""
 
     PROCESS = ("freeze", "kill", "end")
+    RAIL = ("rail broken by its caller", "rail broken by its owner")
     LINE = ("reset", "reset in a frame", "half-open", "delay", "throttle", "partition", "refuse")
 
-    def __init__(self, members: list[Member], pause_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, members: list[Member], callers: Mapping[str, Messenger], pause_s: float, rng: random.Random
+    ) -> None:
+        """`callers`: by transport."""
         self._members = members
+        self._callers = callers
         self._pause_s = pause_s
         self._rng = rng
         self._ended = threading.Event()
@@ -272,7 +286,7 @@ class Trouble:
         try:
             while not self._ended.wait(self._rng.uniform(0.2, 1.8) * self._pause_s):
                 member = self._rng.choice(self._members)
-                kind = self._rng.choice(self.PROCESS if not member.has_line else self.PROCESS + self.LINE)
+                kind = self._rng.choice(self._kinds(member))
                 seconds = self._rng.uniform(0.05, 1.5) * self._pause_s
                 if kind in ("kill", "end"):
                     member = self._rng.choice([one for one in self._members if not one.steady])
@@ -281,8 +295,15 @@ class Trouble:
                     member.replace(peaceful=kind == "end")
                 elif kind == "freeze":
                     member.freeze(seconds, self._ended)
+                elif kind in self.RAIL:
+                    member.break_rail(self._callers[member.transport] if kind == self.RAIL[0] else None, self._rng)
                 else:
                     member.trouble(kind, seconds, self._rng, self._ended)
                 self.events[kind] += 1
         except BaseException as error:
             self.failure = error
+
+    def _kinds(self, member: Member) -> tuple[str, ...]:
+        """What can be done to it."""
+        line = self.LINE if member.has_line else ()
+        return self.PROCESS + line + (self.RAIL if member.transport == "rdma" else ())

@@ -8,6 +8,7 @@ import dataclasses
 import faulthandler
 import hashlib
 import json
+import random
 import signal
 import struct
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
+from soak.rails import break_rail
 from soak.watch import usage
 
 SLOT = struct.Struct("<I")
@@ -58,6 +60,10 @@ class Peer:
         """Of the slot's bytes, in hex."""
         return digest(self._slot(slot)).hex()
 
+    def break_rail(self, seed: int) -> bool:
+        """Of one of its connections over rdma; False if there is none."""
+        return break_rail(self._messenger, random.Random(seed))
+
     def report(self) -> dict[str, Any]:
         """What it uses and has open, how often it was told, and what was wrong then."""
         opened = {name: value for name, value in self._messenger.counters().items() if name.endswith("_open")}
@@ -88,7 +94,12 @@ def main(settings: str) -> None:
     peer = Peer(
         configured(given["messenger"]), given["node_id"], given["incarnation"], given["slots"], given["slot_nbytes"]
     )
-    commands: dict[str, Callable[..., Any]] = {"renew": peer.renew, "digest": peer.digest, "report": peer.report}
+    commands: dict[str, Callable[..., Any]] = {
+        "renew": peer.renew,
+        "digest": peer.digest,
+        "report": peer.report,
+        "break_rail": peer.break_rail,
+    }
     keys = [key.pack().hex() for key in peer.keys]
     print(json.dumps({"endpoint": dataclasses.asdict(peer.endpoint), "keys": keys}), flush=True)
     for line in sys.stdin:
