@@ -31,7 +31,7 @@ from messenger.frames import (
     Write,
 )
 from messenger.memory import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
-from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES
+from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage
 from messenger.sockets import SocketLink
 
 pytestmark = pytest.mark.transports("tcp", "shm")
@@ -160,12 +160,14 @@ def memfd(nbytes: int, *, sealed: bool) -> int:
     return fd
 
 
-def say(link: SocketLink, lie: Message | bytes, asked: Message | None) -> None:
-    """An answer whose number is -1 has that of the request."""
+def say(link: SocketLink, lie: Message | bytes, asked: Message | None, page: GrantPage | None) -> None:
+    """An answer whose number is -1 has that of the request; a page of the right size shows the key."""
     if isinstance(lie, Ack | Refused) and lie.seq == -1 and isinstance(asked, Write | Read | Notify):
         lie = lie._replace(seq=asked.seq)
     if isinstance(lie, bytes):
         link._sock.sendall(lie)
+    elif page is not None and lie == Offer(PAGE_ID, PAGE_NBYTES):
+        link.send(lie, fd=page.memory.fd)
     elif isinstance(lie, Offer) and link.is_unix and 0 < lie.nbytes <= 1 << 30:
         fd = memfd(lie.nbytes, sealed=lie.nbytes % 3 > 0)
         link.send(lie, fd=fd)
@@ -205,11 +207,24 @@ lies = st.one_of(
 """Frames that an owner sends, frames that it never does, and no frames."""
 
 
+@pytest.fixture
+def page(transport: str) -> Iterator[GrantPage | None]:
+    """What an owner shows its callers over shm."""
+    if transport != "shm":
+        yield None
+        return
+    one = GrantPage("liar")
+    one.show(KEY)
+    yield one
+    one.close()
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(told=st.lists(st.tuples(st.booleans(), lies), min_size=1, max_size=6), reads_all=st.booleans())
 def test_no_lie_ends_a_thread_or_holds_up_what_comes_after(
     caller: Any,
     liar: Liar,
+    page: GrantPage | None,
     caplog: pytest.LogCaptureFixture,
     told: Sequence[tuple[bool, Message | bytes]],
     reads_all: bool,
@@ -221,7 +236,7 @@ def test_no_lie_ends_a_thread_or_holds_up_what_comes_after(
                 asked = link.receive()
                 if reads_all and isinstance(asked, Write) and not link.is_unix:
                     link.drain(asked.nbytes)
-            say(link, one, asked)
+            say(link, one, asked, page)
 
     liar.serve = lie
     caplog.clear()
