@@ -188,9 +188,9 @@ def device(rail: Rail) -> dict[str, Any]:
             last = near.post(work)
             calls.append(time.perf_counter() - start_s)
             while near.done < last:
-                for completion in queue.poll():
-                    assert completion["status"] == abi.WC_SUCCESS, abi.status_name(int(completion["status"]))
-                    near.done = int(completion["wr_id"])
+                for number, status, _ in queue.poll():
+                    assert status == abi.WC_SUCCESS, abi.status_name(status)
+                    near.done = number
             wholes.append(time.perf_counter() - start_s)
         return {
             "requests": requests,

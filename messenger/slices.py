@@ -47,6 +47,12 @@ class Slices:
         return len(self._rows) if self._few is None else len(self._few)  # type: ignore[arg-type]
 
     @property
+    def only(self) -> tuple[int, int, int] | None:
+        """(local_offset, remote_offset, nbytes) where that is all, and not in an array."""
+        few = self._few
+        return few[0] if few is not None and len(few) == 1 else None
+
+    @property
     def rows(self) -> Rows:
         """int64 [n, 3]"""
         if self._rows is None:
@@ -58,6 +64,16 @@ class Slices:
         if self.nbytes <= max_nbytes and len(self) <= max_rows:
             return [self] if self.nbytes else []
         return [Slices(nbytes, None, rows) for rows, nbytes in split(self.rows, max_nbytes, max_rows)]
+
+    def extent(self, side: int) -> tuple[int, int]:
+        """(start, end) of one side: from its first byte to behind its last; there are slices."""
+        few = self._few
+        if few is None:
+            rows = self.rows
+            return int(rows[:, side].min()), int((rows[:, side] + rows[:, NBYTES]).max())
+        if len(few) == 1:
+            return few[0][side], few[0][side] + few[0][NBYTES]
+        return min(row[side] for row in few), max(row[side] + row[NBYTES] for row in few)
 
     def packed(self) -> bytes:
         """The rows as bytes."""

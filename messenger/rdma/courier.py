@@ -28,7 +28,7 @@ _MAX_MOVING_NBYTES = 32 << 20
 _NO_ROWS: Rows = np.empty((0, 3), dtype=np.int64)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Movement:
     """Bytes between a local region and a remote one. `keys`: (lkey, rkey) for each lane."""
 
@@ -46,7 +46,7 @@ class Movement:
         self.left_nbytes = self.nbytes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Batch:
     movement: Movement | None
     frame: bytes
@@ -93,6 +93,11 @@ class Courier:
         return self.unsent_frames < _MAX_UNSENT_FRAMES and self._moving_nbytes < _MAX_MOVING_NBYTES
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether something is to be sent that waits for a completion or a credit."""
+        return bool(self._leaving) or self.rails.is_held_up
+
+    @property
     def moving(self) -> list[int]:
         """The numbers of the batches of which bytes are still to be moved, in order."""
         return [number for number, batch in self._batches.items() if batch.movement and batch.movement.left_nbytes]
@@ -107,7 +112,7 @@ class Courier:
 
     def submit_at_once(self, frame: bytes) -> None:
         """Send a frame that waits for no bytes of others."""
-        self._leaving.append((None, deque(fragments(frame))))
+        self._leaving.append((None, fragments(frame)))
         self.unsent_frames += 1
         self.drive()
 
@@ -117,12 +122,14 @@ class Courier:
 
     def drive(self) -> None:
         """Post all that may be posted. Raises OSError when a queue pair does not take it."""
-        for instruction in self.rails.due(time.monotonic_ns()):
-            if isinstance(instruction, Post):
-                self._post(instruction)
-            else:
-                self._leaving.append((instruction, deque(fragments(self._batches[instruction.batch].frame))))
-        self._send_fragments()
+        if self.rails.is_held_up:
+            for instruction in self.rails.due(time.monotonic_ns()):
+                if isinstance(instruction, Post):
+                    self._post(instruction)
+                else:
+                    self._leaving.append((instruction, fragments(self._batches[instruction.batch].frame)))
+        if self._leaving:
+            self._send_fragments()
         if self._receive_credits.owes and self._frame_lane() is not None and self._send_credits.try_take_last():
             self._send_fragment(limit_only())
 
@@ -130,18 +137,19 @@ class Courier:
         """What completed on a lane. Raises ProtocolError or InvalidArgument for a peer that breaks the rules."""
         lane = self.lanes[index]
         received = 0
-        for number, status, _, _, nbytes, _, _ in completions.tolist():
+        for number, status, nbytes in completions:
             if number == abi.RECEIVE_ID:
                 received += 1
                 if status == abi.WC_SUCCESS:
                     self._take_fragment(nbytes)
             else:
-                lane.pair.done = max(lane.pair.done, number)
+                if number > lane.pair.done:
+                    lane.pair.done = number
                 if status != abi.WC_SUCCESS:
                     self._on_trouble(index, status)
         if received:
             lane.device.receive_again(received)
-        if not lane.pair.failed:
+        if lane.pending and not lane.pair.failed:
             self._complete(index, lane)
 
     def lane_lost(self, index: int) -> None:
@@ -152,24 +160,26 @@ class Courier:
         self.rails.rail_failed(index, time.monotonic_ns())
 
     def _complete(self, index: int, lane: Lane) -> None:
-        now_ns = time.monotonic_ns()
-        while lane.pending and lane.pending[0][0] <= lane.pair.done:
-            _, instruction = lane.pending.popleft()
+        now_ns = 0
+        done, pending = lane.pair.done, lane.pending
+        while pending and pending[0][0] <= done:
+            _, instruction = pending.popleft()
             post = self._posts.pop(instruction, None)
+            now_ns = now_ns or time.monotonic_ns()
             if post is not None:
-                self._done(post)
+                self._done(post, now_ns)
             batch = self.rails.completed(instruction, index, now_ns)
             if batch is not None:
                 self._batches.pop(batch)
 
-    def _done(self, post: Post) -> None:
+    def _done(self, post: Post, now_ns: int) -> None:
         movement = self._batches[post.batch].movement
         assert movement is not None
         movement.left_nbytes -= post.nbytes
         self._moving_nbytes -= post.nbytes
-        self._count(post, movement.opcode)
+        self._count(post, movement.opcode, now_ns)
 
-    def _count(self, post: Post, opcode: int) -> None:
+    def _count(self, post: Post, opcode: int, now_ns: int) -> None:
         flow = self._flows.get((post.rail, opcode))
         if flow is None:
             rail = self.lanes[post.rail].rail.name
@@ -177,7 +187,7 @@ class Courier:
             flow = self._flows[post.rail, opcode] = self._counters.flow(
                 peer="", transport="rdma", rail=rail, direction=direction
             )
-        flow.add(post.nbytes, len(post.rows), (time.monotonic_ns() - post.posted_ns) / 1e9)
+        flow.add(post.nbytes, len(post.rows), (now_ns - post.posted_ns) / 1e9)
 
     def _take_fragment(self, nbytes: int) -> None:
         self._receive_credits.received()
@@ -194,16 +204,28 @@ class Courier:
         movement = self._batches[post.batch].movement
         assert movement is not None
         lkey, rkey = movement.keys[post.rail]
-        work = Work.moves(
-            post.rows,
-            opcode=movement.opcode,
-            local_address=movement.local_address,
-            lkey=lkey,
-            remote_address=movement.remote_address,
-            rkey=rkey,
-            max_sge=lane.device.limits.max_sge,
-        )
-        lane.pending.append((lane.pair.post(work), post.number))
+        if len(post.rows) == 1:
+            local, remote, nbytes = post.rows[0].tolist()
+            number = lane.pair.post_one(
+                (movement.local_address + local, nbytes, lkey),
+                opcode=movement.opcode,
+                signalled=True,
+                remote_address=movement.remote_address + remote,
+                rkey=rkey,
+            )
+        else:
+            number = lane.pair.post(
+                Work.moves(
+                    post.rows,
+                    opcode=movement.opcode,
+                    local_address=movement.local_address,
+                    lkey=lkey,
+                    remote_address=movement.remote_address,
+                    rkey=rkey,
+                    max_sge=lane.device.limits.max_sge,
+                )
+            )
+        lane.pending.append((number, post.number))
         self._posts[post.number] = post
 
     def _send_fragments(self) -> None:
@@ -229,13 +251,13 @@ class Courier:
         assert lane is not None
         place, address = self._memory.outbox_place(self._num_sent)
         nbytes = fragment.pack(place, self._num_sent, self._receive_credits.tell())
-        work = Work.frame(
-            address=address,
-            nbytes=nbytes,
-            lkey=lane.lkey,
-            remote_address=self._far_address + self._num_sent % SHARE * PLACE_NBYTES,
-            rkey=lane.far_rkey,
-            number=self._num_sent,
-        )
+        number = self._num_sent
         self._num_sent += 1
-        return lane.pair.post(work)
+        return lane.pair.post_one(
+            (address, nbytes, lane.lkey),
+            opcode=abi.WR_RDMA_WRITE_WITH_IMM,
+            solicited=True,
+            imm=number,
+            remote_address=self._far_address + number % SHARE * PLACE_NBYTES,
+            rkey=lane.far_rkey,
+        )

@@ -22,7 +22,7 @@ from messenger.transport import NoPath
 
 _MAX_RAILS: Final = 64
 _MAX_ADDRESS: Final = 1 << 63
-_BOTH_SIDES: Final = ("handshake.py", "inbox.py", "memory.py", "requester.py", "responder.py")
+_BOTH_SIDES: Final = ("courier.py", "handshake.py", "inbox.py", "memory.py", "requester.py", "responder.py")
 
 End = tuple[int, int, int]
 """(number of a queue pair, its first packet, the key of the frames' memory there)"""

@@ -6,8 +6,9 @@ credits for the other direction.
 """
 
 import struct
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from messenger.errors import ProtocolError
 from messenger.frames import MAX_BODY_NBYTES
@@ -22,11 +23,10 @@ _LIMIT_ONLY = 1 << 30
 _MAX_FRAME_NBYTES = PREFIX.size + MAX_BODY_NBYTES
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A piece of a frame, `is_last` where it ends one; or, `limit_only`, none, sent to tell the limit."""
 
-    piece: memoryview
+    piece: bytes | memoryview
     is_last: bool = True
     limit_only: bool = False
 
@@ -40,14 +40,18 @@ class Fragment:
 
 
 def limit_only() -> Fragment:
-    return Fragment(memoryview(b""), limit_only=True)
+    return Fragment(b"", limit_only=True)
 
 
-def fragments(frame: bytes) -> Iterator[Fragment]:
+def fragments(frame: bytes) -> deque[Fragment]:
     """The frame's fragments, in order."""
+    if len(frame) <= ROOM_NBYTES:
+        return deque((Fragment(frame),))
     view = memoryview(frame)
-    for first in range(0, len(view), ROOM_NBYTES):
-        yield Fragment(view[first : first + ROOM_NBYTES], is_last=first + ROOM_NBYTES >= len(view))
+    return deque(
+        Fragment(view[first : first + ROOM_NBYTES], is_last=first + ROOM_NBYTES >= len(view))
+        for first in range(0, len(view), ROOM_NBYTES)
+    )
 
 
 @dataclass
@@ -72,6 +76,8 @@ class Assembly:
         self.num_fragments += 1
         if is_limit:
             return limit, None, True
+        if not has_more and not self._pieces:
+            return limit, bytes(place[HEADER_NBYTES : HEADER_NBYTES + size]), False
         self._pieces += place[HEADER_NBYTES : HEADER_NBYTES + size]
         if len(self._pieces) > _MAX_FRAME_NBYTES:
             raise ProtocolError(f"a frame of more than {_MAX_FRAME_NBYTES} bytes")

@@ -71,7 +71,7 @@ class Lane:
 
     def discard(self) -> None:
         """Of what completed, only what must be given back."""
-        while len(found := self.queue.poll()):
-            received = found["wr_id"] == abi.RECEIVE_ID
-            self.pair.done = max(self.pair.done, int(found["wr_id"][~received].max(initial=0)))
-            self.device.receive_again(int(received.sum()))
+        while found := self.queue.poll():
+            sent = [number for number, _, _ in found if number != abi.RECEIVE_ID]
+            self.pair.done = max(self.pair.done, *sent, 0)
+            self.device.receive_again(len(found) - len(sent))

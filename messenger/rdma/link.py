@@ -31,7 +31,9 @@ from messenger.transport import NoPath
 
 _log = logging.getLogger(__name__)
 
-_SPINS = 20
+_FRAMES_FIRST_S = 0.05
+"""Where nobody waits for anything but frames, completions of what was sent are found along with the next frame. Should
+none come for so long, whatever completes is waited for: it may be what stops the frames."""
 _LAST_WORD_S = 1.0
 _DRAIN_S = 2.0
 _LATECOMER_S = 1.0
@@ -58,6 +60,9 @@ class RdmaLink(Link):
         self._counters = counters
         self._changed = threading.Condition()
         self._is_led = False
+        self._num_waiting = 0
+        self._hears_frames_only = False
+        self._overslept = False
         self._courier = Courier(lanes, memory, far_address, counters, self._trouble)
         self._repairs = Repairs(self._courier, memory, self, counters, self._renewed, leads=caller)
         self._windows: list[Window] = []
@@ -129,12 +134,14 @@ class RdmaLink(Link):
         with self._changed:
             self._wait_for(self.has_room)
             self._courier.submit(movement, frame)
+            self._listen_for_all()
 
     def tell(self, message: Message) -> None:
         """Send a frame from any thread, without waiting for anything; of no effect once the link ended."""
         with self._changed:
             if self._failure is None:
                 self._act(lambda: self._courier.submit_at_once(encode(message)))
+                self._listen_for_all()
 
     def finish(self, movement: Movement) -> None:
         """Wait until the hardware is done with the movement's local memory. Raises OSError when the link ended."""
@@ -202,7 +209,7 @@ class RdmaLink(Link):
         with self._changed:
             while not courier.arrived:
                 self._check()
-                self._pump()
+                self._pump(frames_only=True)
             frame = courier.arrived.popleft()
             courier.taken()
             if self._failure is None:
@@ -219,11 +226,17 @@ class RdmaLink(Link):
             raise LinkClosed(f"{self.address} closed the connection")
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        while True:
-            self._check()
-            if condition():
-                return
-            self._pump()
+        self._check()
+        if condition():
+            return
+        self._num_waiting += 1
+        try:
+            self._listen_for_all()
+            while not condition():
+                self._pump()
+                self._check()
+        finally:
+            self._num_waiting -= 1
 
     def _wait_sent(self) -> None:
         """The last word has reached the peer, or there is no more time for it."""
@@ -247,8 +260,20 @@ class RdmaLink(Link):
         if self._is_led:
             os.eventfd_write(self._wake, 1)
 
-    def _pump(self, timeout_s: float | None = None) -> None:
-        """Let something happen: as the leader, or by waiting for the one there is."""
+    def _needs_all(self) -> bool:
+        """Whether somebody waits for completions of what was sent."""
+        return self._num_waiting > 0 or self._courier.is_held_up
+
+    def _listen_for_all(self) -> None:
+        """Have the leader, should it sleep for frames alone, wake up for what is waited for now."""
+        if self._hears_frames_only and self._needs_all():
+            os.eventfd_write(self._wake, 1)
+
+    def _pump(self, timeout_s: float | None = None, *, frames_only: bool = False) -> None:
+        """Let something happen: as the leader, or by waiting for the one there is.
+
+        `frames_only`: the caller waits for a frame.
+        """
         if self._is_led:
             self._changed.wait(timeout_s)
             return
@@ -256,17 +281,18 @@ class RdmaLink(Link):
         if self._failure is not None:
             return
         waits_s = [wait_s for wait_s in (timeout_s, self._repairs.wait_s()) if wait_s is not None]
+        self._hears_frames_only = frames_only and not self._overslept and not self._needs_all()
         self._is_led = True
         self._changed.release()
         found: list[tuple[int, Completions]] = []
         trouble: OSError | None = None
         try:
-            found = self._look(min(waits_s, default=None))
+            found = self._look(min(waits_s, default=None), frames_only=self._hears_frames_only)
         except OSError as error:
             trouble = error
         finally:
             self._changed.acquire()
-            self._is_led = False
+            self._is_led = self._hears_frames_only = False
         self._act(lambda: self._digest(found, trouble))
         self._changed.notify_all()
 
@@ -287,18 +313,20 @@ class RdmaLink(Link):
         if self._failure is None:
             self._courier.drive()
 
-    def _look(self, timeout_s: float | None) -> list[tuple[int, Completions]]:
+    def _look(self, timeout_s: float | None, *, frames_only: bool) -> list[tuple[int, Completions]]:
         """What completed by now, or until something does; without the lock."""
-        for _ in range(_SPINS):
-            found = self._poll()
-            if found:
-                return found
-        for lane in self.lanes:
-            lane.queue.arm()
         found = self._poll()
         if found:
             return found
+        for lane in self.lanes:
+            lane.queue.arm(solicited=frames_only)
+        found = self._poll()
+        if found:
+            return found
+        if frames_only:
+            timeout_s = _FRAMES_FIRST_S if timeout_s is None else min(timeout_s, _FRAMES_FIRST_S)
         ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
+        self._overslept = frames_only and not ready
         if self._wake in ready:
             os.eventfd_read(self._wake)
         for lane in self.lanes:
@@ -311,8 +339,12 @@ class RdmaLink(Link):
         return found
 
     def _poll(self) -> list[tuple[int, Completions]]:
-        polled = ((index, lane.queue.poll()) for index, lane in enumerate(self.lanes))
-        return [(index, completions) for index, completions in polled if len(completions)]
+        found = []
+        for index, lane in enumerate(self.lanes):
+            completions = lane.queue.poll()
+            if completions:
+                found.append((index, completions))
+        return found
 
     # Ends, with the lock held.
 

@@ -19,15 +19,13 @@ class FrameMemory:
         self._array = np.frombuffer(mmap.mmap(-1, self.nbytes), dtype=np.uint8)
         self._view = memoryview(self._array)  # type: ignore[arg-type]
         self.address = int(self._array.ctypes.data)
+        places = range(0, self.nbytes, PLACE_NBYTES)
+        self._places = [(self._view[place : place + PLACE_NBYTES], self.address + place) for place in places]
 
     def inbox_place(self, number: int) -> memoryview:
         """Where fragment `number` of the peer's is."""
-        return self._place(number % SHARE)
+        return self._places[number % SHARE][0]
 
     def outbox_place(self, number: int) -> tuple[memoryview, int]:
         """Where fragment `number` of this side's is sent from, and its address."""
-        place = SHARE + number % SHARE
-        return self._place(place), self.address + place * PLACE_NBYTES
-
-    def _place(self, place: int) -> memoryview:
-        return self._view[place * PLACE_NBYTES : (place + 1) * PLACE_NBYTES]
+        return self._places[SHARE + number % SHARE]

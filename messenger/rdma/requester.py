@@ -6,11 +6,10 @@ answer was lost with an earlier connection) is not done again either, since the 
 the access tells the number up to which that is so.
 """
 
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-
-import numpy as np
 
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Allow, Ask, Frame
@@ -20,11 +19,14 @@ from messenger.rdma.courier import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.requests import read_request, write_request
-from messenger.slices import NBYTES, REMOTE, Rows
+from messenger.slices import REMOTE
 from messenger.transport import Requester, Sent
 
 MAX_ACCESSES = 4096
 QUICK_ROWS = 256
+
+_EXTENT = struct.Struct("<qq")
+"""(first byte, how many up to the last), within which all slices lie."""
 
 
 class RdmaRequester(Requester):
@@ -90,16 +92,18 @@ class RdmaRequester(Requester):
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         access = self._access(transfer.key)
-        is_allowed = access.write and _inside(transfer.rows, access) and part.seq > access.last_seq
+        start, end = transfer.slices.extent(REMOTE)
+        is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
         movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
         source_id = int(movement is not None)
-        self._move(part, movement, write_request(part, transfer, source_id, _extent(transfer.rows)))
+        self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
         access = self._access(transfer.key)
-        is_allowed = access.read and _inside(transfer.rows, access)
+        start, end = transfer.slices.extent(REMOTE)
+        is_allowed = access.read and _covers(access, start, end)
         movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
-        self._move(part, movement, read_request(part, transfer, _extent(transfer.rows)))
+        self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
     def _move(self, part: Part, movement: Movement | None, message: Frame) -> None:
         if movement is not None:
@@ -112,7 +116,7 @@ class RdmaRequester(Requester):
         except OSError as error:
             self._give_up(str(error))
             raise
-        rkeys = np.frombuffer(access.rkeys, dtype="<u4").tolist()
+        rkeys = struct.unpack(f"<{len(registrations)}I", access.rkeys)
         return Movement(
             rows=transfer.rows,
             nbytes=transfer.nbytes,
@@ -143,13 +147,6 @@ class RdmaRequester(Requester):
         return access
 
 
-def _inside(rows: Rows, access: Allow) -> bool:
-    start, end = access.offset, access.offset + access.nbytes
-    return int(rows[:, REMOTE].min()) >= start and int((rows[:, REMOTE] + rows[:, NBYTES]).max()) <= end
-
-
-def _extent(rows: Rows) -> bytes:
-    """From the first byte touched to the last, as one row: the hardware checks each slice."""
-    start = int(rows[:, REMOTE].min())
-    end = int((rows[:, REMOTE] + rows[:, NBYTES]).max())
-    return np.array([start, end - start], dtype="<i8").tobytes()
+def _covers(access: Allow, start: int, end: int) -> bool:
+    """Whether the key is for [start, end), from the first byte touched to the last; the hardware checks each slice."""
+    return access.offset <= start and end <= access.offset + access.nbytes

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.errors import ProtocolError
-from messenger.slices import LOCAL, REMOTE, Rows, coalesced, runs, split, within
+from messenger.slices import LOCAL, REMOTE, Rows, Slices, coalesced, runs, split, within
 from messenger.transport import parse_rows
 
 row = st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(1, 50))
@@ -50,6 +50,12 @@ def test_runs_keep_one_sides_bytes_in_order_and_never_touch(rows: Rows, side: in
     one_side = runs(rows, side)
     assert addresses(one_side) == [pair[side] for pair in pairs(rows)]
     assert not (one_side[1:, 0] == one_side[:-1].sum(axis=1)).any()
+
+
+@given(row_lists(), st.sampled_from([LOCAL, REMOTE]))
+def test_an_extent_is_from_the_first_byte_touched_to_the_last(rows: Rows, side: int) -> None:
+    touched = [pair[side] for pair in pairs(rows)]
+    assert Slices.of(rows, 1 << 20).extent(side) == (min(touched), max(touched) + 1)
 
 
 @given(row_lists(), st.integers(1, 60), st.integers(1, 5))

@@ -1,6 +1,7 @@
 """What `Rails` is made with, and the instructions that it gives."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from messenger.errors import InvalidArgument
 from messenger.rdma.policy.shares import CUT_NBYTES
@@ -37,8 +38,7 @@ class Limits:
             raise InvalidArgument(f"limits must grow from {CUT_NBYTES} bytes by share and post to the window: {self}")
 
 
-@dataclass(frozen=True, eq=False)
-class Post:
+class Post(NamedTuple):
     """Post these slices on the rail, the last signalled, and tell `completed(number)`."""
 
     number: int
@@ -49,8 +49,7 @@ class Post:
     posted_ns: int
 
 
-@dataclass(frozen=True, eq=False)
-class Announce:
+class Announce(NamedTuple):
     """Send the batch's frame on the rail, behind all that is posted there, and tell `completed(number)`."""
 
     number: int

@@ -38,7 +38,7 @@ DEFAULT_GBIT: Final = 10.0
 """Taken for a link that does not tell its speed."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Batch:
     number: int
     waiting: Rows
@@ -58,7 +58,7 @@ class _Batch:
         return bool(self.waiting_nbytes or self.num_elsewhere)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Rail:
     spec: RailSpec
     speed: Speed
@@ -113,6 +113,11 @@ class Rails:
         return tuple(announce.batch for announce in self._doubts)
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether something is due or waits for a completion to be so."""
+        return bool(self._to_announce) or self._waiting_nbytes > 0
+
+    @property
     def num_unfinished(self) -> int:
         """Batches that are not done."""
         return len(self._batches)
@@ -132,7 +137,7 @@ class Rails:
     def submit(self, rows: Rows, *, announce: bool) -> int:
         """Take a batch in; the number it has from now on. `rows` are int64 [n, 3], as `messenger.slices` has them,
         without empty ones. A batch without rows is a frame alone. Raises InvalidArgument for one that is nothing."""
-        nbytes = int(rows[:, NBYTES].sum())
+        nbytes = _total(rows)
         if not (nbytes or announce):
             raise InvalidArgument("a batch needs slices, or something to announce")
         self._num_batches += 1
@@ -148,14 +153,15 @@ class Rails:
 
     def due(self, now_ns: int) -> list[Instruction]:
         """What is to be posted now, in this order; it counts as under way."""
-        if self._doubts or self._frame_rail is None:
-            return []
         instructions: list[Instruction] = []
+        if self._doubts or self._frame_rail is None:
+            return instructions
         while (batch := self._first(self._to_post)) is not None:
-            instructions += self._announces()
+            self._announce(instructions)
             if not self._post(batch, instructions, now_ns):
                 break
-        return instructions + self._announces()
+        self._announce(instructions)
+        return instructions
 
     def completed(self, number: int, rail: int, now_ns: int) -> int | None:
         """An instruction was done. The batch, if that was its last. Raises InvalidArgument for one not under way."""
@@ -247,17 +253,7 @@ class Rails:
     def _post(self, batch: _Batch, instructions: list[Instruction], now_ns: int) -> bool:
         """Post what has room of the batch's slices. False when some of them must wait."""
         up = self._usable
-        speeds = [self._rails[rail].speed.bytes_s(now_ns) for rail in up]
-        delay_ns = ANNOUNCE_DELAY_NS if batch.is_unannounced else 0
-        backlogs = [
-            self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
-            for rail, speed in zip(up, speeds, strict=True)
-        ]
-        # Where a post for every rail waits behind it, cutting it finer ends nothing earlier and costs posts.
-        is_plenty = self._waiting_nbytes - batch.waiting_nbytes >= len(up) * self._limits.post_nbytes
-        least_nbytes = self._limits.post_nbytes if is_plenty else self._limits.least_share_nbytes
-        wanted = shares(batch.waiting_nbytes, backlogs, speeds, least_nbytes)
-        served = [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
+        served = [(up[0], batch.waiting_nbytes)] if len(up) == 1 else self._spread(batch, now_ns)
         spilt = 0  # what cutting slices at whole pages leaves over goes with the next rail's
         for rail, nbytes in served:
             left = min(nbytes + spilt, batch.waiting_nbytes)
@@ -270,6 +266,21 @@ class Rails:
                 instructions.append(post)
                 left -= post.nbytes
         return not batch.waiting_nbytes
+
+    def _spread(self, batch: _Batch, now_ns: int) -> list[tuple[int, int]]:
+        """(rail, bytes) of what waits of the batch."""
+        up = self._usable
+        speeds = [self._rails[rail].speed.bytes_s(now_ns) for rail in up]
+        delay_ns = ANNOUNCE_DELAY_NS if batch.is_unannounced else 0
+        backlogs = [
+            self._rails[rail].in_flight_nbytes + int(speed * delay_ns / 1e9 if rail != self._frame_rail else 0)
+            for rail, speed in zip(up, speeds, strict=True)
+        ]
+        # Where a post for every rail waits behind it, cutting it finer ends nothing earlier and costs posts.
+        is_plenty = self._waiting_nbytes - batch.waiting_nbytes >= len(up) * self._limits.post_nbytes
+        least_nbytes = self._limits.post_nbytes if is_plenty else self._limits.least_share_nbytes
+        wanted = shares(batch.waiting_nbytes, backlogs, speeds, least_nbytes)
+        return [(rail, nbytes) for rail, nbytes in zip(up, wanted, strict=True) if nbytes]
 
     def _room(self, rail: int, nbytes: int) -> int:
         """How much of `nbytes` may be posted on the rail in one Post; 0: wait."""
@@ -285,7 +296,7 @@ class Rails:
             rows, batch.waiting, nbytes = batch.waiting, batch.waiting[:0], batch.waiting_nbytes
         else:
             rows, batch.waiting = take(batch.waiting, nbytes, max_rows)
-            nbytes = int(rows[:, NBYTES].sum())
+            nbytes = _total(rows)
         self._num_instructions += 1
         post = Post(self._num_instructions, batch.number, rail, rows, nbytes, now_ns)
         batch.waiting_nbytes -= post.nbytes
@@ -296,9 +307,8 @@ class Rails:
         state.in_flight_rows += len(rows)
         return post
 
-    def _announces(self) -> list[Instruction]:
-        """The frames that nothing holds up any more."""
-        found: list[Instruction] = []
+    def _announce(self, instructions: list[Instruction]) -> None:
+        """Add the frames that nothing holds up any more."""
         while self._to_announce:
             number = self._to_announce[0]
             batch = self._batches.get(number)
@@ -311,8 +321,7 @@ class Rails:
                 batch.announce = Announce(self._num_instructions, number, self._frame_rail)
                 batch.is_unannounced = False
                 self._announced[batch.announce.number] = batch
-                found.append(batch.announce)
-        return found
+                instructions.append(batch.announce)
 
     def _first(self, heap: list[int]) -> _Batch | None:
         """The oldest batch of the heap that still belongs there."""
@@ -366,3 +375,10 @@ class Rails:
             batch.num_elsewhere = sum(post.rail != self._frame_rail for post in batch.posts.values())
             if batch.num_elsewhere:
                 heapq.heappush(self._holding_up, batch.number)
+
+
+def _total(rows: Rows) -> int:
+    """Bytes of the rows, of which there is often one or none."""
+    if len(rows) == 1:
+        return int(rows[0, NBYTES])
+    return int(rows[:, NBYTES].sum()) if len(rows) else 0

@@ -5,6 +5,7 @@ as arrays: one call posts thousands of slices, at a few nanoseconds each, where 
 (and, in the versions that distributions ship, never frees their lists). Source: infiniband/verbs.h, IBVERBS_1.1.
 """
 
+import struct
 from typing import Final
 
 import numpy as np
@@ -18,14 +19,8 @@ SEND_WR: Final = np.dtype(
     }
 )
 SGE: Final = np.dtype([("addr", "<u8"), ("length", "<u4"), ("lkey", "<u4")])
-WC: Final = np.dtype(
-    {
-        "names": ["wr_id", "status", "opcode", "vendor_err", "byte_len", "imm_data", "qp_num"],
-        "formats": ["<u8", "<i4", "<i4", "<u4", "<u4", ">u4", "<u4"],
-        "offsets": [0, 8, 12, 16, 20, 24, 28],
-        "itemsize": 48,
-    }
-)
+WC: Final = struct.Struct("<Qi8xI24x")
+"""(wr_id, status, byte_len)"""
 
 WR_RDMA_WRITE: Final = 0
 WR_RDMA_WRITE_WITH_IMM: Final = 1
@@ -33,6 +28,7 @@ WR_RDMA_READ: Final = 4
 WR_BIND_MW: Final = 8
 
 SEND_SIGNALED: Final = 2
+SEND_SOLICITED: Final = 4
 
 ACCESS_LOCAL_WRITE: Final = 1
 ACCESS_REMOTE_WRITE: Final = 2

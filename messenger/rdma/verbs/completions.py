@@ -2,10 +2,9 @@
 
 import contextlib
 import os
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.device import Device
@@ -13,7 +12,10 @@ from messenger.rdma.verbs.functions import channel_fd, polling_of
 
 _BATCH = 64
 
-Completions = npt.NDArray[np.void]
+Completions = list[tuple[int, int, int]]
+"""(number of the request or RECEIVE_ID, status, bytes) of each, in order."""
+
+_NOTHING: Final[Completions] = []
 
 
 class CompletionQueue:
@@ -27,19 +29,23 @@ class CompletionQueue:
         self.fd = channel_fd(self._channel)
         os.set_blocking(self.fd, False)
         self._poll, self._arm = polling_of(self.cq)
-        self._buffer = np.zeros(_BATCH, dtype=abi.WC)
-        self._address = int(self._buffer.ctypes.data)
+        buffer = np.zeros(_BATCH * abi.WC.size, dtype=np.uint8)
+        self._view = memoryview(buffer)  # type: ignore[arg-type]
+        self._address = int(buffer.ctypes.data)
 
     def poll(self) -> Completions:
-        """What completed, of abi.WC; empty if nothing did. Raises OSError when the queue is broken."""
+        """What completed; empty if nothing did. Raises OSError when the queue is broken."""
         found = self._poll(_BATCH, self._address)
+        if not found:
+            return _NOTHING
         if found < 0:
             raise OSError(-found, "the completion queue is broken")
-        return self._buffer[:found].copy()
+        return [*abi.WC.iter_unpack(self._view[: found * abi.WC.size])]
 
-    def arm(self) -> None:
-        """Let the descriptor become readable with the next completion; poll once more afterwards."""
-        self._arm()
+    def arm(self, *, solicited: bool = False) -> None:
+        """Let the descriptor become readable with the next completion, or the next that its sender marked or that
+        failed; poll once more afterwards. (Soft-RoCE does not count failures among the latter.)"""
+        self._arm(solicited)
 
     def take_event(self) -> None:
         """Take what made the descriptor readable."""

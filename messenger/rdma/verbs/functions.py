@@ -54,12 +54,12 @@ def post_send_of(qp: Any) -> Callable[[int], int]:
     return post
 
 
-def polling_of(cq: Any) -> tuple[Callable[[int, int], int], Callable[[], int]]:
-    """(`poll(how many, address of WCs)`, `arm()`) of a completion queue."""
+def polling_of(cq: Any) -> tuple[Callable[[int, int], int], Callable[[bool], int]]:
+    """(`poll(how many, address of WCs)`, `arm(for solicited ones alone)`) of a completion queue."""
     address = address_of(cq)
     context = _pointer(address)
     poll, notify = _Poll(_operation(context, abi.OP_POLL_CQ)), _Notify(_operation(context, abi.OP_REQ_NOTIFY_CQ))
-    return (lambda count, into: int(poll(address, count, into))), (lambda: int(notify(address, 0)))
+    return (lambda count, into: int(poll(address, count, into))), (lambda solicited: int(notify(address, solicited)))
 
 
 def _operation(context: int, index: int) -> int:

@@ -14,7 +14,7 @@ from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import CompletionQueue
 from messenger.rdma.verbs.device import Device
 from messenger.rdma.verbs.functions import check_layout, post_send_of
-from messenger.rdma.work import Work
+from messenger.rdma.work import Single, Work
 
 DEPTH = 1024
 _TIMEOUT_CODE = 18
@@ -56,6 +56,7 @@ class QueuePair:
             self._qp: Any = QP(device.pd, attributes)
         check_layout(self._qp, queue.cq)
         self._post = post_send_of(self._qp)
+        self._single = Single()
         self.near = Far(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
         self.done = 0
@@ -105,7 +106,30 @@ class QueuePair:
             requests["send_flags"][-1] |= abi.SEND_SIGNALED
         if requests["send_flags"][-1] & abi.SEND_SIGNALED:
             self._signalled = self.posted + count
-        code = self._post(int(requests.ctypes.data))
+        return self._posted(self._post(int(requests.ctypes.data)), count)
+
+    def post_one(
+        self,
+        slice_: tuple[int, int, int] | None,
+        *,
+        opcode: int,
+        signalled: bool = False,
+        solicited: bool = False,
+        imm: int = 0,
+        remote_address: int = 0,
+        rkey: int = 0,
+    ) -> int:
+        """Post a request of one slice (address, bytes, lkey), or of none; its number. `solicited`: it wakes a peer that
+        sleeps for such alone. Raises OSError."""
+        number = self.posted + 1
+        flags = abi.SEND_SOLICITED if solicited else 0
+        if signalled or number - self._signalled >= self.depth // 4:
+            flags |= abi.SEND_SIGNALED
+            self._signalled = number
+        self._single.fill(number, slice_, opcode=opcode, flags=flags, imm=imm, remote_address=remote_address, rkey=rkey)
+        return self._posted(self._post(self._single.address), 1)
+
+    def _posted(self, code: int, count: int) -> int:
         if code:
             raise OSError(code, f"{self.device.name} takes no more work: {os.strerror(code)}")
         self.posted += count
@@ -130,7 +154,7 @@ class QueuePair:
 
     def drain_mark(self) -> int:
         """Post an empty, signalled request: behind it nothing is under way; its number. Raises OSError."""
-        return self.post(Work.empty_write())
+        return self.post_one(None, opcode=abi.WR_RDMA_WRITE, signalled=True)
 
     def fail(self) -> None:
         """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed.

@@ -43,7 +43,7 @@ def test_a_bare_limit_is_no_frame() -> None:
 @pytest.mark.parametrize("number", [1, 5, (1 << 32) - 1])
 def test_a_fragment_out_of_turn_is_refused(number: int) -> None:
     place = memoryview(bytearray(PLACE_NBYTES))
-    nbytes = next(fragments(b"frame")).pack(place, number, limit=0)
+    nbytes = fragments(b"frame")[0].pack(place, number, limit=0)
     with pytest.raises(ProtocolError, match=r"number 0 was due"):
         Assembly().take(place, nbytes)
 
@@ -51,7 +51,7 @@ def test_a_fragment_out_of_turn_is_refused(number: int) -> None:
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_fragment_of_another_length_than_the_hardware_wrote_is_refused(wrong: int) -> None:
     place = memoryview(bytearray(PLACE_NBYTES))
-    nbytes = next(fragments(b"frame")).pack(place, 0, limit=0)
+    nbytes = fragments(b"frame")[0].pack(place, 0, limit=0)
     with pytest.raises(ProtocolError, match="was due"):
         Assembly().take(place, nbytes + wrong)
 

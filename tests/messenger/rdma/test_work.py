@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.rdma.verbs import abi
-from messenger.rdma.work import Work
+from messenger.rdma.work import Single, Work
 
 
 class Sge(ctypes.Structure):
@@ -34,8 +34,11 @@ class Request(ctypes.Structure):
 
 def read_chain(work: Work) -> list[Request]:
     """The requests as C follows them, from one `next` to the other."""
+    return read_from(int(work.requests.ctypes.data))
+
+
+def read_from(address: int) -> list[Request]:
     found = []
-    address = int(work.requests.ctypes.data)
     while address:
         request = Request.from_address(address)
         found.append(request)
@@ -88,14 +91,20 @@ def test_only_the_last_request_is_signalled(count: int) -> None:
 
 
 def test_a_frame_carries_its_number_in_network_order() -> None:
-    work = Work.frame(address=64, nbytes=100, lkey=7, remote_address=4096, rkey=8, number=(5 << 32) + 0x01020304)
-    (request,) = read_chain(work)
+    single = Single()
+    opcode, number = abi.WR_RDMA_WRITE_WITH_IMM, (5 << 32) + 0x01020304
+    single.fill(9, (64, 100, 7), opcode=opcode, flags=0, imm=number, remote_address=4096, rkey=8)
+    (request,) = read_from(single.address)
+    assert (request.wr_id, request.send_flags) == (9, 0)
     assert request.opcode == abi.WR_RDMA_WRITE_WITH_IMM
     assert request.imm_data.to_bytes(4, "little") == b"\x01\x02\x03\x04"
     assert (request.remote_addr, request.rkey, request.num_sge) == (4096, 8, 1)
-    assert (request.sg_list[0].addr, request.sg_list[0].length) == (64, 100)
+    assert (request.sg_list[0].addr, request.sg_list[0].length, request.sg_list[0].lkey) == (64, 100, 7)
 
 
 def test_an_empty_write_has_no_slices() -> None:
-    (request,) = read_chain(Work.empty_write())
+    single = Single()
+    single.fill(1, (64, 100, 7), opcode=abi.WR_RDMA_WRITE_WITH_IMM, flags=0)
+    single.fill(2, None, opcode=abi.WR_RDMA_WRITE, flags=abi.SEND_SIGNALED)
+    (request,) = read_from(single.address)
     assert (request.num_sge, request.send_flags, request.opcode) == (0, abi.SEND_SIGNALED, abi.WR_RDMA_WRITE)

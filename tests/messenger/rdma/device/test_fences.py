@@ -17,14 +17,15 @@ LARGE = (1 << 20) - 5
 pytestmark = pytest.mark.transports("rdma")
 
 
-def make_rogue(make_node: Any) -> Any:
+def make_rogue(make_node: Any, *, read: bool = True, write: bool = True) -> Any:
     """(owner, caller, its key, its link, its access): a caller that has access to the owner's middle thousand bytes."""
     owner, caller = make_node("b", 4096), make_node("a", 8192)
     owner.fill(1)
     caller.fill(2)
-    key = owner.messenger.grant(owner.region, 1000, 1000, read=True, write=True)
+    key = owner.messenger.grant(owner.region, 1000, 1000, read=read, write=write)
     peer = caller.messenger.connect(owner.endpoint)
-    peer.write(key, caller.region, [[1000, 1000, 1000]]).result()
+    move_some = peer.write if write else peer.read
+    move_some(key, caller.region, [[1000, 1000, 1000]]).result()
     stream = next(stream for stream in peer._streams if stream._link is not None)
     link = stream._link
     return owner, caller, key, link, stream._requester._accesses[key.region_id, key.token]
@@ -79,6 +80,17 @@ def test_a_wrong_key_is_refused(make_node: Any) -> None:
     with pytest.raises(LinkClosed, match="access denied by the peer's hardware"):
         move(caller, link, access._replace(rkeys=wrong.astype("<u4").tobytes()), WR_RDMA_WRITE, 1000, 10)
     assert np.array_equal(owner.array, before)
+
+
+@pytest.mark.parametrize("opcode", [WR_RDMA_WRITE, WR_RDMA_READ], ids=["write", "read"])
+def test_a_key_is_held_to_its_rights(make_node: Any, opcode: int) -> None:
+    may_read = opcode == WR_RDMA_WRITE
+    owner, caller, _, link, access = make_rogue(make_node, read=may_read, write=not may_read)
+    before = owner.array.copy(), caller.array.copy()
+    with pytest.raises(LinkClosed, match="access denied by the peer's hardware"):
+        move(caller, link, access, opcode, 1000, 10)
+    assert np.array_equal(owner.array, before[0])
+    assert np.array_equal(caller.array, before[1])
 
 
 def test_a_window_of_one_connection_is_none_of_anothers(make_node: Any) -> None:
