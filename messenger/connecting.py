@@ -97,6 +97,11 @@ class Connecting(ABC):
         if self._link is not None:
             self._link.cut()
 
+    def cut_if_idle_locked(self) -> None:
+        """End the link if it was made and nothing is under way on it: it is made again, and nothing repeated."""
+        if self._receiver is not None and not self.flight.in_flight:
+            self.cut_locked()
+
     def end_link(self, error: BaseException) -> None:
         """The connection is of no use any more."""
         with self.lock:

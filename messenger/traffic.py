@@ -33,7 +33,10 @@ from messenger.road import Road
 if TYPE_CHECKING:
     from messenger.stream import Stream
 
-__all__ = ["Traffic"]
+__all__ = ["SILENT_S", "Traffic"]
+
+SILENT_S = 1.0
+"""Of a peer that acknowledged nothing for so long, though something was due, all connections may be half-open."""
 
 
 class Traffic:
@@ -305,7 +308,12 @@ class Traffic:
                 if operation.failure is None:
                     self._deadlines.watch(self._due_s(operation))
             self._counters.add("deadlines_exceeded", len(late))
+            is_silent = now_s - max(self._progressed_s) > SILENT_S and any(operation.flying for operation in late)
             ended = self._doom_locked(late)
+            if is_silent:
+                # What made one connection half-open made others so: a new one costs less than another deadline.
+                for stream in self._streams:
+                    stream.cut_if_idle_locked()
         self.settle(ended)
 
     def _is_late(self, operation: Operation, now_s: float) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from messenger import PeerLost, TransferDeadlineExceeded
+from messenger import PeerLost, TransferDeadlineExceeded, traffic
 from soak.proxy import DOWN, UP, FaultProxy, Way
 
 pytestmark = pytest.mark.transports("tcp")
@@ -112,6 +112,19 @@ def test_a_half_open_connection_costs_one_deadline_and_is_replaced(line: Any) ->
     assert whole(line, b"second").result(30).nbytes == line.a.region.nbytes
     assert np.array_equal(line.b.array, line.a.array)
     assert [tag for _, tag, _ in line.b.notes] == [b"first", b"patient", b"second"]
+
+
+def test_connections_that_became_half_open_together_cost_one_deadline(
+    line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "SILENT_S", 0.2)
+    whole(line, b"first").result()
+    line.peer.read(line.key, line.a.region, [[0, 0, 10]]).result()
+    assert line.proxy.abandon() == 2
+    with pytest.raises(TransferDeadlineExceeded):
+        line.peer.read(line.key, line.a.region, [[0, 0, 10]], deadline_s=0.5).result(30)
+    assert whole(line, b"second", deadline_s=600).result(60).nbytes == line.a.region.nbytes
+    assert [tag for _, tag, _ in line.b.notes] == [b"first", b"second"]
 
 
 @pytest.mark.parametrize("way", [UP, DOWN])
