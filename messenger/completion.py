@@ -33,6 +33,13 @@ class Completion(Future[T]):
     def __init__(self) -> None:
         """Not the standard one's, which would make what this class does without."""
 
+    @classmethod
+    def of(cls, result: T) -> "Completion[T]":
+        """One that is settled from the beginning."""
+        completion = cls()
+        completion._result, completion._state = result, FINISHED
+        return completion
+
     # What the owner of an unsettled completion may do when somebody begins to look at it.
 
     def _is_observed(self) -> None:

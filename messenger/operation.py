@@ -54,6 +54,13 @@ class Canceller(Protocol):
     def is_answered_here(self) -> bool: ...
 
 
+class Copier(Protocol):
+    """Whoever queues parts that any thread may copy."""
+
+    def copy_all_of(self, operation: "Operation") -> None: ...
+    def is_observed(self) -> None: ...
+
+
 class Operation(Completion[Any]):
     """`outstanding` counts the parts that are queued or in flight; at zero it is settled, once.
 
@@ -70,6 +77,7 @@ class Operation(Completion[Any]):
     observed = False
     carrier: Carrier | None = None
     canceller: Canceller | None = None
+    copier: Copier | None = None
 
     def __init__(
         self,
@@ -102,11 +110,17 @@ class Operation(Completion[Any]):
     def _is_observed(self) -> None:
         # In this order: whoever puts a part in flight sets the carrier before it looks at these.
         self.observed = True
+        if self.copier is not None:
+            self.copier.is_observed()
         carrier = self.carrier
         if carrier is not None:
             carrier.is_observed()
 
     def _help(self) -> None:
+        if self.copier is not None:
+            self.copier.copy_all_of(self)
+            if self.settled:
+                return
         carrier = self.carrier
         if carrier is None:
             self.awaited = True

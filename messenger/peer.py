@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from messenger.backlog import Role, Way
+from messenger.completion import Completion
 from messenger.config import Endpoint
+from messenger.copies import COPY_NBYTES, QUICK_NBYTES
 from messenger.errors import InvalidArgument
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.gpu import AnyRegion
@@ -200,6 +202,10 @@ class Peer:
     ) -> Future[TransferResult]:
         self._require_region(region)
         checked = Slices.of(slices, region.nbytes)
+        if kind is Kind.READ and priority is not Priority.BACKGROUND and checked.nbytes:
+            read = self._copied(Transfer(key, region, checked), priority, deadline_s)
+            if read is not None:
+                return read
         way = Way.READS if kind is Kind.READ else Way.ORDERED
         part_nbytes = MAX_PART_NBYTES if priority is not Priority.BACKGROUND else BACKGROUND_PART_NBYTES
         if self._spreads and kind is Kind.WRITE and checked.nbytes >= SPREAD_NBYTES:
@@ -219,6 +225,22 @@ class Peer:
         self._traffic.submit(operation, way, parts)
         return operation
 
+    def _copied(
+        self, transfer: Transfer, priority: Priority, deadline_s: float | None
+    ) -> Future[TransferResult] | None:
+        """The read, if it takes no request: done, where it is short."""
+        if transfer.nbytes <= QUICK_NBYTES:
+            _check_time(deadline_s)
+            result = self._traffic.copies.done(transfer) if not self._traffic.closing else None
+            return None if result is None else Completion.of(result)
+        if not self._traffic.copies.may_do(transfer):
+            return None
+        key, region, slices = transfer
+        pieces = slices.split(COPY_NBYTES, MAX_PART_ROWS)
+        operation = self._operation(Kind.READ, priority, slices.nbytes, len(pieces), deadline_s)
+        self._traffic.submit_copies(operation, [Part(operation, Transfer(key, region, piece)) for piece in pieces])
+        return operation
+
     def _operation(
         self,
         kind: Kind,
@@ -228,15 +250,19 @@ class Peer:
         deadline_s: float | None,
         stall_s: float | None = None,
     ) -> Operation:
+        _check_time(deadline_s)
+        _check_time(stall_s)
         if deadline_s is None:
             deadline_s = self._default_deadline_s
-        if not 0 < deadline_s < _INFINITY or (stall_s is not None and not 0 < stall_s < _INFINITY):
-            wrong = deadline_s if not 0 < deadline_s < _INFINITY else stall_s
-            raise InvalidArgument(f"a deadline is a positive number of seconds, not {wrong!r}")
         return Operation(next(self._numbers), kind, priority, nbytes, parts, time.monotonic(), deadline_s, stall_s)
 
 
 _INFINITY = float("inf")
+
+
+def _check_time(seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < _INFINITY:
+        raise InvalidArgument(f"a deadline is a positive number of seconds, not {seconds!r}")
 
 
 def _notification(tag: bytes, payload: bytes) -> Notification:

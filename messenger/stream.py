@@ -21,7 +21,7 @@ from messenger.frames import Goodbye
 from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
 from messenger.link import Link, LinkClosed
-from messenger.operation import Operation, Part
+from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.priority import Priority
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
@@ -80,6 +80,24 @@ class Stream(Connecting):
         """As `Requester.lend`."""
         requester = self._requester
         return None if requester is None else requester.lend(key, offset, nbytes)
+
+    # Reads that take no request, on any thread.
+
+    def may_copy(self, transfer: Transfer) -> bool:
+        """As `Requester.may_copy`."""
+        requester = self._requester
+        return requester is not None and requester.may_copy(transfer)
+
+    def copied(self, transfer: Transfer) -> bool:
+        """As `Requester.copied`."""
+        requester = self._requester
+        return requester is not None and requester.copied(transfer)
+
+    def count_copied_locked(self, transfer: Transfer, seconds: float) -> None:
+        """Such a read was done."""
+        flow = self._flows.get(Kind.READ)
+        if flow is not None:
+            flow.add(transfer.nbytes, len(transfer.slices), seconds)
 
     # Observers of an operation in flight.
 
@@ -199,16 +217,23 @@ class Stream(Connecting):
             requester = None
 
     def _has_work_locked(self) -> bool:
-        return bool(self.flight.again) or self._traffic.backlog.has_for(self.role)
+        return bool(self.flight.again) or self._traffic.backlog.has_for(self.role) or self._traffic.copies.has_for(self)
 
     def _send_next(self, requester: Requester) -> bool:
         """Send one part, or the rest of one; False when the link ended or the stream closes."""
         with self.lock:
             part = self._next_locked()
+            copy: Part | None = None
             while part is None and not self._unfinished and not self._over_locked():
+                copy = self._traffic.copies.take_for(self)
+                if copy is not None:
+                    break
                 self._wakes.wait()
                 part = self._next_locked()
             unfinished, self._unfinished = self._unfinished, False
+        if copy is not None:
+            self._traffic.copies.copy(copy)
+            return True
         if part is not None:
             sent = self._send(part, requester.send)
         elif unfinished:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from messenger.alarms import AlarmClock
 from messenger.backlog import Backlog, Way
 from messenger.config import Endpoint
+from messenger.copies import Copies
 from messenger.counters import Counters
 from messenger.deadlines import Deadlines
 from messenger.errors import (
@@ -45,6 +46,7 @@ class Traffic:
     def __init__(self, endpoint: Endpoint, clock: AlarmClock, counters: Counters, road: Road) -> None:
         self.lock = threading.Lock()
         self.backlog = Backlog()
+        self.copies = Copies(self)
         self._endpoint = endpoint
         self._clock = clock
         self._counters = counters
@@ -55,7 +57,7 @@ class Traffic:
         self._streams: Sequence[Stream] = ()
         self._ways: dict[Way, Sequence[Stream]] = {}
         self._next_reader = 0
-        self._closing = False
+        self.closing = False
         self._progressed_s = [0.0, 0.0]  # writes', reads': when the peer last acknowledged something
         self._last_background_s = 0.0
 
@@ -63,6 +65,7 @@ class Traffic:
         """Once, before anything is submitted; the first stream is the one that keeps the order."""
         self._streams = streams
         self._ways = {way: [stream for stream in streams if stream.role.carries(way)] for way in Way}
+        self.copies.go_by(self._ways[Way.READS])
 
     # Callers.
 
@@ -73,7 +76,7 @@ class Traffic:
         """
         stream: Stream | None = None
         with self.lock:
-            closed = self._closing
+            closed = self.closing
             if not closed:
                 self._admit(operation)
                 if len(parts) == 1 and self.backlog.is_clear(operation.priority):
@@ -83,9 +86,19 @@ class Traffic:
                 else:
                     stream = self._queue(way, parts)
         if closed:
-            operation.settle(None, MessengerClosed(f"the messenger was closed before its {operation.kind.value} began"))
+            self._settle_closed(operation)
         elif stream is not None:
             stream.send_as_caller()
+
+    def submit_copies(self, operation: Operation, parts: Sequence[Part]) -> None:
+        """As `submit`, of a read that `copies` may do."""
+        with self.lock:
+            closed = self.closing
+            if not closed:
+                self._admit(operation)
+                self.copies.begin_locked(operation, parts)
+        if closed:
+            self._settle_closed(operation)
 
     def cancel(self, operation: Operation) -> bool:
         """Whether it will end with TransferCancelled, by this call or an earlier one."""
@@ -117,7 +130,7 @@ class Traffic:
     def close(self) -> None:
         """Fail what is pending with MessengerClosed."""
         with self.lock:
-            self._closing = True
+            self.closing = True
             address = self._streams[0].address
             ended = self._fail_all_locked(
                 lambda _: MessengerClosed(f"the messenger was closed during an operation towards {address}")
@@ -136,6 +149,10 @@ class Traffic:
         if part is not None and part.operation.priority is Priority.BACKGROUND:
             self._last_background_s = time.monotonic()
         return part
+
+    def kick_locked(self, due_s: float) -> None:
+        """Have the streams look for work at this time, if nobody has done it."""
+        self._kicks.watch(due_s)
 
     def waits_locked(self, stream: "Stream") -> bool:
         """Whether there is a part that the stream may begin now."""
@@ -193,6 +210,9 @@ class Traffic:
                 seconds = time.monotonic() - operation.started_s
                 transport = self._carrier(operation).transport
                 operation.settle(TransferResult(operation.nbytes, seconds, transport), None)
+
+    def _settle_closed(self, operation: Operation) -> None:
+        operation.settle(None, MessengerClosed(f"the messenger was closed before its {operation.kind.value} began"))
 
     # With the lock held.
 
@@ -273,7 +293,7 @@ class Traffic:
         if not operations:
             return []
         doomed = set(operations)
-        dropped = self.backlog.drop(doomed)
+        dropped = self.backlog.drop(doomed) + self.copies.drop(doomed)
         for stream in self._streams:
             dropped += stream.flight.drop(doomed)
         ended = [operation for part in dropped for operation in self.ended_locked(part, None)]
@@ -330,6 +350,6 @@ class Traffic:
     def _kick(self) -> None:
         with self.lock:
             self._kicks.clear()
-            if len(self.backlog):
+            if len(self.backlog) or len(self.copies):
                 for stream in self._streams:
                     stream.wake_locked()

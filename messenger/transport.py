@@ -82,6 +82,17 @@ class Requester(ABC):
         assert part is not None
         return self.send(part)
 
+    def may_copy(self, transfer: Transfer) -> bool:
+        """Whether the read is likely to be one that `copied` can do. Any thread."""
+        return False
+
+    def copied(self, transfer: Transfer) -> bool:
+        """Do a read without a request, on this thread, while others send and receive.
+
+        False where it cannot be done so; its local slices then hold anything.
+        """
+        return False
+
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
         """The bytes of the owner's region in place; None where that cannot be, or cannot be yet."""
         return None

@@ -79,10 +79,16 @@ class GrantReader:
         """Whether the key of this fingerprint is good; asked after a copy, that it was good all along."""
         return bool(self._kernels.holds(self._words, print_))
 
-    def copy(self, print_: int, destination: int, source: int, rows: Any, to_column: int, from_column: int) -> bool:
+    def copy(
+        self, print_: int, fd: int, destination: int, source: int, rows: Any, to_column: int, from_column: int
+    ) -> bool:
         """As `messenger.copying.CopyRows`, outside the GIL: True when the key was good before and after the copy.
 
-        The caller has checked the rows against the key's window. After False the destination holds anything.
+        And the owner, at the other end of the socket `fd`, was there after it. The caller has checked the rows against
+        the key's window. After False the destination holds anything.
         """
-        done = self._kernels.copy_held(self._words, print_, destination, source, rows, to_column, from_column)
-        return bool(done)
+        return bool(self._kernels.copy_held(self._words, print_, fd, destination, source, rows, to_column, from_column))
+
+    def copy_one(self, print_: int, fd: int, destination: int, source: int, nbytes: int) -> bool:
+        """As `copy`, of one run of bytes by its two addresses."""
+        return bool(self._kernels.copy_one(self._words, print_, fd, destination, source, nbytes))

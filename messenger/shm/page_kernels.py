@@ -12,6 +12,7 @@ from numba import types
 
 from messenger.native.atomics import fence_acquire, fence_all, load_acquire, store_release
 from messenger.native.compiling import compiled
+from messenger.native.libc import POLLRDHUP, poll
 
 WAYS = 8
 
@@ -22,13 +23,16 @@ class PageKernels(NamedTuple):
     """`holds(words, fingerprint) -> bool`: what was read before is read before this, what comes after, after it.
     `replace(words, old, new) -> bool`: put `new` where `old` stands in the bucket of the one that is not 0, and let
     everybody see it before anything that is done later.
-    `copy_held(words, fingerprint, destination, source, rows, destination_column, source_column) -> bool`: as
-    `messenger.copying.CopyRows`; False when the fingerprint was not there before, or not after, the copy.
+    `copy_held(words, fingerprint, fd, destination, source, rows, destination_column, source_column) -> bool`: as
+    `messenger.copying.CopyRows`; False when the fingerprint was not there before, or not after, the copy, or the other
+    side of the socket `fd` is gone after it.
+    `copy_one(words, fingerprint, fd, destination, source, nbytes) -> bool`: the same of one run, by its addresses.
     """
 
     holds: Any
     replace: Any
     copy_held: Any
+    copy_one: Any
 
 
 @functools.cache
@@ -40,7 +44,8 @@ def page_kernels() -> PageKernels:
     return PageKernels(
         compiled(_holds, types.boolean(words, u64)),
         compiled(_replace, types.boolean(own_words, u64, u64)),
-        compiled(_copy_held, types.boolean(words, u64, u64, u64, rows, i64, i64)),
+        compiled(_copy_held, types.boolean(words, u64, i64, u64, u64, rows, i64, i64)),
+        compiled(_copy_one, types.boolean(words, u64, i64, u64, u64, u64)),
     )
 
 
@@ -73,7 +78,22 @@ def _replace(words, old, new):  # type: ignore[no-untyped-def]
     return False
 
 
-def _copy_held(words, fingerprint, destination, source, rows, destination_column, source_column):  # type: ignore[no-untyped-def]
+@numba.njit
+def _is_good(words, fingerprint, fd):  # type: ignore[no-untyped-def]
+    """Whether the fingerprint is there, and then the other side too: its mapping outlives it."""
+    look = np.empty(1, np.int64)
+    look[0] = fd | (POLLRDHUP << 32)
+    return _is_held(words, fingerprint) and poll(look.ctypes.data, np.int64(1), np.int32(0)) == 0
+
+
+def _copy_one(words, fingerprint, fd, destination, source, nbytes):  # type: ignore[no-untyped-def]
+    if not _is_held(words, fingerprint):
+        return False
+    _memcpy(destination, source, nbytes)
+    return _is_good(words, fingerprint, fd)
+
+
+def _copy_held(words, fingerprint, fd, destination, source, rows, destination_column, source_column):  # type: ignore[no-untyped-def]
     if not _is_held(words, fingerprint):
         return False
     for row in range(rows.shape[0]):
@@ -82,4 +102,4 @@ def _copy_held(words, fingerprint, destination, source, rows, destination_column
             np.uint64(source + np.uint64(rows[row, source_column])),
             np.uint64(rows[row, 2]),
         )
-    return _is_held(words, fingerprint)
+    return _is_good(words, fingerprint, fd)

@@ -5,14 +5,13 @@ along. For any other key the owner is asked, which brings the mapping, the bytes
 """
 
 from collections import OrderedDict
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Frame, Offer
 from messenger.gpu import in_host
 from messenger.keys import RemoteKey
-from messenger.memory import PeerMemory
+from messenger.memory import PeerMemory, Region
 from messenger.operation import Kind, Operation, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
@@ -26,10 +25,7 @@ if TYPE_CHECKING:
     from messenger.copying import CopyRows
 
 MAX_CONSENTS = 4096
-QUICK_NBYTES = 256 << 10
-"""Reads of up to so much are copied by the calling thread."""
-
-_print_of = lru_cache(MAX_CONSENTS)(fingerprint)
+_MAX_PRINTS = 4096
 
 
 class ShmRequester(Requester):
@@ -42,6 +38,8 @@ class ShmRequester(Requester):
         self._mappings = PeerMemories(link)
         self._page: GrantReader | None = None
         self._consents: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._prints: dict[int, tuple[RemoteKey, int]] = {}
+        self._fd = link.fileno()
 
     def offered(self, offer: Offer) -> None:
         if offer.region_id == PAGE_ID:
@@ -58,11 +56,8 @@ class ShmRequester(Requester):
             if not self._offers.made(transfer.region):
                 return super().begin(part)
             frame = _write(part, transfer)
-        elif (source := self._source(transfer)) is not None:
-            # Longer copies are the sending thread's, and so is a second request.
-            if part.nbytes > QUICK_NBYTES or not self._copied_under_page(transfer, source):
-                return super().begin(part)
-            return Sent.DONE
+        elif self._source(transfer) is not None:
+            return super().begin(part)  # copies, and a second request, are the sending thread's
         else:
             frame = _read(part, transfer)
         return Sent.WHOLE if self._link.begin(frame) else Sent.PARTLY
@@ -75,14 +70,35 @@ class ShmRequester(Requester):
 
     def send(self, part: Part) -> Sent:
         transfer = part.transfer
-        if transfer is not None and part.operation.kind is Kind.READ:
-            source = self._source(transfer)
-            if source is not None and self._copied_under_page(transfer, source):
-                return Sent.DONE
+        if transfer is not None and part.operation.kind is Kind.READ and self.copied(transfer):
+            return Sent.DONE
         return super().send(part)
 
+    def may_copy(self, transfer: Transfer) -> bool:
+        page = self._page
+        if page is None or not isinstance(transfer.region, Region):
+            return False
+        return page.holds(self._print_of(transfer.key)) and self._source(transfer) is not None
+
+    def copied(self, transfer: Transfer) -> bool:
+        key, region, slices = transfer
+        page, one = self._page, slices.only
+        if page is None or not isinstance(region, Region):
+            return False
+        if one is None:
+            source = self._source(transfer)
+            return source is not None and self._copied_under_page(transfer, source)
+        source = self._mappings.get(key.region_id)
+        if source is None:
+            return False
+        local, remote, nbytes = one
+        if not key.offset <= remote <= min(key.offset + key.nbytes, source.nbytes) - nbytes:
+            return False
+        at, to = source.address + remote, region.address + local
+        return page.copy_one(self._print_of(key), self._fd, to, at, nbytes) and self._is_open()
+
     def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
-        mapping, page, print_ = self._mappings.get(key.region_id), self._page, _print_of(key)
+        mapping, page, print_ = self._mappings.get(key.region_id), self._page, self._print_of(key)
         if mapping is None or page is None or offset + nbytes > mapping.nbytes:
             return None
 
@@ -126,8 +142,24 @@ class ShmRequester(Requester):
         page, key, address = self._page, transfer.key, in_host(transfer.region).address
         if page is None:
             return False
-        good = page.copy(_print_of(key), address, source.address, transfer.slices.rows, LOCAL, REMOTE)
-        return good and not self._link.peer_is_gone()
+        rows = transfer.slices.rows
+        return (
+            page.copy(self._print_of(key), self._fd, address, source.address, rows, LOCAL, REMOTE) and self._is_open()
+        )
+
+    def _is_open(self) -> bool:
+        """Whether the descriptor that was looked at just now was the link's: once closed, it may be anybody's."""
+        return self._link.fileno() == self._fd
+
+    def _print_of(self, key: RemoteKey) -> int:
+        known = self._prints.get(key.token)
+        if known is not None and known[0] is key:
+            return known[1]
+        if len(self._prints) >= _MAX_PRINTS:
+            self._prints.clear()
+        print_ = fingerprint(key)
+        self._prints[key.token] = key, print_
+        return print_
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
         self._offers.make(transfer.region)

@@ -1,8 +1,11 @@
 """The page in which an owner shows its grants: what readers take for good was good all along."""
 
+import contextlib
 import dataclasses
 import os
+import socket
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,6 +27,14 @@ def page() -> GrantPage:
 @pytest.fixture
 def reader(page: GrantPage) -> GrantReader:
     return GrantReader(PeerMemory(os.dup(page.memory.fd), PAGE_NBYTES))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A caller's end of a connection, and the owner's."""
+    with contextlib.ExitStack() as stack:
+        mine, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        yield mine, theirs
 
 
 def test_a_key_is_good_from_show_to_withdraw(page: GrantPage, reader: GrantReader) -> None:
@@ -73,11 +84,11 @@ def test_memory_of_another_size_is_no_page() -> None:
 
 
 def test_copies_that_are_taken_for_good_saw_nothing_of_what_came_after_the_withdrawal(
-    page: GrantPage, reader: GrantReader
+    page: GrantPage, reader: GrantReader, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     """The owner fills its memory with the number of the key under which it may be read."""
     source, target = np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
-    rows = np.array([[0, 0, len(source)]], np.int64)
+    rows, fd = np.array([[0, 0, len(source)]], np.int64), ends[0].fileno()
     current, stop = [key(1)], threading.Event()
     page.show(current[0])
     source[:] = 1
@@ -90,15 +101,25 @@ def test_copies_that_are_taken_for_good_saw_nothing_of_what_came_after_the_withd
             page.show(current[0])
         stop.set()
 
+    def copied(under: RemoteKey, *, by_rows: bool) -> bool:
+        to, at = target.ctypes.data, source.ctypes.data
+        if by_rows:
+            return reader.copy(fingerprint(under), fd, to, at, rows, 0, 1)
+        return reader.copy_one(fingerprint(under), fd, to, at, len(source))
+
     churning = threading.Thread(target=churn)
     churning.start()
-    good = 0
+    good = tries = 0
     while not stop.is_set():
-        under = current[0]
-        if reader.copy(fingerprint(under), target.ctypes.data, source.ctypes.data, rows, 0, 1):
+        under, tries = current[0], tries + 1
+        if copied(under, by_rows=bool(tries % 2)):
             assert target[0] == under.token % 251
             assert (target == target[0]).all()
             good += 1
     churning.join()
-    assert reader.copy(fingerprint(current[0]), target.ctypes.data, source.ctypes.data, rows, 0, 1)
+    for by_rows in (True, False):
+        assert copied(current[0], by_rows=by_rows)
+    ends[1].close()
+    for by_rows in (True, False):
+        assert not copied(current[0], by_rows=by_rows), "the owner is gone, and its mapping is not"
     page.close()
