@@ -84,12 +84,17 @@ def main(
     incarnation: str,
     tcp_port: str,
     listen_host: str,
+    handshake_timeout_s: str,
 ) -> None:
     def say(something: Any) -> None:
         print(json.dumps(something), file=answers, flush=True)
 
     config = MessengerConfig(
-        transport=transport, run_dir=Path(run_dir), tcp_port=int(tcp_port), listen_host=listen_host
+        transport=transport,
+        run_dir=Path(run_dir),
+        tcp_port=int(tcp_port),
+        listen_host=listen_host,
+        handshake_timeout_s=float(handshake_timeout_s),
     )
     child = Child(config, node_id, int(nbytes), int(incarnation))
     say({"endpoint": dataclasses.asdict(child.endpoint), "key": child.key.pack().hex()})

@@ -248,7 +248,7 @@ def nursery(pytestconfig: pytest.Config) -> BaseContext:
 
 
 @pytest.fixture
-def make_child(transport: str, tmp_path: Path, nursery: BaseContext) -> Iterator[MakeChild]:
+def make_child(transport: str, tmp_path: Path, nursery: BaseContext, patience: float) -> Iterator[MakeChild]:
     """`make_child(node_id, nbytes=..., incarnation=..., tcp_port=0)`; killed at the end if still alive.
 
     `prefix` is a command that runs the command which follows it.
@@ -263,7 +263,8 @@ def make_child(transport: str, tmp_path: Path, nursery: BaseContext) -> Iterator
         listen_host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
     ) -> Child:
-        arguments = [transport, str(tmp_path), node_id, str(nbytes), str(incarnation), str(tcp_port), listen_host]
+        words = (transport, tmp_path, node_id, nbytes, incarnation, tcp_port, listen_host, 5.0 * patience)
+        arguments = [str(word) for word in words]
         here, there = socket.socketpair()
         process: subprocess.Popen[bytes] | BaseProcess
         with here, there:

@@ -72,16 +72,15 @@ def _other_host() -> Iterator[Callable[[], socket.socket]]:
 
 
 @pytest.fixture
-def make_far_child(_other_host: Callable[[], socket.socket]) -> Iterator[Callable[..., FarChild]]:
+def make_far_child(_other_host: Callable[[], socket.socket], patience: float) -> Iterator[Callable[..., FarChild]]:
     """`make_far_child(node_id, nbytes=..., incarnation=1)`: killed at the end if still alive."""
     children: list[FarChild] = []
 
     def make(node_id: str, nbytes: int = 1 << 20, incarnation: int = 1) -> FarChild:
         host = _first_address("RDMA_BED_PEER_RAILS")
         connection = _other_host()
-        ready = _asked(
-            connection, json.dumps(["rdma", "/tmp", node_id, str(nbytes), str(incarnation), "0", host]) + "\n"
-        )
+        words = ("rdma", "/tmp", node_id, nbytes, incarnation, 0, host, 5.0 * patience)
+        ready = _asked(connection, json.dumps([str(word) for word in words]) + "\n")
         child = FarChild(connection, Endpoint(**ready["endpoint"]), RemoteKey.unpack(bytes.fromhex(ready["key"])))
         children.append(child)
         return child
