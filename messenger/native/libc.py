@@ -16,9 +16,14 @@ __all__ = [
     "MSG_DONTWAIT",
     "MSG_NOSIGNAL",
     "MSG_WAITALL",
+    "POLLIN",
     "POLLRDHUP",
+    "SOL_SOCKET",
+    "SO_RCVBUF",
+    "SO_RCVLOWAT",
     "clock_gettime",
     "errno_location",
+    "getsockopt",
     "load_i32",
     "load_i64",
     "load_u32",
@@ -33,19 +38,23 @@ __all__ = [
     "recvmsg",
     "send",
     "sendmsg",
+    "setsockopt",
     "store_i32",
     "store_i64",
 ]
 
 EINTR, EAGAIN = 4, 11
 MSG_DONTWAIT, MSG_WAITALL, MSG_NOSIGNAL, MSG_CMSG_CLOEXEC = 0x40, 0x100, 0x4000, 0x40000000
-POLLRDHUP = 0x2000
+POLLIN, POLLRDHUP = 0x1, 0x2000
+SOL_SOCKET, SO_RCVBUF, SO_RCVLOWAT = 1, 8, 18
 
 _i32, _i64 = types.int32, types.int64
 recv: Any = types.ExternalFunction("recv", _i64(_i32, _i64, _i64, _i32))
 send: Any = types.ExternalFunction("send", _i64(_i32, _i64, _i64, _i32))
 recvmsg: Any = types.ExternalFunction("recvmsg", _i64(_i32, _i64, _i32))
 sendmsg: Any = types.ExternalFunction("sendmsg", _i64(_i32, _i64, _i32))
+getsockopt: Any = types.ExternalFunction("getsockopt", _i32(_i32, _i32, _i32, _i64, _i64))
+setsockopt: Any = types.ExternalFunction("setsockopt", _i32(_i32, _i32, _i32, _i64, _i32))
 poll: Any = types.ExternalFunction("poll", _i32(_i64, _i64, _i32))
 memmove: Any = types.ExternalFunction("memmove", _i64(_i64, _i64, _i64))
 clock_gettime: Any = types.ExternalFunction("clock_gettime", _i32(_i32, _i64))

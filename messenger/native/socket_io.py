@@ -5,6 +5,8 @@ int64 [NUM_SCRATCH], what the system's calls are given; `buffer` uint8, of which
 taken. The calls block; a `shutdown` by any thread ends them.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -16,8 +18,13 @@ from messenger.native.libc import (
     MSG_DONTWAIT,
     MSG_NOSIGNAL,
     MSG_WAITALL,
+    POLLIN,
     POLLRDHUP,
+    SO_RCVBUF,
+    SO_RCVLOWAT,
+    SOL_SOCKET,
     errno_location,
+    getsockopt,
     load_i32,
     load_i64,
     memmove,
@@ -26,9 +33,11 @@ from messenger.native.libc import (
     recvmsg,
     send,
     sendmsg,
+    setsockopt,
     store_i32,
     store_i64,
 )
+from messenger.watermark import watermark
 
 # Why the loop returned.
 FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(1, 7)
@@ -49,11 +58,13 @@ and what follows: addresses and lengths of the loop's arrays, so that a call has
 _MAX_VIEWS = 1024  # Linux's IOV_MAX
 _ACK_NBYTES = PREFIX.size + 16
 _MAX_ACKS = 64
-# Places in `scratch`: the answers to send, a msghdr, a pollfd, a timespec, control messages, views.
+# Places in `scratch`: the answers to send, a msghdr, a pollfd, a socket option and its length, a timespec, control
+# messages, views.
 OUT_AT = 0
 MESSAGE_AT = OUT_AT + _MAX_ACKS * _ACK_NBYTES // 8 + 1
 POLL_AT = MESSAGE_AT + 7
-TIME_AT = POLL_AT + 1
+OPTION_AT = POLL_AT + 1
+TIME_AT = OPTION_AT + 2
 CONTROL_AT = TIME_AT + 2
 MAX_CONTROL_NBYTES = 16 + 4 * 64
 VIEWS_AT = CONTROL_AT + MAX_CONTROL_NBYTES // 8
@@ -101,43 +112,89 @@ def _receive_some(fd, is_unix, scratch, address, nbytes, flags):  # type: ignore
         return recv(fd, address, nbytes, np.int32(flags))
     words = scratch.ctypes.data
     scratch[VIEWS_AT], scratch[VIEWS_AT + 1] = address, nbytes
-    _address_message(scratch, 1)
+    _address_views(scratch, 0, 1)
     scratch[MESSAGE_AT + 4], scratch[MESSAGE_AT + 5] = words + 8 * CONTROL_AT, MAX_CONTROL_NBYTES
     return recvmsg(fd, words + 8 * MESSAGE_AT, np.int32(flags | MSG_CMSG_CLOEXEC))
 
 
 @njit
-def _address_message(scratch, num_views):  # type: ignore[no-untyped-def]
-    """A msghdr of the first views: no name, no control messages."""
-    words = scratch.ctypes.data
+def _address_views(scratch, first, end):  # type: ignore[no-untyped-def]
+    """A msghdr of these views: no name, no control messages."""
     for place in range(7):
         scratch[MESSAGE_AT + place] = 0
-    scratch[MESSAGE_AT + 2], scratch[MESSAGE_AT + 3] = words + 8 * VIEWS_AT, num_views
+    scratch[MESSAGE_AT + 2], scratch[MESSAGE_AT + 3] = scratch.ctypes.data + 8 * (VIEWS_AT + 2 * first), end - first
 
 
 @njit
 def receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # type: ignore[no-untyped-def]
     """The payload into its rows, first what is in the buffer. False: the connection ended."""
-    buffered = state[END] - state[START]
-    if nbytes > buffered and not flush(fd, state, scratch):
+    left = nbytes - min(nbytes, state[END] - state[START])
+    if left and not flush(fd, state, scratch):
         return False
+    mark = _watermark(left, _buffer_nbytes(fd, scratch)) if left else np.int64(0)
     base = buffer.ctypes.data
     views, row = 0, 0
-    while row < num_rows or views:
+    while row < num_rows:
         while row < num_rows and views < _MAX_VIEWS:
-            to, left = address + load_i64(rows_at + 16 * row), load_i64(rows_at + 16 * row + 8)
+            to, missing = address + load_i64(rows_at + 16 * row), load_i64(rows_at + 16 * row + 8)
             row += 1
-            ready = min(left, state[END] - state[START])
+            ready = min(missing, state[END] - state[START])
             if ready:
                 memmove(to, base + state[START], ready)
                 state[START] += ready
-            if left > ready:
-                scratch[VIEWS_AT + 2 * views], scratch[VIEWS_AT + 2 * views + 1] = to + ready, left - ready
+            if missing > ready:
+                scratch[VIEWS_AT + 2 * views], scratch[VIEWS_AT + 2 * views + 1] = to + ready, missing - ready
                 views += 1
-        if views and not _move_views(fd, state, scratch, views, False):
+        left = _receive_views(fd, state, scratch, views, mark, left)
+        if left < 0:
             return False
         views = 0
+    if mark:
+        _wake_at(fd, scratch, np.int64(1))
     return True
+
+
+_watermark: Any = njit(watermark)
+
+
+@njit
+def _buffer_nbytes(fd, scratch):  # type: ignore[no-untyped-def]
+    option_at = scratch.ctypes.data + 8 * OPTION_AT
+    scratch[OPTION_AT], scratch[OPTION_AT + 1] = 0, 4
+    getsockopt(fd, np.int32(SOL_SOCKET), np.int32(SO_RCVBUF), option_at, option_at + 8)
+    return scratch[OPTION_AT]
+
+
+@njit
+def _wake_at(fd, scratch, nbytes):  # type: ignore[no-untyped-def]
+    """From now on who waits for bytes is woken by so many, or by the end. Where there is no such option, by any."""
+    scratch[OPTION_AT] = nbytes
+    setsockopt(fd, np.int32(SOL_SOCKET), np.int32(SO_RCVLOWAT), scratch.ctypes.data + 8 * OPTION_AT, np.int32(4))
+
+
+@njit
+def _receive_views(fd, state, scratch, views, mark, left):  # type: ignore[no-untyped-def]
+    """Fill the first views, by whatever comes, or, with a `mark`, by so many bytes at a time of all that are `left`.
+
+    Returns how many are left after them; -1: the connection ended.
+    """
+    first = 0
+    while first < views:
+        if mark:
+            _wake_at(fd, scratch, min(mark, left))
+            _await(fd, scratch, POLLIN | POLLRDHUP, -1)
+        _address_views(scratch, first, views)
+        flags = np.int32(0 if mark else MSG_WAITALL)
+        moved = recvmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, flags)
+        if moved <= 0:
+            errno = load_i32(errno_location()) if moved else np.int32(0)
+            if errno == EINTR:
+                continue
+            state[ERRNO] = errno
+            return np.int64(-1)
+        left -= moved
+        first = _advance(scratch, first, moved)
+    return left
 
 
 @njit
@@ -154,37 +211,38 @@ def gather(fd, state, scratch, rows_at, num_rows, address):  # type: ignore[no-u
                 scratch[VIEWS_AT + 2 * views + 1] = left
                 views += 1
             row += 1
-        if views and not _move_views(fd, state, scratch, views, True):
+        if views and not _send_views(fd, state, scratch, views):
             return False
         views = 0
     return True
 
 
 @njit
-def _move_views(fd, state, scratch, views, sending):  # type: ignore[no-untyped-def]
-    """Receive into, or send, all of the first views."""
-    words = scratch.ctypes.data
+def _send_views(fd, state, scratch, views):  # type: ignore[no-untyped-def]
     first = 0
     while first < views:
-        _address_message(scratch, views - first)
-        scratch[MESSAGE_AT + 2] = words + 8 * (VIEWS_AT + 2 * first)
-        if sending:
-            moved = sendmsg(fd, words + 8 * MESSAGE_AT, np.int32(MSG_NOSIGNAL))
-        else:
-            moved = recvmsg(fd, words + 8 * MESSAGE_AT, np.int32(MSG_WAITALL))
-        if moved <= 0:
-            errno = load_i32(errno_location()) if moved else np.int32(0)
+        _address_views(scratch, first, views)
+        moved = sendmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, np.int32(MSG_NOSIGNAL))
+        if moved < 0:
+            errno = load_i32(errno_location())
             if errno == EINTR:
                 continue
             state[ERRNO] = errno
             return False
-        while first < views and moved >= scratch[VIEWS_AT + 2 * first + 1]:
-            moved -= scratch[VIEWS_AT + 2 * first + 1]
-            first += 1
-        if moved:
-            scratch[VIEWS_AT + 2 * first] += moved
-            scratch[VIEWS_AT + 2 * first + 1] -= moved
+        first = _advance(scratch, first, moved)
     return True
+
+
+@njit
+def _advance(scratch, first, moved):  # type: ignore[no-untyped-def]
+    """The first view that is not done after so many bytes more."""
+    while moved and moved >= scratch[VIEWS_AT + 2 * first + 1]:
+        moved -= scratch[VIEWS_AT + 2 * first + 1]
+        first += 1
+    if moved:
+        scratch[VIEWS_AT + 2 * first] += moved
+        scratch[VIEWS_AT + 2 * first + 1] -= moved
+    return first
 
 
 @njit
@@ -220,5 +278,10 @@ def flush(fd, state, scratch):  # type: ignore[no-untyped-def]
 @njit
 def is_gone(fd, scratch):  # type: ignore[no-untyped-def]
     """Whether the other side closed, cut or died, though bytes of it may be unread."""
-    scratch[POLL_AT] = np.int64(fd) | (np.int64(POLLRDHUP) << 32)
-    return poll(scratch.ctypes.data + 8 * POLL_AT, np.int64(1), np.int32(0)) > 0
+    return _await(fd, scratch, POLLRDHUP, 0)
+
+
+@njit
+def _await(fd, scratch, events, timeout_ms):  # type: ignore[no-untyped-def]
+    scratch[POLL_AT] = np.int64(fd) | (np.int64(events) << 32)
+    return poll(scratch.ctypes.data + 8 * POLL_AT, np.int64(1), np.int32(timeout_ms)) > 0
