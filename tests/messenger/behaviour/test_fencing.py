@@ -98,8 +98,9 @@ def test_revoking_while_others_write_disturbs_only_the_revoked(make_node: Any, f
 
 
 @pytest.mark.transports("tcp", "shm")
-def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_goes_on(
-    make_node: Any, make_child: Any
+@pytest.mark.parametrize("verb", ["write_notify", "notify"])
+def test_a_small_request_that_missed_its_deadline_takes_no_effect_when_the_peer_goes_on(
+    make_node: Any, make_child: Any, verb: str
 ) -> None:
     """It lies in the peer's socket complete, so only the owner can still tell that nobody waits for it."""
     a, child = make_node("a", 1 << 20), make_child("b")
@@ -107,8 +108,9 @@ def test_a_small_batch_that_missed_its_deadline_takes_no_effect_when_the_peer_go
     peer = a.messenger.connect(child.endpoint)
     peer.write(child.key, a.region, [[0, 0, 10]]).result()
     child.stop()
+    what = (child.key, a.region, [[0, 0, 1000]]) if verb == "write_notify" else ()
     with pytest.raises(TransferDeadlineExceeded):
-        peer.write_notify(child.key, a.region, [[0, 0, 1000]], b"late", b"", deadline_s=0.2).result()
+        getattr(peer, verb)(*what, b"late", b"", deadline_s=0.2).result()
     child.go_on()
     peer.notify(b"in time", b"").result()
     assert child.ask("notes") == ["in time"]

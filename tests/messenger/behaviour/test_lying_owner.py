@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messenger import Endpoint, RemoteKey, TransferDeadlineExceeded, TransferError
@@ -219,39 +219,38 @@ def page(transport: str) -> Iterator[GrantPage | None]:
     one.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(told=st.lists(st.tuples(st.booleans(), lies), min_size=1, max_size=6), reads_all=st.booleans())
 def test_no_lie_ends_a_thread_or_holds_up_what_comes_after(
-    caller: Any,
-    liar: Liar,
-    page: GrantPage | None,
-    caplog: pytest.LogCaptureFixture,
-    told: Sequence[tuple[bool, Message | bytes]],
-    reads_all: bool,
+    caller: Any, liar: Liar, page: GrantPage | None, caplog: pytest.LogCaptureFixture, fewer: Callable[[int], int]
 ) -> None:
-    def lie(link: SocketLink) -> None:
-        asked: Message | None = None
-        for after_request, one in told:
-            if after_request:
-                asked = link.receive()
-                if reads_all and isinstance(asked, Write) and not link.is_unix:
-                    link.drain(asked.nbytes)
-            say(link, one, asked, page)
-
-    liar.serve = lie
-    caplog.clear()
     peer = caller.messenger.connect(liar.endpoint)
-    futures = [
-        peer.write(KEY, caller.region, [[0, 0, 100]], deadline_s=5.0),
-        peer.read(KEY, caller.region, [[200, 0, 100]], deadline_s=5.0),
-        peer.notify(b"t", b"", deadline_s=5.0),
-        peer.write_notify(KEY, caller.region, [[0, 0, NBYTES]], b"t", b"", deadline_s=5.0),
-        peer.read(KEY, caller.region, [[NBYTES, 0, NBYTES]], deadline_s=5.0),
-    ]
-    for future in futures:
-        error = future.exception(60)
-        assert error is None or isinstance(error, TransferError)
-    liar.serve = honest
-    peer.write_notify(KEY, caller.region, [[0, 0, NBYTES]], b"t", b"").result(60)
-    assert caller.messenger.validate() == []
-    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+    @settings(max_examples=fewer(60), deadline=None)
+    @given(told=st.lists(st.tuples(st.booleans(), lies), min_size=1, max_size=6), reads_all=st.booleans())
+    def check(told: Sequence[tuple[bool, Message | bytes]], reads_all: bool) -> None:
+        def lie(link: SocketLink) -> None:
+            asked: Message | None = None
+            for after_request, one in told:
+                if after_request:
+                    asked = link.receive()
+                    if reads_all and isinstance(asked, Write) and not link.is_unix:
+                        link.drain(asked.nbytes)
+                say(link, one, asked, page)
+
+        liar.serve = lie
+        caplog.clear()
+        futures = [
+            peer.write(KEY, caller.region, [[0, 0, 100]], deadline_s=5.0),
+            peer.read(KEY, caller.region, [[200, 0, 100]], deadline_s=5.0),
+            peer.notify(b"t", b"", deadline_s=5.0),
+            peer.write_notify(KEY, caller.region, [[0, 0, NBYTES]], b"t", b"", deadline_s=5.0),
+            peer.read(KEY, caller.region, [[NBYTES, 0, NBYTES]], deadline_s=5.0),
+        ]
+        for future in futures:
+            error = future.exception(60)
+            assert error is None or isinstance(error, TransferError)
+        liar.serve = honest
+        peer.write_notify(KEY, caller.region, [[0, 0, NBYTES]], b"t", b"").result(60)
+        assert caller.messenger.validate() == []
+        assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+    check()

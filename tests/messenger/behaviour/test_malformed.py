@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,6 +135,28 @@ def test_a_malformed_request_ends_its_connection_and_no_other(
     peer.write_notify(key, good.region, [[0, 100, 100]], b"t", b"").result()
     assert good.messenger.counters()["connects"] == 1
     assert owner.array.tolist() == [6] * 200 + [0] * (4096 - 200)
+
+
+OVERSIZE = {
+    "a body over the limit": (Notify(1, b"", b""), MAX_BODY_NBYTES + 1),
+    "a body as long as can be told": (Write(1, 1, 1, 1, 0, 8, b"", False, b"", b""), (1 << 32) - 1),
+}
+
+
+@pytest.mark.transports("tcp", "shm")
+@pytest.mark.parametrize(("frame", "nbytes"), OVERSIZE.values(), ids=OVERSIZE.keys())
+def test_a_request_that_announces_too_much_ends_its_connection_before_room_is_made_for_it(
+    owner: Any, greet: Any, frame: Any, nbytes: int
+) -> None:
+    link = greet(owner)
+    tracemalloc.start()
+    try:
+        link._sock.sendall(PREFIX.pack(MAGIC, VERSION, encode(frame)[5], 0, nbytes))
+        assert "over the limit" in ends(link)
+        assert tracemalloc.get_traced_memory()[1] < MAX_BODY_NBYTES
+    finally:
+        tracemalloc.stop()
+    assert owner.messenger.counters()["malformed_frames"] == 1
 
 
 def test_noise_never_harms(owner: Any, dial: Any, greet: Any, transport: str, fewer: Callable[[int], int]) -> None:
