@@ -150,8 +150,9 @@ class Connecting(ABC):
                 return True
             if self._has_work_locked() or failures < _PROBES_WHEN_IDLE:
                 return False
-        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer.
-        self._lose(PeerUnreachable, self.cause)
+        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer. Other
+        # streams may do better, and what is submitted meanwhile too.
+        self._on_lost(self.cause)
         return True
 
     def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:

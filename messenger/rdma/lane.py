@@ -61,8 +61,8 @@ class Lane:
         self.far_rail, self.mtu, self.far_rkey = far_rail, mtu, rkey
 
     def close(self) -> None:
-        """Once the queue pair failed and no thread uses it: give everything back."""
-        with contextlib.ExitStack() as rest:
+        """Once the queue pair failed and no thread uses it: give everything back. Raises OSError."""
+        with self.device.naming("end to a connection"), contextlib.ExitStack() as rest:
             rest.callback(self.device.leave, self._connection)
             rest.callback(self._frames.close)
             rest.callback(self.queue.close)

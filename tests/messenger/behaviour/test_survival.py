@@ -133,3 +133,21 @@ def test_a_refused_write_stays_refused_when_another_one_is_refused_before_its_la
     assert isinstance(write(4, 2, 0, notify=True), Refused)
     assert isinstance(write(5, 1, 0, notify=True), Ack)
     assert len(b.notes) == 1
+
+
+@pytest.mark.transports("tcp")
+def test_a_stream_at_rest_that_cannot_connect_again_fails_nothing_of_another(
+    make_node: Any, make_child: Any, wait_until: Any
+) -> None:
+    a, b = make_node("a", handshake_timeout_s=0.2), make_child("b")
+    peer = a.messenger.connect(b.endpoint)
+    peer.write(b.key, a.region, [[0, 0, 10]]).result()
+    peer.read(b.key, a.region, [[0, 0, 10]]).result()
+    b.stop()
+    read = peer.read(b.key, a.region, [[0, 0, 10]], deadline_s=600)
+    peer._streams[0]._link.cut()
+    wait_until(lambda: a.lost == [("b", 1)], "the stream of writes gives up")
+    assert not read.done()
+    b.go_on()
+    assert read.result().nbytes == 10
+    assert peer.write(b.key, a.region, [[0, 0, 10]]).result().nbytes == 10
