@@ -1,31 +1,67 @@
-"""Compiles the CPU kernels once, into the cache beside their sources: a cluster's processes need not each do it."""
+"""Compiles the CPU kernels once, into the cache beside their sources: a cluster's processes need not each do it.
 
+Several processes share the work, the longest first; a process imports only what it compiles.
+"""
+
+import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-
-from engine import load_model
-from kvpool import digest, directory_table
-from kvpool.local.copy_kernels import copy_kernel, digest_kernel
-from kvpool.local.index_kernels import index_kernels
-from kvpool.ssd.kernels import kernels as ssd_kernels
-from messenger.copying import copy_rows
-from messenger.native.grant_slots import GrantSlots
-from messenger.native.owner_loop import owner_loop
-from messenger.shm.page_kernels import page_kernels
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 
-if __name__ == "__main__":
-    began = time.monotonic()
+
+def engine() -> None:
+    from engine import load_model
+
     load_model(BUNDLED).warm_up()
-    digest.warm_up()
-    ssd_kernels()
+
+
+def directory() -> None:
+    from kvpool import directory_table
+
     directory_table.warm_up()
+
+
+def owner() -> None:
+    from messenger.native.grant_slots import GrantSlots
+    from messenger.native.owner_loop import owner_loop
+
+    GrantSlots()
+    owner_loop()
+
+
+def ssd() -> None:
+    from kvpool.ssd.kernels import kernels
+
+    kernels()
+
+
+def host_door() -> None:
+    from kvpool.local.copy_kernels import copy_kernel, digest_kernel
+    from kvpool.local.index_kernels import index_kernels
+
     index_kernels()
     copy_kernel()
     digest_kernel()
+
+
+def small_ones() -> None:
+    from kvpool import digest
+    from messenger.copying import copy_rows
+    from messenger.shm.page_kernels import page_kernels
+
+    digest.warm_up()
     copy_rows()
     page_kernels()
-    GrantSlots()
-    owner_loop()
+
+
+PARTS: tuple[Callable[[], None], ...] = (engine, directory, owner, host_door, ssd, small_ones)
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(PARTS))) as processes:
+        for done in [processes.submit(part) for part in PARTS]:
+            done.result()
     print(f"kernels compiled in {time.monotonic() - began:.1f} s")
