@@ -45,6 +45,19 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     assert fresh.write(successor.key, a.region, [[0, 0, 10]]).result().nbytes == 10
 
 
+@pytest.mark.parametrize("nbytes", [10, 1 << 20], ids=["short", "long"])
+def test_what_a_dead_owner_left_is_not_read(make_node: Any, make_child: Any, nbytes: int) -> None:
+    """Its memory may be mapped here, and outlives it."""
+    a, child = make_node("a", 1 << 20), make_child("b", incarnation=7)
+    peer, rows = a.messenger.connect(child.endpoint), [[0, 0, nbytes]]
+    peer.write(child.key, a.region, rows).result()
+    for _ in range(3):
+        assert peer.read(child.key, a.region, rows).result().nbytes == nbytes
+    child.kill()
+    with pytest.raises(PeerLost):
+        peer.read(child.key, a.region, rows).result()
+
+
 def test_a_caller_that_closes_in_peace_is_not_lost(make_node: Any, wait_until: Callable[..., None]) -> None:
     owner, caller = make_node("a", peer_loss_grace_s=0.02), make_node("b")
     caller.messenger.connect(owner.endpoint).notify(b"t", b"").result()

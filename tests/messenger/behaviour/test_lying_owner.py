@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from messenger import Endpoint, RemoteKey, TransferDeadlineExceeded, TransferError
+from messenger import Endpoint, PeerLost, RemoteKey, TransferDeadlineExceeded, TransferError
 from messenger.config import boot_id
 from messenger.frames import (
     Ack,
@@ -150,6 +150,27 @@ def test_a_write_is_not_done_before_it_was_sent_whatever_its_owner_says(caller: 
             peer.write(KEY, caller.region, [[0, 0, 8 << 20]], deadline_s=0.3).result(30)
     liar.serve = honest
     assert peer.write(KEY, caller.region, [[0, 0, 8 << 20]]).result().nbytes == 8 << 20
+
+
+def test_a_request_over_which_each_connection_breaks_is_given_up_and_holds_up_no_other(caller: Any, liar: Liar) -> None:
+    asked: list[Message] = []
+
+    def leave_at_a_notify(link: SocketLink) -> None:
+        while True:
+            message = link.receive()
+            if isinstance(message, Notify) and message.tag == b"bad":
+                asked.append(message)
+                return
+            link.send(Ack(message.seq, 0))
+
+    liar.serve = leave_at_a_notify
+    peer = caller.messenger.connect(liar.endpoint)
+    futures = [peer.notify(tag, b"", deadline_s=600) for tag in (b"good", b"bad", b"behind")]
+    assert futures[0].result(60) is None
+    with pytest.raises(PeerLost, match="4 connections in a row broke over it"):
+        futures[1].result(60)
+    assert futures[2].result(60) is None
+    assert len(asked) == 5, "over the first connection something was answered"
 
 
 def memfd(nbytes: int, *, sealed: bool) -> int:
