@@ -27,9 +27,11 @@ def directory() -> None:
 def owner() -> None:
     from messenger.native.grant_slots import GrantSlots
     from messenger.native.owner_loop import owner_loop
+    from messenger.native.row_receiver import receive_rows
 
     GrantSlots()
     owner_loop()
+    receive_rows()
 
 
 def ssd() -> None:

@@ -15,6 +15,7 @@ from messenger.errors import ProtocolError
 from messenger.frames import ACK_NBYTES, Frame, Message, ack_at, decode_body, decode_prefix
 from messenger.framing import PREFIX
 from messenger.link import Link, LinkClosed
+from messenger.memory import Region
 
 __all__ = ["BufferedLink"]
 
@@ -22,6 +23,7 @@ _BUFFER_NBYTES = 16 << 10
 _SCRATCH_NBYTES = 64 << 10
 _GREETING_NBYTES = 64 << 10
 DEAD_AFTER_S = 30
+_ROW = struct.Struct("@qq")
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), PREFIX.size - 4
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -99,6 +101,11 @@ class BufferedLink(Link):
             else:
                 taken += 1
         self._receive_views(pending[taken:])
+
+    def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
+        """As `receive_into`: `nbytes` bytes into the region's rows, int64 [n, 2] of (offset, bytes)."""
+        view = region.view
+        self.receive_into([view[offset : offset + count] for offset, count in _ROW.iter_unpack(rows)])
 
     def lend_buffer(self, nbytes: int = 0) -> tuple[memoryview, int, int]:
         """The buffer, of at least so many bytes, and where in it what was received and not taken starts and ends.

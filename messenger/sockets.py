@@ -5,11 +5,16 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
 from messenger.frames import Frame, Message, encode
 from messenger.link import LinkClosed
+from messenger.memory import Region
+
+if TYPE_CHECKING:
+    from messenger.native.row_receiver import RowReceiver
 
 __all__ = ["SocketLink"]
 
@@ -26,6 +31,7 @@ class SocketLink(BufferedLink):
         super().__init__(sock, address)
         self._fds: deque[int] = deque()
         self._rest: list[memoryview] = []
+        self._receiver: RowReceiver | None = None
 
     def send(self, message: Message | Frame, views: Sequence[memoryview] = (), fd: int | None = None) -> None:
         """Send a frame, then the views' bytes; `fd` travels with the frame's first byte. Raises OSError when cut."""
@@ -57,6 +63,13 @@ class SocketLink(BufferedLink):
         pending, self._rest = self._rest, []
         for first in range(0, len(pending), _MAX_VIEWS):
             self._send_views(pending[first : first + _MAX_VIEWS])
+
+    def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
+        if self._receiver is None:
+            from messenger.native.row_receiver import RowReceiver
+
+            self._receiver = RowReceiver(self)
+        self._receiver.receive(region.address, rows, nbytes)
 
     @property
     def is_unix(self) -> bool:

@@ -1,6 +1,5 @@
 """A compiled owner loop at work on one connection: its memory, and what it hands over to Python."""
 
-import os
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,10 +9,10 @@ import numpy.typing as npt
 
 from messenger.frames import Ack, Notify, Read, Write, prefix
 from messenger.grants import Cuttable, GrantTable
-from messenger.link import LinkClosed
 from messenger.memory import PeerMemory
 from messenger.native import socket_io as loop
 from messenger.native.owner_loop import owner_loop
+from messenger.native.socket_state import SocketState
 from messenger.sessions import Session
 from messenger.sockets import SocketLink
 from messenger.transport import FloatSums
@@ -47,13 +46,10 @@ class FastLane:
         self._inside = self._slots.open_lane(mover)
         self._waiting = memoryview(self._slots.waiting)  # type: ignore[arg-type]
         self._loop = owner_loop()
-        self._array = np.zeros(loop.NUM_STATE, np.int64)
-        # The same memory, in which a number is read and set several times as fast.
-        self._state = memoryview(self._array)  # type: ignore[arg-type]
-        self._scratch = np.zeros(loop.NUM_SCRATCH, np.int64)
+        self._socket = SocketState(link)
+        self._state = self._socket.numbers
         self._flows = landed, served
         for place, array in (
-            (loop.SCRATCH, self._scratch),
             (loop.SLOTS, self._slots.words),
             (loop.INSIDE, self._inside),
             (loop.WAITING, self._slots.waiting),
@@ -63,9 +59,8 @@ class FastLane:
             self._state[place] = array.ctypes.data
         for place, kind in _HEADS:
             self._state[place] = int.from_bytes(prefix(kind, 0)[:8], "little")
-        self._state[loop.FD], self._state[loop.IS_UNIX] = link.fileno(), link.is_unix
+        self._state[loop.IS_UNIX] = link.is_unix
         self._offer(np.zeros((0, 3), np.int64))
-        self._buffer = memoryview(b"")
 
     def close(self) -> None:
         """Its thread has ended its work."""
@@ -83,29 +78,30 @@ class FastLane:
         """
         state = self._state
         state[loop.LAST_SEQ], state[loop.HIGHEST_REFUSED] = session.last_seq, session.highest_refused
-        self._borrow(0)
+        self._socket.borrow()
         try:
             while True:
                 why = self._run()
                 if why == loop.NOTE:
                     tag_at, payload_at, end = state[loop.TAG_AT], state[loop.PAYLOAD_AT], state[loop.NOTE_END]
-                    tag, payload = bytes(self._buffer[tag_at:payload_at]), bytes(self._buffer[payload_at:end])
+                    buffer = self._socket.buffer
+                    tag, payload = bytes(buffer[tag_at:payload_at]), bytes(buffer[payload_at:end])
                     return Note(state[loop.ACK_SEQ], tag, payload)
                 if why == loop.FRAME or (why == loop.GROW and state[loop.WANTED] > MAX_BUFFER_NBYTES):
                     return None
                 if why == loop.GROW:
-                    self._link.return_buffer(state[loop.START], state[loop.END])
-                    self._borrow(2 * state[loop.WANTED])
+                    self._socket.give_back()
+                    self._socket.borrow(2 * state[loop.WANTED])
                 elif why == loop.DESCRIPTORS:
-                    self._link.keep_fds(_passed_fds(self._scratch, state[loop.CONTROL_NBYTES]))
+                    self._link.keep_fds(_passed_fds(self._socket.scratch, state[loop.CONTROL_NBYTES]))
                 elif why == loop.ENDED:
-                    raise _ended(state[loop.ERRNO], self._link.address)
+                    raise self._socket.error()
         finally:
             session.last_seq = state[loop.LAST_SEQ]
-            self._link.return_buffer(state[loop.START], state[loop.END])
+            self._socket.give_back()
 
     def _run(self) -> int:
-        why: int = self._loop(self._array)
+        why: int = self._loop(self._socket.array)
         if self._waiting[0]:
             self._grants.left()
         return why
@@ -113,12 +109,6 @@ class FastLane:
     def _offer(self, sources: npt.NDArray[np.int64]) -> None:
         self._sources = sources
         self._state[loop.SOURCES], self._state[loop.NUM_SOURCES] = sources.ctypes.data, len(sources)
-
-    def _borrow(self, nbytes: int) -> None:
-        buffer, self._state[loop.START], self._state[loop.END] = self._link.lend_buffer(nbytes)
-        if buffer is not self._buffer:
-            self._buffer, self._state[loop.BUFFER_NBYTES] = buffer, len(buffer)
-            self._state[loop.BUFFER] = np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 def _passed_fds(scratch: npt.NDArray[np.int64], nbytes: int) -> list[int]:
@@ -131,7 +121,3 @@ def _passed_fds(scratch: npt.NDArray[np.int64], nbytes: int) -> list[int]:
         fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
         control = control[max(-(-length // 8) * 8, _CONTROL_HEAD.size) :]
     return fds
-
-
-def _ended(errno: int, address: str) -> OSError:
-    return OSError(errno, os.strerror(errno)) if errno else LinkClosed(f"{address} closed the connection")

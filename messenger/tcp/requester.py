@@ -35,7 +35,8 @@ class TcpRequester(Requester):
         if part.operation.kind is Kind.READ and part.transfer is not None:
             if ack.nbytes != part.nbytes:
                 raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes where {part.nbytes} were asked")
-            self._link.receive_into(views(part.transfer.region, part.transfer.slices.runs(LOCAL)))
+            slices = part.transfer.slices
+            self._link.receive_rows(in_host(part.transfer.region), slices.packed_runs(LOCAL), slices.nbytes)
         return True
 
     def refused(self, part: Part) -> None:

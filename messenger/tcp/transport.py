@@ -30,8 +30,10 @@ class TcpTransport(Transport, Door):
         if self._has_fast_lanes:
             # Numba takes long to import: a process that has no use for it does not wait for it.
             from messenger.native.owner_loop import owner_loop
+            from messenger.native.row_receiver import receive_rows
 
             owner_loop()
+            receive_rows()
         where = f"{self._host}:{self._port}"
         try:
             family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
