@@ -156,9 +156,8 @@ def test_a_request_over_which_each_connection_breaks_is_given_up_and_holds_up_no
     asked: list[Message] = []
 
     def leave_at_a_notify(link: SocketLink) -> None:
-        while True:
-            message = link.receive()
-            if isinstance(message, Notify) and message.tag == b"bad":
+        while isinstance(message := link.receive(), Notify):
+            if message.tag == b"bad":
                 asked.append(message)
                 return
             link.send(Ack(message.seq, 0))
