@@ -43,9 +43,9 @@ from kvpool import (  # noqa: E402
     chain_keys,
     chain_seed,
     kv_namespace,
-    serve_pool_node,
 )
 from kvpool.local import LocalPool, PutStatus  # noqa: E402
+from kvpool.server import serve_pool_node  # noqa: E402
 from messenger import MessengerConfig, SharedMemory  # noqa: E402
 from messenger.control import run  # noqa: E402
 

@@ -1,4 +1,7 @@
-"""The distributed KV pool: what KV is and how it is addressed, the pool node, its client, and the directory."""
+"""The distributed KV pool: what KV is and how it is addressed, its client, and the directory.
+
+The pool node itself is in `kvpool.server`, for the one process that becomes it: it brings compilers and disks with it.
+"""
 
 from kvpool.address import (
     Namespace,
@@ -20,7 +23,6 @@ from kvpool.directory_feed import follow_pool_events
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
 from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus, Tail
-from kvpool.server import serve_pool_node
 from kvpool.spec import KvGroup, KvSpec
 
 __all__ = [
@@ -51,7 +53,6 @@ __all__ = [
     "layer_digests_at",
     "parent_keys",
     "seal_digest",
-    "serve_pool_node",
     "tail_key",
     "tail_keys",
 ]

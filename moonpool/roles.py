@@ -76,7 +76,7 @@ async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, o
 
 
 async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    from kvpool import serve_pool_node
+    from kvpool.server import serve_pool_node
     from moonpool.role_configs import pool_node_config
 
     return await serve_pool_node(pool_node_config(config, node_id), stop, on_ready)

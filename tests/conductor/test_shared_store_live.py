@@ -17,7 +17,8 @@ from conductor.errors import ConfigError, SharedStoreRefused
 from conductor.server import ConductorConfig, serve_conductor
 from conductor.shared_store import NodeRecord, RedisStore
 from conductor.shared_store.snapshots import FILE_NAME
-from kvpool import KvGroup, KvSpec, PoolClient, PoolNodeConfig, layer_digests, parent_keys, serve_pool_node
+from kvpool import KvGroup, KvSpec, PoolClient, PoolNodeConfig, layer_digests, parent_keys
+from kvpool.server import serve_pool_node
 from messenger import Messenger, MessengerConfig, SharedMemory
 from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc

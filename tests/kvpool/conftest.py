@@ -32,9 +32,9 @@ from kvpool import (
     kv_namespace,
     layer_digests,
     parent_keys,
-    serve_pool_node,
 )
 from kvpool.node import PoolNode
+from kvpool.server import serve_pool_node
 from kvpool.ssd.folder import IN_MEMORY, file_system
 from messenger import Messenger, MessengerConfig, SharedMemory
 

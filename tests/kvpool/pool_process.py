@@ -4,7 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from kvpool import PoolNodeConfig, serve_pool_node
+from kvpool import PoolNodeConfig
+from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
 from messenger.control import run
 
