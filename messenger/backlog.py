@@ -8,7 +8,7 @@ are the notifications: none begins before every spread write that was submitted 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 from messenger.operation import Operation, Part
 from messenger.priority import Priority, Turns
@@ -16,12 +16,12 @@ from messenger.priority import Priority, Turns
 __all__ = ["Backlog", "Role", "Way"]
 
 
-class Way(Enum):
+class Way(IntEnum):
     """By which streams a part goes."""
 
-    ORDERED = "ordered"
-    SPREAD = "spread"
-    READS = "reads"
+    ORDERED = 0
+    SPREAD = 1
+    READS = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Role:
 
     def carries(self, way: Way) -> bool:
         """Whether parts of this way may go by the stream."""
-        return {Way.ORDERED: self.ordered, Way.SPREAD: self.spread, Way.READS: self.reads}[way]
+        return (self.ordered, self.spread, self.reads)[way]
 
 
 class _Class:

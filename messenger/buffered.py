@@ -45,7 +45,7 @@ class BufferedLink(Link):
         self._start = 0
         self._end = 0
         self._until_s: float | None = None
-        self._begun: tuple[Message | Frame, Sequence[memoryview]] | None = None
+        self._begun: tuple[Frame, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """For the handshake only: payloads are moved by calls that block without limit, which `cut` ends."""
@@ -56,16 +56,16 @@ class BufferedLink(Link):
         """Connect the socket, within the time limit."""
         connect(self._sock)
 
-    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
+    def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
         """As `send`, without waiting for room: whether all of it went. If not, `finish` is what is sent next."""
-        self._begun = message, views
+        self._begun = frame, views
         return False
 
     def finish(self) -> None:
         """Send the rest of what was begun. Raises OSError when cut."""
         assert self._begun is not None
-        (message, views), self._begun = self._begun, None
-        self.send(message, views)
+        (frame, views), self._begun = self._begun, None
+        self.send(frame, views)
 
     def fileno(self) -> int:
         """The socket's descriptor, for waiting."""

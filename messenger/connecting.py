@@ -51,6 +51,8 @@ class Connecting(ABC):
         """The connection's last trouble."""
         self._dialer = dialer
         self._transport = dialer.transports[0]
+        self.transport = self._transport.name
+        """Name of the transport last connected by; before that, of the first to be tried."""
         self._traffic = traffic
         self._counters = counters
         self._name = name
@@ -73,11 +75,6 @@ class Connecting(ABC):
     @abstractmethod
     def _receiver_of(self, link: Link, requester: Requester) -> Receiver:
         """Who is to take the answers of a fresh link."""
-
-    @property
-    def transport(self) -> str:
-        """Name of the transport last connected by; before that, of the first to be tried."""
-        return self._transport.name
 
     @property
     def address(self) -> str:
@@ -166,6 +163,7 @@ class Connecting(ABC):
             with self.lock:
                 receiver.start()
                 self._transport = transport
+                self.transport = transport.name
                 self._receiver = receiver
                 self._requester = requester
                 self._flows = flows

@@ -41,7 +41,7 @@ class Flight:
     def one_step_more(self) -> None:
         """The oldest part was answered, and is to be sent once more as a new request."""
         part = self.answered()
-        part.seq = part.attempts = 0
+        part.seq = 0
         self.again.appendleft(part)
 
     def connection_lost(self) -> None:

@@ -24,6 +24,8 @@ class Kind(Enum):
     READ = "read"
     NOTIFY = "notify"
 
+    __hash__ = object.__hash__  # an Enum's own is written in Python
+
 
 class TransferResult(NamedTuple):
     """A finished operation: bytes moved, seconds from the call to the acknowledgement, and the transport's name."""
@@ -156,7 +158,7 @@ class Notification(NamedTuple):
 class Part:
     """One request on the wire. `seq` is given at the first sending and kept when it is sent again after a loss."""
 
-    __slots__ = ("attempts", "copied", "nbytes", "notification", "operation", "seq", "transfer")
+    __slots__ = ("copied", "nbytes", "notification", "operation", "seq", "transfer")
 
     def __init__(
         self, operation: Operation, transfer: Transfer | None, notification: Notification | None = None
@@ -166,5 +168,4 @@ class Part:
         self.notification = notification
         self.nbytes = 0 if transfer is None else transfer.slices.nbytes
         self.seq = 0
-        self.attempts = 0
         self.copied = False

@@ -47,8 +47,8 @@ class SocketLink(BufferedLink):
             for first in range(0, len(pending), _MAX_VIEWS):
                 self._send_views(pending[first : first + _MAX_VIEWS])
 
-    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
-        pending = [memoryview(encode(message)), *views]
+    def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
+        pending = [memoryview(frame), *views]
         while pending:
             chunk = pending if len(pending) <= _MAX_VIEWS else pending[:_MAX_VIEWS]
             try:

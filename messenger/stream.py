@@ -132,6 +132,8 @@ class Stream(Connecting):
     def begin_locked(self, part: Part) -> None:
         """Begin the part; the calling thread sends it, with `send_as_caller` or as the sending thread."""
         self._sending = part
+        if part.seq:
+            self._counters.add("retries")
         self.flight.begin(part)
         operation = part.operation
         operation.carrier = self
@@ -144,7 +146,7 @@ class Stream(Connecting):
         assert requester is not None
         assert part is not None
         try:
-            sent = self._send(part, requester.begin)
+            sent = self._send(requester.begin, part)
         except BaseException as error:
             # An interrupt, perhaps in the middle of a frame.
             self.end_link(error)
@@ -176,13 +178,7 @@ class Stream(Connecting):
         """Background parts in flight."""
         return sum(part.operation.priority is Priority.BACKGROUND for part in self.flight.in_flight)
 
-    def _send(self, part: Part, send: Callable[[Part], Sent]) -> Sent:
-        part.attempts += 1
-        if part.attempts > 1:
-            self._counters.add("retries")
-        return self._attempt(send, part)
-
-    def _attempt(self, send: Callable[..., Sent], *part: Part) -> Sent:
+    def _send(self, send: Callable[..., Sent], *part: Part) -> Sent:
         """Send, or finish sending; what fails in it ends the link, which is where its parts are told of."""
         try:
             return send(*part)
@@ -235,11 +231,11 @@ class Stream(Connecting):
             self._traffic.copies.copy(copy)
             return True
         if part is not None:
-            sent = self._send(part, requester.send)
+            sent = self._send(requester.send, part)
         elif unfinished:
             part = self._sending
             assert part is not None
-            sent = self._attempt(requester.finish)
+            sent = self._send(requester.finish)
         else:
             return False
         with self.lock:

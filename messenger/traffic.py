@@ -55,7 +55,7 @@ class Traffic:
         self._deadlines = Deadlines(clock, self._expire)
         self._kicks = Deadlines(clock, self._kick)
         self._streams: Sequence[Stream] = ()
-        self._ways: dict[Way, Sequence[Stream]] = {}
+        self._ways: Sequence[Sequence[Stream]] = ()  # by Way
         self._next_reader = 0
         self.closing = False
         self._progressed_s = [0.0, 0.0]  # writes', reads': when the peer last acknowledged something
@@ -64,7 +64,7 @@ class Traffic:
     def go_by(self, streams: "Sequence[Stream]") -> None:
         """Once, before anything is submitted; the first stream is the one that keeps the order."""
         self._streams = streams
-        self._ways = {way: [stream for stream in streams if stream.role.carries(way)] for way in Way}
+        self._ways = [[stream for stream in streams if stream.role.carries(way)] for way in Way]
         self.copies.go_by(self._ways[Way.READS])
 
     # Callers.
@@ -198,6 +198,7 @@ class Traffic:
 
     def settle(self, operations: Iterable[Operation]) -> None:
         """Give the futures their outcome; never with the lock held, since callbacks run here."""
+        now_s = time.monotonic()
         for operation in operations:
             if operation.priority is Priority.URGENT:
                 for call in self._road.closed():
@@ -207,9 +208,8 @@ class Traffic:
             elif operation.kind is Kind.NOTIFY:
                 operation.settle(None, None)
             else:
-                seconds = time.monotonic() - operation.started_s
                 transport = self._carrier(operation).transport
-                operation.settle(TransferResult(operation.nbytes, seconds, transport), None)
+                operation.settle(TransferResult(operation.nbytes, now_s - operation.started_s, transport), None)
 
     def _settle_closed(self, operation: Operation) -> None:
         operation.settle(None, MessengerClosed(f"the messenger was closed before its {operation.kind.value} began"))

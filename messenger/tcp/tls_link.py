@@ -67,11 +67,11 @@ class TlsLink(BufferedLink):
         for chunk in _chunks([memoryview(encode(message)), *views]):
             self._sock.sendall(self._encrypted(chunk))
 
-    def begin(self, message: Message | Frame, views: Sequence[memoryview] = ()) -> bool:
+    def begin(self, frame: Frame, views: Sequence[memoryview] = ()) -> bool:
         """What is large is encrypted by who may block, too: it takes as long as sending it does."""
-        pending = [memoryview(encode(message)), *views]
+        pending = [memoryview(frame), *views]
         if sum(map(len, pending)) > _QUICK_NBYTES:
-            return super().begin(message, views)
+            return super().begin(frame, views)
         ciphertext = self._encrypted(b"".join(pending))
         try:
             sent = self._sock.send(ciphertext, MSG_DONTWAIT)
