@@ -77,6 +77,11 @@ class BufferedLink(Link):
         message = self.receive_here()
         return self._receive_frame() if message is None else message
 
+    def receive_before_payload(self) -> Message:
+        """As `receive`, taking in little beyond the frame: what follows goes to its place without another copy."""
+        self._fill(PREFIX.size, ACK_NBYTES)
+        return self.receive()
+
     def receive_here(self) -> Message | None:
         ack = ack_at(self._buffer, self._start, self._end)
         if ack is not None:
@@ -170,8 +175,8 @@ class BufferedLink(Link):
         self.receive_into([large])
         return decode_body(kind, large)
 
-    def _fill(self, nbytes: int) -> None:
-        """Have at least so many bytes in the buffer."""
+    def _fill(self, nbytes: int, most_nbytes: int | None = None) -> None:
+        """Have at least so many bytes in the buffer, and not more than so many if it has less yet."""
         if self._end - self._start >= nbytes:
             return
         if self._start:
@@ -181,7 +186,7 @@ class BufferedLink(Link):
         while self._end < nbytes:
             if self._until_s is not None:
                 self._sock.settimeout(self._left_s(self._until_s))
-            received = self._receive_some(self._buffer[self._end :])
+            received = self._receive_some(self._buffer[self._end : most_nbytes])
             if not received:
                 raise LinkClosed(f"{self.address} closed the connection")
             self._end += received

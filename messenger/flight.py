@@ -27,6 +27,13 @@ class Flight:
         part.operation.flying += 1
         self.in_flight.append(part)
 
+    def waiting(self, place: int = 0) -> Part | None:
+        """The part that is answered after so many others. With or without the lock: the newest may be taken back."""
+        try:
+            return self.in_flight[place]
+        except IndexError:
+            return None
+
     def answered(self) -> Part:
         """The oldest part was answered."""
         part = self.in_flight.popleft()

@@ -136,15 +136,15 @@ class Receiver:
 
     def _receive(self) -> None:
         """Receive and handle a message, and those that came with it; with the role and without the lock."""
-        stream, link = self._stream, self._link
+        stream, receive_here = self._stream, self._link.receive_here
         landed: list[Part] = []
         goes_on = True
         try:
             try:
-                message: Message | None = link.receive()
+                message: Message | None = self._requester.receive(stream.flight.waiting())
                 while message is not None:
                     self._take(message, landed)
-                    message = link.receive_here()
+                    message = receive_here()
                 goes_on = False
             finally:
                 if landed:
@@ -168,8 +168,7 @@ class Receiver:
         if isinstance(message, Allow):
             requester.allowed(message)
             return
-        in_flight = stream.flight.in_flight
-        part = in_flight[len(landed)] if len(in_flight) > len(landed) else None
+        part = stream.flight.waiting(len(landed))
         if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
             raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
         sends = stream.sends(part)

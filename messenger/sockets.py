@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
-from messenger.frames import Frame, Message, encode
+from messenger.frames import ACK_NBYTES, Frame, Message, encode
 from messenger.link import LinkClosed
 from messenger.memory import Region
 
@@ -98,6 +98,8 @@ class SocketLink(BufferedLink):
             views = _advanced(views, sent)
 
     def _receive_views(self, views: list[memoryview]) -> None:
+        if 0 < len(views) < _MAX_VIEWS:
+            views = self._receive_with_next(views)
         for first in range(0, len(views), _MAX_VIEWS):
             pending = views[first : first + _MAX_VIEWS]
             while pending:
@@ -105,6 +107,17 @@ class SocketLink(BufferedLink):
                 if not received:
                     raise LinkClosed(f"{self.address} closed in the middle of a payload")
                 pending = _advanced(pending, received)
+
+    def _receive_with_next(self, views: list[memoryview]) -> list[memoryview]:
+        """Receive what is there, and how the next frame begins; returns what is left of the views."""
+        nbytes = sum(map(len, views))
+        received = self._sock.recvmsg_into([*views, self._buffer[:ACK_NBYTES]])[0]
+        if not received:
+            raise LinkClosed(f"{self.address} closed in the middle of a payload")
+        if received < nbytes:
+            return _advanced(views, received)
+        self._start, self._end = 0, received - nbytes
+        return []
 
     def _receive_some(self, view: memoryview) -> int:
         if not self._is_unix:

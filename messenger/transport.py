@@ -16,7 +16,7 @@ import numpy.typing as npt
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
 from messenger.errors import GpuMemoryUnsupported, ProtocolError
-from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Offer, Read, Write
+from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Message, Offer, Read, Write
 from messenger.gpu import AnyRegion, GpuRegion
 from messenger.grants import Access
 from messenger.keys import RemoteKey
@@ -100,6 +100,10 @@ class Requester(ABC):
     def always_answers(self, operation: Operation) -> bool:
         """Whether no part of the operation can be DONE without an answer."""
         return True
+
+    def receive(self, oldest: Part | None) -> Message:
+        """The link's next message; `oldest` is the part that is answered next, if one is in flight already."""
+        return self._link.receive()
 
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Frame
+from messenger.frames import Ack, Frame, Message
 from messenger.gpu import in_host
 from messenger.operation import Kind, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
@@ -30,6 +30,11 @@ class TcpRequester(Requester):
     def finish(self) -> Sent:
         self._link.finish()
         return Sent.WHOLE
+
+    def receive(self, oldest: Part | None) -> Message:
+        if oldest is not None and oldest.operation.kind is Kind.READ:
+            return self._link.receive_before_payload()
+        return self._link.receive()
 
     def accept(self, part: Part, ack: Ack) -> bool:
         if part.operation.kind is Kind.READ and part.transfer is not None:
