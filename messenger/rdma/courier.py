@@ -136,10 +136,12 @@ class Courier:
     def take(self, index: int, completions: Completions) -> None:
         """What completed on a lane. Raises ProtocolError or InvalidArgument for a peer that breaks the rules."""
         lane = self.lanes[index]
-        received = 0
+        received = [number for number, _, _ in completions].count(abi.RECEIVE_ID)
+        if received:
+            # First, for what follows may break off: the receive requests are those of all connections.
+            lane.device.receive_again(received)
         for number, status, nbytes in completions:
             if number == abi.RECEIVE_ID:
-                received += 1
                 if status == abi.WC_SUCCESS:
                     self._take_fragment(nbytes)
             else:
@@ -147,8 +149,6 @@ class Courier:
                     lane.pair.done = number
                 if status != abi.WC_SUCCESS:
                     self._on_trouble(index, status)
-        if received:
-            lane.device.receive_again(received)
         if lane.pending and not lane.pair.failed:
             self._complete(index, lane)
 
