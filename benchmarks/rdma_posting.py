@@ -35,7 +35,7 @@ from messenger.rdma.policy.posting import Limits, Post, RailSpec  # noqa: E402
 from messenger.rdma.policy.rails import Rails  # noqa: E402
 from messenger.rdma.topology import rdma_ports  # noqa: E402
 from messenger.rdma.verbs import abi  # noqa: E402
-from messenger.rdma.work import Work  # noqa: E402
+from messenger.rdma.work import Singles, Work  # noqa: E402
 from messenger.slices import Rows  # noqa: E402
 
 ROUNDS = 15
@@ -106,9 +106,15 @@ def frames() -> dict[str, float]:
 
 
 def build(*, together: bool) -> dict[str, float]:
-    """Work requests of slices, as arrays: nanoseconds per slice by how many are built at once."""
-    found = {}
-    for count in (1, 64, NUM_SLICES):
+    """Work requests of slices, as arrays: nanoseconds per slice by how many are built at once; one by itself in a place
+    that is there already."""
+    singles = Singles(1)
+
+    def one() -> None:
+        singles.fill(1, (4096, SLICE_NBYTES, 1), opcode=abi.WR_RDMA_WRITE, flags=0, remote_address=8192, rkey=2)
+
+    found = {"ns_per_slice_of_1": round(seconds(one, 200) * 1e9, 1)}
+    for count in (64, NUM_SLICES):
         rows = in_one_run(count, SLICE_NBYTES) if together else scattered(count, SLICE_NBYTES)
         found[f"ns_per_slice_of_{count}"] = round(seconds(lambda rows=rows: work_of(rows), 40) / count * 1e9, 1)  # type: ignore[misc]
     found["requests_of_2000"] = len(
@@ -186,6 +192,7 @@ def device(rail: Rail) -> dict[str, Any]:
             requests = len(work.requests)
             start_s = time.perf_counter()
             last = near.post(work)
+            near.ring()
             calls.append(time.perf_counter() - start_s)
             while near.done < last:
                 for number, status, _ in queue.poll():

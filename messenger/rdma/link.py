@@ -7,8 +7,6 @@ it. All state is under one lock, which nobody holds while it sleeps; only the le
 
 import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,17 +21,16 @@ from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
 from messenger.rdma.lane import Lane
 from messenger.rdma.memory import FrameMemory
+from messenger.rdma.poster import Poster
 from messenger.rdma.repairs import Repairs
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
+from messenger.rdma.watching import Seen, Watch
 from messenger.rdma.windows import Window
 from messenger.transport import NoPath
 
 _log = logging.getLogger(__name__)
 
-_FRAMES_FIRST_S = 0.05
-"""Where nobody waits for anything but frames, completions of what was sent are found along with the next frame. Should
-none come for so long, whatever completes is waited for: it may be what stops the frames."""
 _LAST_WORD_S = 1.0
 _DRAIN_S = 2.0
 _LATECOMER_S = 1.0
@@ -68,10 +65,8 @@ class RdmaLink(Link):
         self._windows: list[Window] = []
         self._failure: Exception | None = None
         self._peer_left = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._epoll.register(sock.fileno(), select.EPOLLRDHUP)
+        self._poster = Poster(self._ring_slow, f"rdma-{sock.address}")
+        self._watch = Watch(sock.fileno())
         for lane in lanes:
             self.watch(lane)
 
@@ -89,7 +84,9 @@ class RdmaLink(Link):
 
     def receive(self) -> Message:
         while True:
-            message = _decoded(self._receive_frame())
+            frame = self._receive_frame()
+            self._ring()
+            message = _decoded(frame)
             if not isinstance(message, Fabric):
                 return message
             with self._changed:
@@ -108,12 +105,12 @@ class RdmaLink(Link):
     def close(self, *, reset: bool = False) -> None:
         with contextlib.ExitStack() as rest:
             rest.callback(self._sock.close, reset=reset)
-            rest.callback(os.close, self._wake)
-            rest.callback(self._epoll.close)
+            rest.callback(self._watch.close)
             for lane in self.lanes:
                 rest.callback(lane.close)
             for window in self._windows:
                 rest.callback(window.close)
+            rest.callback(self._poster.close)
             with self._changed:
                 self._end(LinkClosed(f"the connection to {self.address} was closed"))
                 self._drain()
@@ -135,6 +132,7 @@ class RdmaLink(Link):
             self._wait_for(self.has_room)
             self._courier.submit(movement, frame)
             self._listen_for_all()
+        self._ring()
 
     def tell(self, message: Message) -> None:
         """Send a frame from any thread, without waiting for anything; of no effect once the link ended."""
@@ -142,6 +140,7 @@ class RdmaLink(Link):
             if self._failure is None:
                 self._act(lambda: self._courier.submit_at_once(encode(message)))
                 self._listen_for_all()
+        self._ring()
 
     def finish(self, movement: Movement) -> None:
         """Wait until the hardware is done with the movement's local memory. Raises OSError when the link ended."""
@@ -151,6 +150,7 @@ class RdmaLink(Link):
         """Until it is true, perhaps by what another thread does (see `wake`). Raises OSError when the link ended."""
         with self._changed:
             self._wait_for(condition)
+        self._ring()
 
     def wake(self) -> None:
         """What somebody waits for may be true now."""
@@ -174,6 +174,7 @@ class RdmaLink(Link):
                 raise NoPath(f"no way to {self.address} by {rails}: {self._failure or 'no answer'}")
             for index in silent:
                 self._repairs.give_up(index)
+        self._ring()
 
     def bind(self, registrations: Sequence[Any], address: int, nbytes: int, access: int) -> Window:
         """A window for the peer, on every lane that works, done when the hardware has it. Raises OSError."""
@@ -190,17 +191,39 @@ class RdmaLink(Link):
                     continue
                 marks.append((lane, window.open_on(lane, registration, address, nbytes, access)))
             self._wait_for(lambda: all(not lane.pair.is_usable or lane.pair.done >= mark for lane, mark in marks))
-            return window
+        self._ring()
+        return window
 
     def watch(self, lane: Lane) -> None:
         """Wait for its completions too."""
-        self._epoll.register(lane.queue.fd, select.EPOLLIN)
+        self._watch.add(lane)
 
     def unwatch(self, lane: Lane) -> None:
         """Not any more: it is about to be closed."""
         for window in self._windows:
             window.close_on(lane)
-        self._epoll.unregister(lane.queue.fd)
+        self._watch.remove(lane)
+
+    # Handing over what was posted under the lock, without it: soft devices send within the call.
+
+    def _ring(self) -> None:
+        for lane in self.lanes:
+            if lane.pair.is_behind:
+                if lane.pair.is_slow and self._courier.is_moving:
+                    self._poster.wake()
+                    return
+                self._ring_at(lane)
+
+    def _ring_slow(self) -> None:
+        for lane in list(self.lanes):
+            self._ring_at(lane)
+
+    def _ring_at(self, lane: Lane) -> None:
+        try:
+            lane.pair.ring()
+        except OSError as error:
+            with self._changed:
+                self._end(error)
 
     # Waiting, with the lock held.
 
@@ -258,7 +281,7 @@ class RdmaLink(Link):
         """Let everybody look again, the leader too, which may wait for what another thread just did."""
         self._changed.notify_all()
         if self._is_led:
-            os.eventfd_write(self._wake, 1)
+            self._watch.wake()
 
     def _needs_all(self) -> bool:
         """Whether somebody waits for completions of what was sent."""
@@ -267,7 +290,7 @@ class RdmaLink(Link):
     def _listen_for_all(self) -> None:
         """Have the leader, should it sleep for frames alone, wake up for what is waited for now."""
         if self._hears_frames_only and self._needs_all():
-            os.eventfd_write(self._wake, 1)
+            self._watch.wake()
 
     def _pump(self, timeout_s: float | None = None, *, frames_only: bool = False) -> None:
         """Let something happen: as the leader, or by waiting for the one there is.
@@ -284,16 +307,19 @@ class RdmaLink(Link):
         self._hears_frames_only = frames_only and not self._overslept and not self._needs_all()
         self._is_led = True
         self._changed.release()
-        found: list[tuple[int, Completions]] = []
+        seen = Seen([])
         trouble: OSError | None = None
         try:
-            found = self._look(min(waits_s, default=None), frames_only=self._hears_frames_only)
+            self._ring()
+            seen = self._watch.look(self.lanes, min(waits_s, default=None), frames_only=self._hears_frames_only)
         except OSError as error:
             trouble = error
         finally:
             self._changed.acquire()
             self._is_led = self._hears_frames_only = False
-        self._act(lambda: self._digest(found, trouble))
+        self._overslept = seen.overslept
+        self._peer_left = self._peer_left or seen.peer_left
+        self._act(lambda: self._digest(seen.found, trouble))
         self._changed.notify_all()
 
     def _act(self, action: Callable[[], None]) -> None:
@@ -312,39 +338,6 @@ class RdmaLink(Link):
             raise trouble
         if self._failure is None:
             self._courier.drive()
-
-    def _look(self, timeout_s: float | None, *, frames_only: bool) -> list[tuple[int, Completions]]:
-        """What completed by now, or until something does; without the lock."""
-        found = self._poll()
-        if found:
-            return found
-        for lane in self.lanes:
-            lane.queue.arm(solicited=frames_only)
-        found = self._poll()
-        if found:
-            return found
-        if frames_only:
-            timeout_s = _FRAMES_FIRST_S if timeout_s is None else min(timeout_s, _FRAMES_FIRST_S)
-        ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
-        self._overslept = frames_only and not ready
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        for lane in self.lanes:
-            if lane.queue.fd in ready:
-                lane.queue.take_event()
-        found = self._poll()
-        # What arrived before the peer left still counts.
-        if self._sock.fileno() in ready and not found:
-            self._peer_left = True
-        return found
-
-    def _poll(self) -> list[tuple[int, Completions]]:
-        found = []
-        for index, lane in enumerate(self.lanes):
-            completions = lane.queue.poll()
-            if completions:
-                found.append((index, completions))
-        return found
 
     # Ends, with the lock held.
 

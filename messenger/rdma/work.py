@@ -66,13 +66,16 @@ class Work:
         return cls(requests.view(abi.SEND_WR)[:, 0], slices.view(abi.SGE)[:, 0])
 
 
-class Single:
-    """Room for a request of one slice or none, which most posts come down to: filled anew for each, at a tenth of what
-    arrays cost to set up. The device has its own copy once it is posted."""
+class Singles:
+    """Places for requests of one slice or none, which most posts come down to: at a tenth of what arrays cost.
 
-    def __init__(self) -> None:
-        memory = np.zeros(_SINGLE.size, dtype=np.uint8)
-        self.address = int(memory.ctypes.data)
+    A place is filled again by the request that is `depth` later, when the device has its own copy.
+    """
+
+    def __init__(self, depth: int) -> None:
+        memory = np.zeros(depth * _SINGLE.size, dtype=np.uint8)
+        self._depth = depth
+        self._address = int(memory.ctypes.data)
         self._view = memoryview(memory)  # type: ignore[arg-type]
 
     def fill(
@@ -85,13 +88,16 @@ class Single:
         imm: int = 0,
         remote_address: int = 0,
         rkey: int = 0,
-    ) -> None:
-        """`slice_`: (address, bytes, lkey)."""
+    ) -> int:
+        """The address of the request with this number, filled in. `slice_`: (address, bytes, lkey)."""
+        place = number % self._depth * _SINGLE.size
+        own = self._address + place
         address, nbytes, lkey = slice_ or (0, 0, 0)
         _SINGLE.pack_into(
-            self._view, 0, number, 0, self.address + _SLICE_AT, slice_ is not None, opcode, flags,
+            self._view, place, number, 0, own + _SLICE_AT, slice_ is not None, opcode, flags,
             (imm & 0xFFFFFFFF).to_bytes(4, "big"), remote_address, rkey, address, nbytes, lkey,
         )  # fmt: skip
+        return own
 
 
 def _requests(rows: Rows, max_sge: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:

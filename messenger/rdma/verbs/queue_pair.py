@@ -1,6 +1,5 @@
 """One reliable connection of a rail: its life from INIT to its end, and the books of its send queue."""
 
-import os
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,9 @@ from messenger.rdma.policy.facts import Rail
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import CompletionQueue
 from messenger.rdma.verbs.device import Device
+from messenger.rdma.verbs.doorbell import Doorbell
 from messenger.rdma.verbs.functions import check_layout, post_send_of
-from messenger.rdma.work import Single, Work
+from messenger.rdma.work import Singles, Work
 
 DEPTH = 1024
 _TIMEOUT_CODE = 18
@@ -38,7 +38,7 @@ class Far:
 
 
 class QueuePair:
-    """One thread at a time, except that `fail` is safe at any time before `close`."""
+    """One thread at a time, except that `ring` and `fail` are safe at any time before `close`."""
 
     def __init__(self, device: Device, queue: CompletionQueue) -> None:
         """Raises OSError when the device gives no more, RdmaUnavailable for a pyverbs that is not known."""
@@ -55,8 +55,8 @@ class QueuePair:
             )
             self._qp: Any = QP(device.pd, attributes)
         check_layout(self._qp, queue.cq)
-        self._post = post_send_of(self._qp)
-        self._single = Single()
+        self._doorbell = Doorbell(post_send_of(self._qp), device.name)
+        self._singles = Singles(self.depth)
         self.near = Far(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
         self.done = 0
@@ -97,7 +97,7 @@ class QueuePair:
         self.connected = True
 
     def post(self, work: Work) -> int:
-        """Post the requests, for which there is room; the number of the last. Raises OSError."""
+        """The requests, for which there is room, go with the next `ring`; the number of the last."""
         requests = work.requests
         count = len(requests)
         requests["wr_id"] = np.arange(self.posted + 1, self.posted + 1 + count)
@@ -106,7 +106,10 @@ class QueuePair:
             requests["send_flags"][-1] |= abi.SEND_SIGNALED
         if requests["send_flags"][-1] & abi.SEND_SIGNALED:
             self._signalled = self.posted + count
-        return self._posted(self._post(int(requests.ctypes.data)), count)
+        first = int(requests.ctypes.data)
+        self._doorbell.add(first, first + (count - 1) * abi.SEND_WR.itemsize, work)
+        self.posted += count
+        return self.posted
 
     def post_one(
         self,
@@ -119,21 +122,35 @@ class QueuePair:
         remote_address: int = 0,
         rkey: int = 0,
     ) -> int:
-        """Post a request of one slice (address, bytes, lkey), or of none; its number. `solicited`: it wakes a peer that
-        sleeps for such alone. Raises OSError."""
+        """A request of one slice (address, bytes, lkey), or of none, goes with the next `ring`; its number.
+
+        `solicited`: it wakes a peer that sleeps for such alone.
+        """
         number = self.posted + 1
         flags = abi.SEND_SOLICITED if solicited else 0
         if signalled or number - self._signalled >= self.depth // 4:
             flags |= abi.SEND_SIGNALED
             self._signalled = number
-        self._single.fill(number, slice_, opcode=opcode, flags=flags, imm=imm, remote_address=remote_address, rkey=rkey)
-        return self._posted(self._post(self._single.address), 1)
+        address = self._singles.fill(
+            number, slice_, opcode=opcode, flags=flags, imm=imm, remote_address=remote_address, rkey=rkey
+        )
+        self._doorbell.add(address, address, None)
+        self.posted = number
+        return number
 
-    def _posted(self, code: int, count: int) -> int:
-        if code:
-            raise OSError(code, f"{self.device.name} takes no more work: {os.strerror(code)}")
-        self.posted += count
-        return self.posted
+    def ring(self) -> None:
+        """Hand what was posted to the device, or leave that to the thread that does so now. Raises OSError."""
+        self._doorbell.ring()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits for `ring`."""
+        return self._doorbell.is_behind
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the device works within `ring`."""
+        return self._doorbell.is_slow
 
     def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
         """Post the binding of a memory window: (the key that it has then, the number of the request)."""
@@ -144,7 +161,7 @@ class QueuePair:
         try:
             request.set_bind_wr(window, MWBindInfo(registration, address, nbytes, access))
             with self.device.naming("a bound memory window"):
-                self._qp.post_send(request)
+                self._doorbell.alone(lambda: self._qp.post_send(request))
             key = int(request.rkey)
         finally:
             request.close()
@@ -154,7 +171,9 @@ class QueuePair:
 
     def drain_mark(self) -> int:
         """Post an empty, signalled request: behind it nothing is under way; its number. Raises OSError."""
-        return self.post_one(None, opcode=abi.WR_RDMA_WRITE, signalled=True)
+        number = self.post_one(None, opcode=abi.WR_RDMA_WRITE, signalled=True)
+        self.ring()
+        return number
 
     def fail(self) -> None:
         """ERR: from now on the hardware neither sends nor takes anything for it; what is posted comes back flushed.
@@ -167,6 +186,7 @@ class QueuePair:
         if self.failed:
             return
         self.failed = True
+        self._doorbell.clear()
         try:
             self._qp.modify(QPAttr(qp_state=abi.QPS_ERR), abi.QP_STATE)
         except PyverbsError as error:
@@ -185,6 +205,7 @@ class QueuePair:
 
     def close(self) -> None:
         """Nothing of it touches memory after this."""
+        self._doorbell.close()
         self._qp.close()
 
 

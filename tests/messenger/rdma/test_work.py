@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.rdma.verbs import abi
-from messenger.rdma.work import Single, Work
+from messenger.rdma.work import Singles, Work
 
 
 class Sge(ctypes.Structure):
@@ -91,10 +91,9 @@ def test_only_the_last_request_is_signalled(count: int) -> None:
 
 
 def test_a_frame_carries_its_number_in_network_order() -> None:
-    single = Single()
-    opcode, number = abi.WR_RDMA_WRITE_WITH_IMM, (5 << 32) + 0x01020304
-    single.fill(9, (64, 100, 7), opcode=opcode, flags=0, imm=number, remote_address=4096, rkey=8)
-    (request,) = read_from(single.address)
+    opcode, number, singles = abi.WR_RDMA_WRITE_WITH_IMM, (5 << 32) + 0x01020304, Singles(4)
+    address = singles.fill(9, (64, 100, 7), opcode=opcode, flags=0, imm=number, remote_address=4096, rkey=8)
+    (request,) = read_from(address)
     assert (request.wr_id, request.send_flags) == (9, 0)
     assert request.opcode == abi.WR_RDMA_WRITE_WITH_IMM
     assert request.imm_data.to_bytes(4, "little") == b"\x01\x02\x03\x04"
@@ -103,8 +102,7 @@ def test_a_frame_carries_its_number_in_network_order() -> None:
 
 
 def test_an_empty_write_has_no_slices() -> None:
-    single = Single()
-    single.fill(1, (64, 100, 7), opcode=abi.WR_RDMA_WRITE_WITH_IMM, flags=0)
-    single.fill(2, None, opcode=abi.WR_RDMA_WRITE, flags=abi.SEND_SIGNALED)
-    (request,) = read_from(single.address)
+    singles = Singles(1)
+    singles.fill(1, (64, 100, 7), opcode=abi.WR_RDMA_WRITE_WITH_IMM, flags=0)
+    (request,) = read_from(singles.fill(2, None, opcode=abi.WR_RDMA_WRITE, flags=abi.SEND_SIGNALED))
     assert (request.num_sge, request.send_flags, request.opcode) == (0, abi.SEND_SIGNALED, abi.WR_RDMA_WRITE)

@@ -1,0 +1,86 @@
+"""Requests on their way to one queue pair: made with the connection's lock held, handed to the device without it.
+
+The device gets in one call, as one chain, whatever was made by then: whoever rings while another thread does leaves it
+to that one, which looks again before it goes. A soft device sends within the call, for as long as the bytes take.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+_NEXT_AT: Final = 8  # in struct ibv_send_wr
+_SLOW_NS: Final = 200_000
+"""An adapter takes a chain within microseconds, and its thread may be interrupted in that now and then."""
+_SLOW_IN_A_ROW: Final = 3
+
+
+class Doorbell:
+    """`post(address of a chain)` returns an errno. `add` one thread at a time, the others any."""
+
+    def __init__(self, post: Callable[[int], int], device: str) -> None:
+        self._post = post
+        self._device = device
+        self._made: deque[tuple[int, int, object]] = deque()
+        self._ringing = threading.Lock()
+        self._closed = False
+        self._slow_in_a_row = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was added that is not posted yet."""
+        return bool(self._made)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the device works within the call that posts."""
+        return self._slow_in_a_row >= _SLOW_IN_A_ROW
+
+    def add(self, first: int, last: int, memory: object) -> None:
+        """A chain, from the address of its first request to that of its last; the memory lives until it was posted."""
+        self._made.append((first, last, memory))
+
+    def ring(self) -> None:
+        """Post what was added, or leave it to who does so now. Raises OSError when the queue pair does not take it."""
+        while self._made and self._ringing.acquire(blocking=False):
+            try:
+                self._post_all()
+            finally:
+                self._ringing.release()
+
+    def alone(self, post: Callable[[], None]) -> None:
+        """Post what was added, and then something else, behind it. Raises what `post` raises, and OSError."""
+        with self._ringing:
+            self._post_all()
+            post()
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._made.clear()
+
+    def close(self) -> None:
+        """Nothing is posted after this."""
+        with self._ringing:
+            self._closed = True
+            self._made.clear()
+
+    def _post_all(self) -> None:
+        chains = []
+        with contextlib.suppress(IndexError):  # it may be cleared in between
+            while self._made:
+                chains.append(self._made.popleft())
+        if not chains or self._closed:
+            return
+        for (_, last, _), (following, _, _) in itertools.pairwise(chains):
+            ctypes.c_uint64.from_address(last + _NEXT_AT).value = following
+        started_ns = time.monotonic_ns()
+        code = self._post(chains[0][0])
+        took_ns = time.monotonic_ns() - started_ns
+        self._slow_in_a_row = self._slow_in_a_row + 1 if took_ns >= _SLOW_NS else 0
+        if code:
+            raise OSError(code, f"{self._device} takes no more work: {os.strerror(code)}")

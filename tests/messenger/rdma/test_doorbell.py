@@ -1,0 +1,117 @@
+"""Requests are handed over in order and in chains, by one thread at a time, and none is left lying."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from messenger.rdma.verbs import abi
+from messenger.rdma.verbs.doorbell import Doorbell
+from messenger.rdma.work import Singles
+
+WORD = ctypes.c_uint64
+
+
+def chain(address: int) -> list[int]:
+    """The numbers of the requests from this one on."""
+    found = []
+    while address:
+        found.append(WORD.from_address(address).value)
+        address = WORD.from_address(address + 8).value
+    return found
+
+
+class Device:
+    """Takes chains as a verbs provider does, each as slowly as `work` wishes."""
+
+    def __init__(self, work: Callable[[], object] = lambda: None, code: int = 0) -> None:
+        self.chains: list[list[int]] = []
+        self._work, self._code = work, code
+        self._singles = Singles(64)
+
+    def post(self, first: int) -> int:
+        self.chains.append(chain(first))
+        self._work()
+        return self._code
+
+    def add(self, doorbell: Doorbell, *numbers: int) -> None:
+        for number in numbers:
+            address = self._singles.fill(number, None, opcode=abi.WR_RDMA_WRITE, flags=0)
+            doorbell.add(address, address, None)
+
+
+def test_all_that_was_added_goes_as_one_chain_in_order() -> None:
+    device = Device()
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 1, 2, 3)
+    assert doorbell.is_behind
+    doorbell.ring()
+    device.add(doorbell, 4)
+    doorbell.ring()
+    doorbell.ring()
+    assert device.chains == [[1, 2, 3], [4]]
+    assert not doorbell.is_behind
+
+
+def test_who_rings_meanwhile_leaves_it_to_the_one_who_does() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    device = Device(work)
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 1)
+    ringer = threading.Thread(target=doorbell.ring)
+    ringer.start()
+    assert inside.wait(30)
+    device.add(doorbell, 2, 3)
+    doorbell.ring()  # returns at once
+    assert device.chains == [[1]]
+    go_on.set()
+    ringer.join(30)
+    assert device.chains == [[1], [2, 3]]
+
+
+def test_something_else_is_posted_behind_what_was_added() -> None:
+    device = Device()
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 1, 2)
+    doorbell.alone(lambda: device.chains.append([3]))
+    assert device.chains == [[1, 2], [3]]
+
+
+def test_what_was_cleared_or_comes_after_the_end_is_not_posted() -> None:
+    device = Device()
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 1)
+    doorbell.clear()
+    doorbell.ring()
+    device.add(doorbell, 2)
+    doorbell.close()
+    device.add(doorbell, 3)
+    doorbell.ring()
+    assert device.chains == []
+
+
+def test_a_queue_pair_that_takes_nothing_is_named() -> None:
+    device = Device(code=12)
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 1)
+    with pytest.raises(OSError, match="rxe0 takes no more work: Cannot allocate memory"):
+        doorbell.ring()
+
+
+def test_a_device_that_works_within_the_call_is_found_out() -> None:
+    device = Device(lambda: time.sleep(0.002))
+    doorbell = Doorbell(device.post, "rxe0")
+    for number in range(2):
+        device.add(doorbell, number)
+        doorbell.ring()
+    assert not doorbell.is_slow  # an adapter's thread may be interrupted now and then
+    device.add(doorbell, 2)
+    doorbell.ring()
+    assert doorbell.is_slow
