@@ -16,6 +16,7 @@ from kvpool.address import (
     tail_keys,
 )
 from kvpool.client import PoolClient
+from kvpool.committing import CommitAhead
 from kvpool.config import PoolNodeConfig
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
 from kvpool.directory import Directory, DirectoryState, Match
@@ -27,6 +28,7 @@ from kvpool.spec import KvGroup, KvSpec
 
 __all__ = [
     "BlockRun",
+    "CommitAhead",
     "Directory",
     "DirectoryState",
     "KvGroup",

@@ -101,6 +101,7 @@ class WorkerNode:
         self._slot_queue: deque[tuple[Sequence[bytes], int, asyncio.Future[tuple[list[int], int]]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
+        self._commits: set[asyncio.Task[None]] = set()
         self.reporter: Reporter
 
     def warm_up(self) -> None:
@@ -112,6 +113,7 @@ class WorkerNode:
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductor as the node that serves on `target`."""
         self.engine.start()
+        self._commit_ahead_of(())
         await self.pool.meet()
         node = Node(
             node_id=self.config.node_id,
@@ -145,6 +147,7 @@ class WorkerNode:
         await asyncio.to_thread(self.engine.close)
         await asyncio.to_thread(self.matchers.close)
         await self.pool.close()
+        await asyncio.gather(*self._commits)
         if self.stored is not self.memory:
             self.stored.close()
         self.memory.close()
@@ -167,7 +170,7 @@ class WorkerNode:
             )
         if not self._slot_queue:
             try:
-                return self.slots.acquire(keys, count)
+                return self._acquire(keys, count)
             except OutOfSlots:
                 pass
         future: asyncio.Future[tuple[list[int], int]] = self._loop.create_future()
@@ -180,6 +183,18 @@ class WorkerNode:
             raise
         finally:
             self._serve_slot_queue()
+
+    def _acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+        taken = self.slots.acquire(keys, count)
+        self._commit_ahead_of(taken[0])
+        return taken
+
+    def _commit_ahead_of(self, slots: Sequence[int]) -> None:
+        for memory in {self.memory, self.stored}:
+            for work in memory.commits_due(slots):
+                commit = self._loop.create_task(asyncio.to_thread(work))
+                self._commits.add(commit)
+                commit.add_done_callback(self._commits.discard)
 
     def must_wait(self, count: int) -> bool:
         """Whether `take_slots` would have to wait for so many slots now, none of them shared."""
@@ -207,7 +222,7 @@ class WorkerNode:
             keys, count, future = self._slot_queue[0]
             if not future.done():
                 try:
-                    future.set_result(self.slots.acquire(keys, count))
+                    future.set_result(self._acquire(keys, count))
                 except OutOfSlots:
                     return
             self._slot_queue.popleft()

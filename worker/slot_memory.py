@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import KvSpec, layer_digests_at
+from kvpool import CommitAhead, KvSpec, layer_digests_at
 from messenger import Messenger, Region, SharedMemory
 
 
@@ -26,7 +27,8 @@ class SlotMemory(ABC):
         ends = list(itertools.accumulate(num_slots * nbytes for nbytes in self._slot_nbytes))
         self._base: list[int] = [0, *ends[:-1]]
         self._messenger = messenger
-        self._memory = SharedMemory.create(ends[-1], name)
+        self._memory = SharedMemory.create(ends[-1], name, "auto")
+        self._ahead = [CommitAhead(self._memory, *group) for group in zip(self._base, ends, strict=True)]
         self.region: Region = messenger.register(self._memory)
 
     def close(self) -> None:
@@ -45,6 +47,15 @@ class SlotMemory(ABC):
     def all_offsets(self, slots: Sequence[int]) -> NDArray[np.int64]:
         """Byte offsets of whole slots in the region, [groups, n]."""
         return np.stack([self.offsets(g, slots) for g in range(self.num_groups)])
+
+    def commits_due(self, slots: Sequence[int]) -> list[Callable[[], None]]:
+        """What a thread is to run, each once, now that these slots are about to be used: commits what comes next."""
+        due: list[Callable[[], None]] = []
+        for ahead, base, nbytes in zip(self._ahead, self._base, self._slot_nbytes, strict=True):
+            end = base + (max(slots, default=-1) + 1) * nbytes
+            if ahead.begins(end):
+                due.append(partial(ahead.run, end))
+        return due
 
     def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Messenger slices [groups * n, 3] pairing whole slots with remote offsets (one array [n] per group)."""

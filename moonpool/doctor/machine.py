@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from messenger.mapping import can_collapse
 from moonpool.doctor.finding import Check, Level, Needs, Verdict, size_text
 from moonpool.threads import usable_cores
 
@@ -136,24 +137,31 @@ def _count_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class HugePages:
-    """Reserved huge pages, and whether the kernel makes them by itself ("always", "madvise", "never")."""
+    """Reserved huge pages; whether the kernel makes them of private memory ("always", "madvise", "never"), and of
+    shared memory when it is asked to.
+    """
 
     reserved: int
     free: int
     transparent: str
+    joins: bool
 
 
 def observe_huge_pages() -> HugePages:
     info = meminfo(Path("/proc/meminfo").read_text())
     text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
-    return HugePages(info.get("HugePages_Total", 0), info.get("HugePages_Free", 0), chosen)
+    return HugePages(info.get("HugePages_Total", 0), info.get("HugePages_Free", 0), chosen, can_collapse())
 
 
 def judge_huge_pages(seen: HugePages, needs: Needs) -> Verdict:
-    found = f"{seen.reserved} reserved, {seen.free} free; transparent: {seen.transparent}"
+    found = f"{seen.reserved} reserved, {seen.free} free; transparent: {seen.transparent}, "
+    found += "shared memory on demand" if seen.joins else "not of shared memory"
     if seen.reserved and seen.free == seen.reserved:
-        advice = "Moonpool uses none of them: unless another program does, that memory is lost (vm.nr_hugepages=0)."
+        advice = "None is used: a pool takes them if all its memory fits; else they are lost (vm.nr_hugepages=0)."
+        return Level.NOTE, found, advice
+    if not seen.joins and not seen.reserved:
+        advice = "Copies of KV take longer in small pages: Linux 6.1 joins them, or reserve some (vm.nr_hugepages)."
         return Level.NOTE, found, advice
     return Level.OK, found, ""
 
