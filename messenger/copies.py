@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["COPY_NBYTES", "QUICK_NBYTES", "Copies"]
 
-QUICK_NBYTES = 256 << 10
-"""Reads of up to so much are copied by the thread that asks for them, at once: it may be an event loop's."""
+QUICK_NBYTES = 1 << 20
+"""Reads of up to so much are copied by the thread that asks for them, at once: that takes it no longer than to hand
+them over to another one."""
 COPY_NBYTES = 2 << 20
 """Longer reads are copied in parts of so much."""
 _ALONE_S = 0.002  # how long a part waits for somebody to wait for it

@@ -199,7 +199,8 @@ class GrantTable:
             self._changed.notify_all()
 
     def require(self, region: AnyRegion) -> None:
-        """Raises InvalidArgument unless the region is registered here. With or without the lock."""
+        """Raises InvalidArgument unless the region is registered here."""
+        # Without the lock: one look-up, which every operation begins with.
         if self._regions.get(region.region_id) is not region:
             raise InvalidArgument(f"region {region.region_id} is not registered with this messenger")
 
