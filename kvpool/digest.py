@@ -35,6 +35,7 @@ from kvpool.spec import KvSpec
 
 __all__ = ["layer_digests", "layer_digests_at", "seal_digest", "warm_up"]
 
+_FEW = 24
 _SEAL_CONTEXT = "moonpool v1 2026 seal"
 
 
@@ -83,21 +84,22 @@ def layer_digests_at(
     """
     offsets = np.ascontiguousarray(offsets, np.int64)
     stop = np.ascontiguousarray(valid_tokens, np.int64)
-    start = np.zeros_like(stop) if first_tokens is None else np.ascontiguousarray(first_tokens, np.int64)
+    start = np.zeros(len(stop), np.int64) if first_tokens is None else np.ascontiguousarray(first_tokens, np.int64)
     _check(memory, offsets, spec, group, start, stop)
     first, last, step = (layers or slice(None)).indices(spec.num_layers(group))
-    chosen = np.arange(first, last, step, dtype=np.int64)
-    digests = np.zeros((len(offsets), len(chosen)), np.uint64)
     layer_nbytes, runs = spec.layer_nbytes(group), spec.groups[group].kv_heads * 2
     row_nbytes = spec.token_row_nbytes(group)
-    aligned = row_nbytes % 4 == 0 and memory.ctypes.data % 4 == 0 and not np.any(offsets % 4)
+    aligned = row_nbytes % 4 == 0 and memory.ctypes.data % 4 == 0 and int(np.bitwise_or.reduce(offsets)) % 4 == 0
+    unit = 4 if aligned else 1
+    layer_units = layer_nbytes // unit
+    chosen = np.arange(first * layer_units, last * layer_units, step * layer_units, dtype=np.int64)
+    digests = np.zeros((len(offsets), len(chosen)), np.uint64)
     digest_words, digest_bytes = _kernels()
     if aligned:
         words = memory[: len(memory) // 4 * 4].view(np.uint32)
-        digest_words(words, offsets // 4, chosen * (layer_nbytes // 4), runs, spec.block_tokens, row_nbytes // 4,
-                      start, stop, digests)  # fmt: skip
+        digest_words(words, offsets // 4, chosen, runs, spec.block_tokens, row_nbytes // 4, start, stop, digests)
     else:
-        digest_bytes(memory, offsets, chosen * layer_nbytes, runs, spec.block_tokens, row_nbytes, start, stop, digests)
+        digest_bytes(memory, offsets, chosen, runs, spec.block_tokens, row_nbytes, start, stop, digests)
     return digests
 
 
@@ -127,11 +129,22 @@ def _check(
         raise SpecError(f"{len(offsets)} slots, but {len(stop)} valid_tokens and {len(start)} first_tokens")
     if len(offsets) == 0:
         return
-    end = int(offsets.max()) + spec.slot_nbytes(group)
-    if int(offsets.min()) < 0 or end > len(memory):
-        raise SpecError(f"slots reach from {offsets.min()} to {end}, outside of {len(memory)} bytes of memory")
-    if start.min() < 0 or stop.max() > spec.block_tokens or np.any(start > stop):
+    first, last = _extremes(offsets)
+    end = last + spec.slot_nbytes(group)
+    if first < 0 or end > len(memory):
+        raise SpecError(f"slots reach from {first} to {end}, outside of {len(memory)} bytes of memory")
+    least_stop, greatest_stop = _extremes(stop)
+    in_block = _extremes(start)[0] >= 0 and least_stop >= 0 and greatest_stop <= spec.block_tokens
+    if not in_block or _extremes(stop - start)[0] < 0:
         raise SpecError(f"token ranges must lie in 0..{spec.block_tokens}, first_tokens <= valid_tokens")
+
+
+def _extremes(numbers: NDArray[np.int64]) -> tuple[int, int]:
+    """(least, greatest) of at least one; numpy takes longer over a few than a layer's digest does."""
+    if len(numbers) <= _FEW:
+        few = numbers.tolist()
+        return min(few), max(few)
+    return int(numbers.min()), int(numbers.max())
 
 
 def _kernels() -> tuple[Any, Any]:
