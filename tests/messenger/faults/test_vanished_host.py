@@ -26,14 +26,17 @@ def test_a_host_that_vanished_is_noticed_while_a_transfer_waits_and_while_nothin
         peers = [node.messenger.connect(b.endpoint) for node in (waiting, idle)]
         for peer in peers:
             peer.notify(b"t", b"").result()
+        owner = make_node("owner", NBYTES, listen_host=hosts.addresses[0], peer_loss_grace_s=0.02)
+        b.ask(f"call {owner.endpoint_json}")
         for chain in ("INPUT", "OUTPUT"):
             hosts.firewall(1, "-A", chain, "-j", "DROP")
         transfer = peers[0].write(b.key, waiting.region, [[0, 0, NBYTES]], deadline_s=120.0)
         # The deadline is far: nothing but the kernel can have ended these connections, to be made again.
         wait_until(lambda: waiting.messenger.counters().get("failed_connects", 0) > 0, "the transfer's is given up", 40)
         wait_until(lambda: idle.messenger.counters()["connections_out_open"] == 0, "the idle one is given up", 40)
+        wait_until(lambda: owner.lost == [("b", 1)], "the owner lets go of the caller's connection", 40)
         assert not transfer.done()
         hosts.heal()
         assert transfer.result().nbytes == NBYTES
-        for node in (waiting, idle):
+        for node in (waiting, idle, owner):
             node.messenger.close()
