@@ -27,6 +27,8 @@ class Shape:
     num_rails: int = 2
     memory_mib: int = 1536
     results: Path | None = None
+    num_cpus: int = 2
+    """One is emulated for a third less: two mostly wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Bed:
         Raises BedError.
         """
         _compile(deadline)
-        cpus = min(os.cpu_count() or 1, 2)
+        cpus = min(os.cpu_count() or 1, shape.num_cpus)
         guests = [
             qemu.Guest(number, shape.num_machines, shape.num_rails, shape.memory_mib, cpus)
             for number in range(shape.num_machines)

@@ -67,10 +67,10 @@ def run(bed: Bed, deadline: Deadline, *, core: bool) -> int:
     _compile(deadline)
     if core:
         say("the core of the messenger's tests over a verbs device")
-        return bed.run(["sh", "-c", _one_host(_CORE_LIMIT_S, _CORE)], Shape(), deadline)
+        return bed.run(["sh", "-c", _one_host(_CORE_LIMIT_S, _CORE)], Shape(num_cpus=1), deadline)
     steps = (
-        ("over a verbs device", _one_host(_SESSION_LIMIT_S, ["tests/messenger"]), Shape()),
-        ("between two hosts", _TWO_HOSTS, Shape(num_machines=2, memory_mib=1024)),
+        ("over a verbs device", _one_host(_SESSION_LIMIT_S, ["tests/messenger"]), Shape(num_cpus=1)),
+        ("between two hosts", _TWO_HOSTS, Shape(num_machines=2, memory_mib=1024, num_cpus=1)),
     )
     for name, script, shape in steps:
         say(f"the messenger's tests {name}")
