@@ -21,13 +21,14 @@ from messenger.memory import Region, SharedMemory
 from messenger.peer import Peer, roles
 from messenger.priority import Priority
 from messenger.rdma.topology import rdma_ports
-from messenger.reporting import reported
+from messenger.reporting import CERTIFICATE_LEFT, reported
 from messenger.road import Road
 from messenger.server import Server
 from messenger.sessions import SessionTable
 from messenger.shm.transport import ShmTransport
 from messenger.stream import Stream
 from messenger.tcp.transport import TcpTransport
+from messenger.tls import identity
 from messenger.traffic import Traffic
 from messenger.transport import Transport
 
@@ -211,7 +212,9 @@ class Messenger:
 
     def reported(self) -> dict[str, float]:
         """The same for metrics: by peer, transport, rail and direction, and how long operations took."""
-        return reported(self._counters, self._held())
+        numbers = reported(self._counters, self._held())
+        tls = self._config.tls
+        return numbers if tls is None else numbers | {CERTIFICATE_LEFT: identity(tls).left_s()}
 
     def flows(self) -> list[FlowTotals]:
         """What went which way since the start, by peer, transport, rail and direction."""

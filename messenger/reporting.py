@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from messenger.counters import LATENCY_EDGES_S, Counters, FlowTotals
 
+CERTIFICATE_LEFT = "tls_certificate_left_seconds"
+
 _TOLD_EDGES = range(1, len(LATENCY_EDGES_S), 2)
 
 

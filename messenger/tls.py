@@ -11,6 +11,7 @@ is passed over with a warning, and the last good material stays in force.
 import contextlib
 import functools
 import logging
+import math
 import ssl
 import stat
 import threading
@@ -23,7 +24,8 @@ from messenger.errors import InvalidArgument
 
 __all__ = ["Identity", "Material", "TlsFiles", "carries", "dns_names", "identity", "load"]
 
-EXPIRES_SOON_S = 14 * 86400.0
+DAY_S = 86400.0
+EXPIRES_SOON_S = 14 * DAY_S
 _MAX_STEPS = 32
 
 _log = logging.getLogger(__name__)
@@ -61,8 +63,10 @@ class Identity:
         self.files = files
         self._lock = threading.Lock()
         self._seen = _signature(files)
+        self._warned_s = -math.inf
         self._material = load(files)
-        _warn(files, self._material)
+        _warn_of_open_key(files)
+        self._warn_of_end(time.time())
 
     def material(self) -> Material:
         """For a new connection: what is in the files now, or was when they could last be used."""
@@ -70,7 +74,20 @@ class Identity:
             seen = _signature(self.files)
             if seen != self._seen:
                 self._renew(seen)
+            self._warn_of_end(time.time())
             return self._material
+
+    def left_s(self) -> float:
+        """Until the certificate that new connections show expires; negative afterwards."""
+        return self.material().expires_s - time.time()
+
+    def _warn_of_end(self, now_s: float) -> None:
+        """Once a day when the end is near: at the start of a process that runs for months it was not."""
+        left_s = self._material.expires_s - now_s
+        if left_s < EXPIRES_SOON_S and now_s - self._warned_s >= DAY_S:
+            self._warned_s = now_s
+            when = f"expires in {left_s / DAY_S:.1f} days" if left_s > 0 else "has expired: no connection can be made"
+            _log.warning("the certificate in %s %s; have a new one put in its place", self.files.cert, when)
 
     def _renew(self, seen: tuple[object, ...]) -> None:
         try:
@@ -81,7 +98,7 @@ class Identity:
         else:
             self._material = material
             _log.info("new connections show the certificate now in %s", self.files.cert)
-            _warn(self.files, material)
+            _warn_of_open_key(self.files)
         self._seen = seen
 
 
@@ -205,10 +222,7 @@ def _verdict(files: TlsFiles, problem: str) -> str:
     return f"the certificate in tls_cert {files.cert} cannot be used for both sides of a connection: {problem}"
 
 
-def _warn(files: TlsFiles, material: Material) -> None:
-    left_s = material.expires_s - time.time()
-    if left_s < EXPIRES_SOON_S:
-        _log.warning("the certificate in %s expires in %.1f days", files.cert, left_s / 86400)
+def _warn_of_open_key(files: TlsFiles) -> None:
     with contextlib.suppress(FileNotFoundError):
         if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)

@@ -7,7 +7,9 @@ from typing import Final
 
 __all__ = ["GAUGE_SUFFIXES", "Series", "series_of"]
 
-GAUGE_SUFFIXES: Final = ("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable")
+GAUGE_SUFFIXES: Final = (
+    *("_open", "_held_blocks", "_used_bytes", "_capacity_bytes", "_readable", "_writable", "_left_seconds"),
+)
 # What the messenger moved: which way, and in which units.
 _WAY: Final = r"(?P<transport>[a-z]+)/(?P<direction>[a-z]+)"
 _UNITS: Final = "bytes|slices|operations|seconds"

@@ -7,6 +7,7 @@ from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.errors import AddressInUse, BindFailed
 from messenger.link import Link
+from messenger.resolving import resolve
 from messenger.sockets import SocketLink
 from messenger.tcp.requester import TcpRequester
 from messenger.tcp.responder import TcpResponder
@@ -23,6 +24,7 @@ class TcpTransport(Transport, Door):
     def __init__(self, config: MessengerConfig) -> None:
         self._host = config.listen_host
         self._port = config.tcp_port
+        self._resolve_s = config.handshake_timeout_s
         self._identity = None if config.tls is None else identity(config.tls)
         self._has_fast_lanes = config.tls is None and config.transport in ("auto", "tcp")
 
@@ -55,11 +57,11 @@ class TcpTransport(Transport, Door):
         return f"{endpoint.tcp_host}:{endpoint.tcp_port}"
 
     def new_socket(self, endpoint: Endpoint) -> socket.socket:
-        family, kind, protocol, _, _ = _resolve(endpoint)
+        family, kind, protocol, _, _ = resolve(endpoint.tcp_host, endpoint.tcp_port, self._resolve_s)
         return socket.socket(family, kind, protocol)
 
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
-        sock.connect(_resolve(endpoint)[4])
+        sock.connect(resolve(endpoint.tcp_host, endpoint.tcp_port, self._resolve_s)[4])
 
     def wrap(self, sock: socket.socket, address: str) -> BufferedLink:
         if self._identity is None:
@@ -76,7 +78,3 @@ class TcpTransport(Transport, Door):
 def _buffered(link: Link) -> BufferedLink:
     assert isinstance(link, BufferedLink)
     return link
-
-
-def _resolve(endpoint: Endpoint) -> tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]:
-    return socket.getaddrinfo(endpoint.tcp_host, endpoint.tcp_port, type=socket.SOCK_STREAM)[0]  # type: ignore[return-value]

@@ -83,6 +83,8 @@ def messenger(
     with reported_errors():
         if sum(map(bool, (listen, to, local))) > 1:
             raise ConfigError("--listen, --to and --local exclude each other: one side listens, the other measures")
+        if data_port and not listen:
+            raise ConfigError("--data-port is of the side that listens: give it with --listen, the other side is told")
         tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
         try:
             if listen:
@@ -137,6 +139,8 @@ def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> T
 
 
 def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> None:
+    if port == 65535 and not data_port:
+        raise ConfigError("there is no port after 65535 for the bytes: name one with --data-port, or listen elsewhere")
     config = MessengerConfig(
         listen_host=host,
         advertise_host=host if host in WILDCARDS else None,

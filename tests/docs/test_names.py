@@ -20,7 +20,7 @@ from frontend.request import Facts
 from kvpool import PoolNodeConfig, node_numbers
 from kvpool.node import PoolNode
 from messenger.counters import Counters
-from messenger.reporting import reported
+from messenger.reporting import CERTIFICATE_LEFT, reported
 from replay.cluster_metrics import ClusterHistory
 from replay.dialogue_config import DialogueConfig
 from replay.dialogue_summary import summarise_dialogues
@@ -73,7 +73,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     counted |= node_numbers.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
     flows = Counters()
     told = [flows.flow(peer="p", transport="rdma", rail=rail, direction="read") for rail in ("", "mlx5_0/1")]
-    counted |= {f"messenger_{name}" for name in reported(flows, {})}
+    counted |= {f"messenger_{name}" for name in reported(flows, {})} | {f"messenger_{CERTIFICATE_LEFT}"}
     assert len(told) == 2
     assert {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries"} <= counted
     registry = new_registry()

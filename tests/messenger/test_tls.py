@@ -3,6 +3,7 @@
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -264,7 +265,7 @@ def test_files_that_cannot_be_used_leave_the_old_certificate_in_force(
     assert identity.material() is not before
 
 
-@pytest.mark.parametrize("step", ["_context", "_warn"])
+@pytest.mark.parametrize("step", ["_context", "_warn_of_open_key"])
 @pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_ca"])
 def test_a_file_that_vanishes_while_it_is_read_leaves_the_certificate_in_force(
     tls_settings: TlsSettings, monkeypatch: pytest.MonkeyPatch, which: str, step: str
@@ -294,6 +295,31 @@ def test_a_key_that_was_used_up_is_renewed_by_a_new_connection(
         peer.write(key, a.region, [[0, 0, 1 << 16]]).result()
     assert np.array_equal(a.array[: 1 << 16], b.array[: 1 << 16])
     assert a.messenger.counters()["connects"] > 4
+
+
+def test_the_end_of_a_certificate_is_told_once_a_day_of_the_last_fortnight(
+    tls_settings: TlsSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, day_s = tls_settings(), 86400.0
+    identity = Identity(TlsFiles(settings["tls_cert"], settings["tls_key"], settings["tls_ca"]))
+    end_s = identity.material().expires_s
+    told = []
+    for days_left in (15.0, 13.5, 13.0, 12.4, 1.0, -0.5, -1.6):
+        caplog.clear()
+        now_s = end_s - days_left * day_s
+        monkeypatch.setattr("messenger.tls.time.time", lambda now_s=now_s: now_s)
+        identity.left_s()
+        told += [record.getMessage().split(" ", 4)[4].split(";")[0] for record in caplog.records]
+    assert told == [
+        *("expires in 13.5 days", "expires in 12.4 days", "expires in 1.0 days"),
+        *["has expired: no connection can be made"] * 2,
+    ]
+
+
+def test_nodes_tell_how_long_their_certificate_lasts(pair: tuple[Any, Any]) -> None:
+    a, _ = pair
+    left_s = a.messenger.reported()["tls_certificate_left_seconds"]
+    assert 0 < left_s <= Identity(a.messenger._config.tls).material().expires_s - time.time() + 60
 
 
 @pytest.mark.parametrize(

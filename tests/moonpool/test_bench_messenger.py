@@ -335,6 +335,8 @@ def test_interrupted_it_tells_what_it_has() -> None:
         (["--priority", "high"], "--priority 'high' is unknown: expected one of urgent, normal, background"),
         (["--to", "host:x"], "'x' in 'host:x' is no port"),
         (["--to", "host:99999"], "up to 65535"),
+        (["--listen", "127.0.0.1:65535"], "no port after 65535 for the bytes: name one with --data-port"),
+        (["--to", "host", "--data-port", "7000"], "--data-port is of the side that listens"),
         (["--tls-cert", "node.pem", "--tls-key", "node.key"], "tls_ca not set"),
     ],
 )
