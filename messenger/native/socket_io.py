@@ -184,11 +184,12 @@ def _receive_views(fd, state, scratch, views, mark, left):  # type: ignore[no-un
             _wake_at(fd, scratch, min(mark, left))
             _await(fd, scratch, POLLIN | POLLRDHUP, -1)
         _address_views(scratch, first, views)
-        flags = np.int32(0 if mark else MSG_WAITALL)
+        # With a mark never asleep in here, where whoever has copied some would wait for as much as the mark once more.
+        flags = np.int32(MSG_DONTWAIT if mark else MSG_WAITALL)
         moved = recvmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, flags)
         if moved <= 0:
             errno = load_i32(errno_location()) if moved else np.int32(0)
-            if errno == EINTR:
+            if errno == EINTR or (mark and errno == EAGAIN):
                 continue
             state[ERRNO] = errno
             return np.int64(-1)

@@ -8,7 +8,7 @@ the views that it is for; what is sent is encrypted straight out of them, small 
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
-from socket import MSG_DONTWAIT, socket
+from socket import MSG_DONTWAIT, SO_RCVLOWAT, SOL_SOCKET, socket
 
 from messenger.buffered import BufferedLink
 from messenger.errors import EncryptionRefused, ProtocolError
@@ -16,6 +16,7 @@ from messenger.frames import MAGIC, Frame, Message, Reject, decode_body, decode_
 from messenger.framing import PREFIX
 from messenger.link import LinkClosed
 from messenger.tls import Material, carries, dns_names
+from messenger.watermark import LEAST_NBYTES
 
 __all__ = ["TlsLink"]
 
@@ -137,30 +138,57 @@ class TlsLink(BufferedLink):
 
     def _receive_some(self, view: memoryview) -> int:
         while True:
-            with self._guard:
-                try:
-                    received: int = self._tls.read(len(view), view)  # type: ignore[assignment]  # typeshed: bytes
-                    return received
-                except ssl.SSLWantReadError:
-                    pass
-                except ssl.SSLZeroReturnError:
-                    return 0
-                except ssl.SSLError as error:
-                    raise self._refused(error) from error
-            arrived = self._await_ciphertext()
-            if not arrived:
+            received = self._decrypted(view)
+            if received:
+                return received
+            if not self._take_in():
                 return 0
-            with self._guard:
-                self._incoming.write(arrived)
 
     def _receive_views(self, views: list[memoryview]) -> None:
+        left = sum(map(len, views))
+        asleep = left >= LEAST_NBYTES
+        if asleep:
+            self._wake_at(_CHUNK_NBYTES)
         for view in views:
-            filled = 0
-            while filled < len(view):
-                received = self._receive_some(view[filled:])
-                if not received:
+            while view:
+                received = self._decrypted(view)
+                view = view[received:]
+                left -= received
+                if asleep and left < 3 * _CHUNK_NBYTES:
+                    # Less than one more record of it may be here already. The call that receives copies what it finds,
+                    # up to a chunk, before it sleeps, and is then woken by a whole one more: so much must be to come.
+                    asleep = False
+                    self._wake_at(1)
+                if view and not self._take_in():
                     raise LinkClosed(f"{self.address} closed in the middle of a payload")
-                filled += received
+
+    def _decrypted(self, view: memoryview) -> int:
+        """How much of the view what has arrived fills."""
+        filled = 0
+        with self._guard:
+            try:
+                while filled < len(view):
+                    received: int = self._tls.read(len(view) - filled, view[filled:])  # type: ignore[assignment]  # typeshed: bytes
+                    filled += received
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLZeroReturnError as error:
+                if not filled:
+                    raise LinkClosed(f"{self.address} closed the connection") from error
+            except ssl.SSLError as error:
+                raise self._refused(error) from error
+        return filled
+
+    def _take_in(self) -> bool:
+        """More ciphertext from the socket; False when the other side closed."""
+        arrived = self._await_ciphertext()
+        with self._guard:
+            self._incoming.write(arrived)
+        return len(arrived) > 0
+
+    def _wake_at(self, nbytes: int) -> None:
+        """From now on who waits for ciphertext is woken by so much, or by the end."""
+        self._sock.setsockopt(SOL_SOCKET, SO_RCVLOWAT, nbytes)
 
     def _refused(self, error: ssl.SSLError | ssl.CertificateError) -> EncryptionRefused:
         if isinstance(error, ssl.SSLCertVerificationError):

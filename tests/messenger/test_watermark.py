@@ -43,7 +43,8 @@ def test_a_large_payload_is_over_when_its_last_byte_is_there(make_node: Any, nby
     assert np.array_equal(a.array[:nbytes], sent)
 
 
-def test_a_large_payload_may_come_in_drops(make_node: Any) -> None:
+@pytest.mark.parametrize("drop_nbytes", [100, 99_999])
+def test_a_large_payload_may_come_in_drops(make_node: Any, drop_nbytes: int) -> None:
     owner = make_node("b", 2 * MIB)
     key, payload = owner.grant(), bytes(range(256)) * (4 * KIB)
     with socket.create_connection((owner.endpoint.tcp_host, owner.endpoint.tcp_port)) as sock:
@@ -54,7 +55,7 @@ def test_a_large_payload_may_come_in_drops(make_node: Any) -> None:
         for seq in (1, 2):
             rows = np.array([(seq, len(payload))], np.int64).tobytes()
             caller.send(Write(seq, seq, key.region_id, key.token, 0, len(payload), rows, False, b"", b""))
-            for start in range(0, len(payload), 99_999):
-                sock.sendall(payload[start : start + 99_999])
+            for start in range(0, len(payload), drop_nbytes):
+                sock.sendall(payload[start : start + drop_nbytes])
             assert caller.receive() == Ack(seq, len(payload))
             assert owner.array[seq : seq + len(payload)].tobytes() == payload
