@@ -114,6 +114,7 @@ class Device:
                 if isinstance(region, GpuRegion):
                     raise OSError(errno.ENOENT, f"{self.name} knows region {region.region_id} no more")
                 started_s = time.monotonic()
+                region.memory.try_commit(0, region.nbytes)  # pinned pages cannot be joined to huge ones any more
                 mr = self.register_memory(region.address, region.nbytes, REGION_ACCESS)
                 registered = self._registered[region.region_id] = Registered(mr, region.address)
                 self._count(region, time.monotonic() - started_s)
