@@ -98,7 +98,7 @@ class Receiver:
             self._held = True
             self._helper = threading.get_ident()
         try:
-            while operation.flying and not self._ended:
+            while operation.flying and not self._ended and not self._stream.is_early(operation):
                 self._receive()
         except BaseException as error:
             # An interrupt, perhaps in the middle of a frame.
@@ -169,14 +169,15 @@ class Receiver:
             requester.allowed(message)
             return
         part = stream.flight.waiting(len(landed))
-        if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq:
+        if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq or part is stream.early:
             raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
-        sends = stream.sends(part)
-        if landed and (sends or part.operation.kind is Kind.READ or isinstance(message, Refused)):
+        takes_time = part.operation.kind is Kind.READ or isinstance(message, Refused)
+        must_be_sent = stream.sends(part) and (takes_time or not requester.takes_early_answers)
+        if landed and (takes_time or must_be_sent):
             # Those before it do not wait for its bytes.
             stream.acknowledged(landed, goes_on=True)
             landed.clear()
-        if sends:
+        if must_be_sent:
             stream.await_sent(part)
         if isinstance(message, Refused):
             requester.refused(part)

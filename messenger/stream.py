@@ -55,7 +55,9 @@ class Stream(Connecting):
         self.role = role
         self._sender: threading.Thread | None = None
         self._sending: Part | None = None  # whoever sends it has not come back
-        self._answered_early = False  # whoever receives waits until he has
+        self._is_awaited = False  # whoever receives waits until he has
+        self.early: Part | None = None
+        """Answered, and in flight until whoever sends it has come back."""
         self._unable = ""  # why the last part could not be sent
         self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
 
@@ -151,7 +153,7 @@ class Stream(Connecting):
             # An interrupt, perhaps in the middle of a frame.
             self.end_link(error)
             with self.lock:
-                self._sending = None
+                self._sending = self.early = None
                 self.wake_locked()
             raise
         with self.lock:
@@ -273,6 +275,11 @@ class Stream(Connecting):
         """Whether whoever sends the part has not come back. With or without the lock."""
         return self._sending is part
 
+    def is_early(self, operation: Operation) -> bool:
+        """Whether the operation's part was answered, and whoever sends it will tell. With or without the lock."""
+        early = self.early
+        return early is not None and early.operation is operation
+
     def await_sent(self, part: Part) -> None:
         """The oldest part in flight is answered: return once nobody sends it any more.
 
@@ -280,7 +287,7 @@ class Stream(Connecting):
         Raises ProtocolError when no request was sent, LinkClosed when the link ends first.
         """
         with self.lock:
-            self._answered_early = True
+            self._is_awaited = True
             self._wakes.wait_for(lambda: self._sending is not part or self._link_ended)
             if self._link_ended:
                 raise LinkClosed(f"the connection to {self.address} ended in the middle of a request")
@@ -288,11 +295,17 @@ class Stream(Connecting):
                 raise ProtocolError(f"{self.address} answers a request that was not sent")
 
     def acknowledged(self, parts: Sequence[Part], *, goes_on: bool) -> None:
-        """The oldest parts in flight are done, and whoever receives has more at hand, or not."""
+        """The oldest parts in flight are done, and whoever receives has more at hand, or not.
+
+        One of which the sending has not returned is in use until it has: it is the last, and kept for then.
+        """
         flight, receiver, now_s = self.flight, self._receiver, time.monotonic()
         ended: list[Operation] = []
         with self.lock:
             self._answered = True
+            if parts[-1] is self._sending:
+                self.early = parts[-1]
+                parts = parts[:-1]
             for part in parts:
                 flight.answered()
                 ended += self._landed_locked(part, now_s)
@@ -342,9 +355,13 @@ class Stream(Connecting):
     def _sent_locked(self, part: Part, sent: Sent) -> list[Operation]:
         """Nobody sends the part any more; returns what is to be settled."""
         self._sending = None
-        if self._answered_early:
-            self._answered_early = False
+        if self._is_awaited:
+            self._is_awaited = False
             self._wakes.notify_all()
+        is_answered, self.early = self.early is part, None
+        if is_answered and sent is Sent.WHOLE and not self._link_ended:
+            self.flight.answered()
+            return self._landed_locked(part, time.monotonic())
         if sent is Sent.DONE:
             self.flight.ended(part)
             return self._landed_locked(part, time.monotonic())

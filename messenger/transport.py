@@ -54,6 +54,9 @@ class NoPath(ConnectionError):
 class Requester(ABC):
     """The calling side of one link. One thread at a time sends, and one receives; neither is always the same."""
 
+    takes_early_answers = False
+    """Whether an answer may be accepted before the sending of its part, unless it reads, has returned."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
         self._begun: Part | None = None

@@ -30,6 +30,7 @@ _MAX_PRINTS = 4096
 
 class ShmRequester(Requester):
     _link: SocketLink
+    takes_early_answers = True
 
     def __init__(self, link: SocketLink, copy_rows: "CopyRows") -> None:
         super().__init__(link)

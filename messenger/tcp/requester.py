@@ -15,6 +15,7 @@ from messenger.transport import Requester, Sent
 
 class TcpRequester(Requester):
     _link: BufferedLink
+    takes_early_answers = True
 
     def begin(self, part: Part) -> Sent:
         transfer = part.transfer

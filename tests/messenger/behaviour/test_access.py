@@ -45,6 +45,27 @@ def test_a_key_that_was_never_granted_is_refused_and_touches_nothing(pair: Any, 
     assert b.messenger.counters()["accesses_denied"] == 1
 
 
+def test_refused_reads_displace_no_byte_of_the_reads_around_them(make_node: Any) -> None:
+    sizes = [1, 11, 12, 13, 27, 28, 29, 100, 4096, 16 << 10, 70_001] * 6
+    starts = np.cumsum([0, *sizes])[:-1].tolist()
+    a, b = make_node("a", sum(sizes)), make_node("b", sum(sizes))
+    b.fill(3)
+    good, void = b.grant(), dataclasses.replace(b.grant(), token=12345)
+    peer = a.messenger.connect(b.endpoint)
+    futures = [
+        peer.read(good if n % 3 else void, a.region, [[start, start, size]])
+        for n, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    for n, (future, start, size) in enumerate(zip(futures, starts, sizes, strict=True)):
+        there, here = b.array[start : start + size], a.array[start : start + size]
+        if n % 3:
+            assert future.result().nbytes == size
+            assert np.array_equal(here, there)
+        else:
+            assert isinstance(future.exception(), RemoteAccessError)
+            assert not here.any()
+
+
 def test_a_key_without_the_right_is_refused(pair: Any) -> None:
     a, b = pair
     peer = a.messenger.connect(b.endpoint)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from messenger import Endpoint, PeerLost, RemoteKey, TransferDeadlineExceeded, TransferError
+from messenger import Endpoint, PeerLost, RemoteAccessError, RemoteKey, TransferDeadlineExceeded, TransferError
 from messenger.config import boot_id
 from messenger.frames import (
     Ack,
@@ -29,6 +29,7 @@ from messenger.frames import (
     Reject,
     Welcome,
     Write,
+    encode,
 )
 from messenger.memory import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
 from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage
@@ -150,6 +151,52 @@ def test_a_write_is_not_done_before_it_was_sent_whatever_its_owner_says(caller: 
             peer.write(KEY, caller.region, [[0, 0, 8 << 20]], deadline_s=0.3).result(30)
     liar.serve = honest
     assert peer.write(KEY, caller.region, [[0, 0, 8 << 20]]).result().nbytes == 8 << 20
+
+
+@pytest.mark.transports("tcp")
+def test_a_write_that_is_answered_too_early_is_done_as_soon_as_it_was_sent(caller: Any, liar: Liar) -> None:
+    told, go_on = threading.Event(), threading.Event()
+
+    def answer_too_early(link: SocketLink) -> None:
+        message = link.receive()
+        assert isinstance(message, Write)
+        link.send(Ack(message.seq, message.nbytes))
+        told.set()
+        go_on.wait(60)
+        link.drain(message.nbytes)
+        honest(link)
+
+    liar.serve = answer_too_early
+    peer = caller.messenger.connect(liar.endpoint)
+    writes = [peer.write(KEY, caller.region, [[0, 0, 8 << 20]]) for _ in range(2)]
+    results: list[int] = []
+    waiter = threading.Thread(target=lambda: results.extend(write.result().nbytes for write in writes))
+    waiter.start()
+    assert told.wait(60)
+    assert not any(write.done() for write in writes)
+    go_on.set()
+    waiter.join(60)
+    assert results == [8 << 20] * 2
+
+
+def test_answers_that_come_in_one_go_each_end_their_own_request(caller: Any, liar: Liar) -> None:
+    def answer_in_one_go(link: SocketLink) -> None:
+        asked: list[Notify] = []
+        while len(asked) < 5:
+            message = link.receive()
+            assert isinstance(message, Notify)
+            asked.append(message)
+        answers = [Ack(one.seq, 0) if one.tag == b"good" else Refused(one.seq, "not this one") for one in asked]
+        link._sock.sendall(b"".join(map(encode, answers)))
+        honest(link)
+
+    liar.serve = answer_in_one_go
+    peer = caller.messenger.connect(liar.endpoint)
+    futures = [peer.notify(tag, b"") for tag in (b"good", b"good", b"bad", b"good", b"bad")]
+    errors = [future.exception() for future in futures]
+    assert [isinstance(error, RemoteAccessError) for error in errors] == [False, False, True, False, True]
+    assert errors[0] is errors[1] is errors[3] is None
+    assert peer.notify(b"more", b"").result() is None
 
 
 def test_a_request_over_which_each_connection_breaks_is_given_up_and_holds_up_no_other(caller: Any, liar: Liar) -> None:
