@@ -1,8 +1,7 @@
-"""Whether another host's port can be reached, and if not, how one can tell why; and the firewall's own books."""
+"""Whether another host's node can be reached, and if not, how one can tell why; and the firewall's own books."""
 
 import errno
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict
+from moonpool.doctor.greeting import Greeting, greet, judge_greeting
 
-_CONNECT_S: Final = 3.0
+_CONNECT_S: Final = 2.0
 _ROCE_PORT: Final = 4791
 _FULL_FRACTION: Final = 0.8
 _UNREACHABLE: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM)
@@ -30,12 +30,12 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Peer:
-    """`address` as it was given; `detail` is the system's own word; `seconds` until the answer."""
+    """`address` as it was given; `detail` is the system's own word; `greeting`: what came of one, where it is open."""
 
     address: str
     answer: Answer
-    seconds: float
     detail: str = ""
+    greeting: Greeting | None = None
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -49,11 +49,12 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def observe_peer(address: str, within_s: float = _CONNECT_S) -> Peer:
-    """Connects and hangs up; sends nothing."""
-    started_s = time.monotonic()
+    """Connects, hangs up, and connects again to greet whoever is there."""
+    host, port = split_address(address)
     try:
-        with socket.create_connection(split_address(address), timeout=within_s):
-            answer, detail = Answer.OPEN, ""
+        with socket.create_connection((host, port), timeout=within_s):
+            pass
+        return Peer(address, Answer.OPEN, greeting=greet(host, port))
     except TimeoutError:
         answer, detail = Answer.SILENT, f"nothing within {within_s:g} s"
     except ConnectionRefusedError as error:
@@ -63,19 +64,19 @@ def observe_peer(address: str, within_s: float = _CONNECT_S) -> Peer:
     except OSError as error:
         answer = Answer.UNREACHABLE if error.errno in _UNREACHABLE else Answer.OTHER
         detail = str(error.strerror or error)
-    return Peer(address, answer, time.monotonic() - started_s, detail)
+    return Peer(address, answer, detail)
 
 
 def judge_peer(seen: Peer, needs: Needs) -> Verdict:
-    if seen.answer is Answer.OPEN:
-        found = f"{seen.address} answers after {1000 * seen.seconds:.3g} ms"
-        if Purpose.RDMA in needs:
+    if seen.greeting is not None:
+        level, found, advice = judge_greeting(seen.address, seen.greeting)
+        if level is Level.OK and Purpose.RDMA in needs:
             advice = (
                 f"For RoCE v2 the firewalls between must also let UDP port {_ROCE_PORT} pass both ways, which shows "
                 "only when a connection is made."
             )
             return Level.NOTE, found, advice
-        return Level.OK, found, ""
+        return level, found, advice
     return Level.FAIL, f"{seen.address}: {seen.detail}", _PEER_ADVICE[seen.answer]
 
 
