@@ -48,7 +48,6 @@ class Turn:
 
 
 SIZES = {"1MiB": Turn(MIB, 120, 8), "4MiB": Turn(4 * MIB, 32, 8), "16MiB": Turn(16 * MIB, 12, 4)}
-SWITCH_INTERVAL_S = 0.0005  # as workers have it (worker/node.py)
 FEWEST = 5  # writes that ib_write_bw can be told to do
 
 
@@ -253,7 +252,6 @@ def main() -> int:
     options = parser.parse_args()
     if "RDMA_BED" not in os.environ:
         return outside(options.rounds)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if options.owner:
         own()
     else:
