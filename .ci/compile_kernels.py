@@ -19,9 +19,11 @@ def engine() -> None:
 
 
 def directory() -> None:
+    from conductor.policy.kernels import kernels
     from kvpool import directory_table
 
     directory_table.warm_up()
+    kernels()
 
 
 def owner() -> None:

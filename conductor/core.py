@@ -2,7 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conductor.config import ConductorConfig
 from conductor.event_log import EventLog
@@ -13,6 +16,7 @@ from conductor.policy.events import Event
 __all__ = ["Core"]
 
 log = logging.getLogger(__name__)
+_NO_KEYS = np.zeros(0, np.uint64)
 
 
 class Core:
@@ -34,7 +38,7 @@ class Core:
         """The policy's clock."""
         return self._clock()
 
-    def handle(self, event: Event, keys: Sequence[int] = ()) -> list[Decision]:
+    def handle(self, event: Event, keys: NDArray[np.uint64] = _NO_KEYS) -> list[Decision]:
         """Decide on an event. `keys` of the prompt's blocks go to the log only."""
         now_ns = self._clock()
         before = self.policy.suspects
@@ -43,7 +47,7 @@ class Core:
             _tell(before, self.policy.suspects)
         if self._log is not None:
             try:
-                self._log.write(now_ns, event, decisions, keys)
+                self._log.write(now_ns, event, decisions, keys.tolist())
             except OSError:
                 log.exception("the decision log cannot be written; going on without it")
                 self._log = None

@@ -13,8 +13,9 @@ from conductor.following import Following, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
 from conductor.replicas import CopiedPrefix, Replicas
-from kvpool import Directory, DirectoryState, KvPoolError, Match, keys_from_bytes, keys_u64
+from kvpool import Directory, DirectoryState, KvPoolError, keys_from_bytes, keys_u64
 from kvpool.client import PoolClient
+from kvpool.directory_matches import Matches
 from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
 
@@ -35,6 +36,8 @@ class Pools:
         self.following = Following()
         self.replicas = Replicas()
         self._clients: dict[str, PoolClient] = {}
+        self._roster: tuple[str, ...] | None = None  # of the directory, and of it those that have not joined
+        self._absent = np.zeros(0, int)
         self._tasks: set[asyncio.Task[None]] = set()  # copies, hints, removals, and clients being closed
 
     def add(self, node: conductor_pb2.Node) -> None:
@@ -54,10 +57,15 @@ class Pools:
         """Of all pool nodes that are followed."""
         return self.following.directory
 
-    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> dict[str, Match]:
+    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> Matches:
         """What each joined pool node that holds any holds of the chain's leading blocks."""
-        held = self.directory.match(kv_namespace, keys)
-        return {node_id: match for node_id, match in held.items() if node_id in self._clients}
+        matches = self.directory.match(kv_namespace, keys)
+        if matches.roster is not self._roster:
+            self._roster = matches.roster
+            self._absent = np.array([i for i, node_id in enumerate(self._roster) if node_id not in self._clients], int)
+        if len(self._absent):
+            matches.held[:, self._absent] = 0
+        return matches
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:
         """Carry out a copy in the background; the policy hears of its end."""
@@ -124,6 +132,7 @@ class Pools:
 
     def _disconnect(self, node_id: str) -> None:
         client = self._clients.pop(node_id, None)
+        self._roster = None
         if client is not None:
             self._spawn(client.close())
 

@@ -76,10 +76,9 @@ class ConductorService(ConductorServicer):
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         kv_namespace = peer.kv_namespace if peer is not None else b""
-        matches = self._pools.match(kv_namespace, keys) if peer is not None else {}
-        names = keys.tolist()
-        replicas = self._pools.replicas.within(kv_namespace, keys) if matches else {}
-        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, names, replicas), names)
+        matches = self._pools.match(kv_namespace, keys) if peer is not None else None
+        replicas = self._pools.replicas.within(kv_namespace, keys)
+        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
         self._carry_out(decisions, request)
         return self._reply(decisions)
 

@@ -1,6 +1,9 @@
 """Between the wire's messages and the policy's plain data, in both directions. No state, no decisions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
@@ -9,7 +12,6 @@ from conductor.policy.events import (
     NodeReported,
     NodeView,
     Phase,
-    PoolMatch,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -17,7 +19,8 @@ from conductor.policy.events import (
     Role,
     TransferSample,
 )
-from kvpool import Match
+from conductor.policy.matches import NO_MATCHES, PoolMatches
+from kvpool.directory_matches import Matches
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "prefix_key", "rejection", "report"]
@@ -74,14 +77,14 @@ def prefix_key(kv_namespace: bytes, last_key: int) -> int:
 def arrived(
     request: conductor_pb2.ScheduleRequest,
     kv_namespace: bytes,
-    matches: Mapping[str, Match],
-    keys: Sequence[int],
+    matches: Matches | None,
+    keys: NDArray[np.uint64],
     replicas: Mapping[str, int],
 ) -> RequestArrived:
-    """`matches`: what each pool node holds of `kv_namespace`; `keys`: uint64 per full block; `replicas`: per pool node
+    """`matches`: what pool nodes hold of `kv_namespace`; `keys`: one per full block; `replicas`: per pool node
     that has some of it by a Copy, that Copy's match_key."""
-    longest = max((match.blocks for match in matches.values()), default=0)
-    match_key = prefix_key(kv_namespace, keys[longest - 1]) if longest else 0
+    longest = int(matches.held[0].max(initial=0)) if matches is not None else 0
+    match_key = prefix_key(kv_namespace, int(keys[longest - 1])) if longest else 0
     return RequestArrived(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -89,13 +92,12 @@ def arrived(
         model=request.model,
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens,
-        matches=tuple(
-            PoolMatch(pool, match.blocks, match.ssd_blocks, replicas.get(pool, 0))
-            for pool, match in sorted(matches.items())
-        ),
+        matches=PoolMatches(matches.roster, matches.held[0], matches.held[1], replicas)
+        if matches is not None and longest
+        else NO_MATCHES,
         match_key=match_key,
         generated=request.generated,
-        excluded=tuple(sorted(set(request.exclude_nodes))),
+        excluded=tuple(sorted(set(request.exclude_nodes))) if request.exclude_nodes else (),
         ttft_objective_s=request.ttft_objective_s,
         tbt_objective_s=request.tpot_objective_s,
         tenant=request.tenant,

@@ -19,23 +19,16 @@ from numpy.typing import NDArray
 
 from kvpool.address import Namespace, keys_from_bytes, keys_u64
 from kvpool.contents import fold_of
+from kvpool.directory_matches import Match, Matches
 from kvpool.directory_nodes import DirectoryState, FollowedNode, NodeNumbers, Position
 from kvpool.directory_table import DirectoryTable, Replicas, code_of
 from kvpool.errors import AddressError
 from kvpool.events import BlockRun, PoolEvents
 
-__all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Position"]
+__all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Matches", "Position"]
 
 
-_FEW = 8  # nodes
 _HALF = 32  # bits of a pair
-
-
-class Match(NamedTuple):
-    """What one node holds of a chain."""
-
-    blocks: int  # the leading run
-    ssd_blocks: int  # of these, how many are on SSD only
 
 
 class DumpedNode(NamedTuple):
@@ -48,6 +41,24 @@ class DumpedNode(NamedTuple):
     right_at: int
 
 
+class _Places(NamedTuple):
+    """Which node's number is at which place of the roster."""
+
+    version: int  # of the numbers
+    roster: tuple[str, ...]
+    of_numbers: NDArray[np.int64]  # -1: not to be seen
+
+    @classmethod
+    def of(cls, numbers: NodeNumbers, former: "_Places | None") -> "_Places":
+        names = numbers.names
+        roster = tuple(sorted(name for name in names if name is not None))
+        if former is not None and former.roster == roster:
+            roster = former.roster
+        places = {name: place for place, name in enumerate(roster)}
+        of_numbers = np.array([-1 if name is None else places[name] for name in names], np.int64)
+        return cls(numbers.version, roster, of_numbers)
+
+
 class Directory:
     """The full index of one conductor. Making the first one compiles what it runs on."""
 
@@ -55,7 +66,9 @@ class Directory:
         self._table = DirectoryTable(secrets.randbits(64))
         self._nodes: dict[str, FollowedNode] = {}
         self._numbers = NodeNumbers()
-        self._purged = 0  # segments, of the pass under way
+        self._places: _Places | None = None  # as last needed
+        self._folds: dict[bytes, int] = {}  # of namespaces that were asked for, which are those of joined nodes
+        self._purged = 0  # parts, of the pass under way
         self._dropped = 0  # nodes
         self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
         self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
@@ -98,16 +111,19 @@ class Directory:
         known.seq = events.seq
         return self._judge(node, known, events)
 
-    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> dict[str, Match]:
-        """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`).
-
-        Nodes with none are left out; the others come in the order of their ids.
-        """
-        if not len(keys):
-            return {}
-        found = self._table.match(np.ascontiguousarray(keys, np.uint64), fold_of(kv_namespace))
-        held = self._by_name(found) if len(found) <= _FEW else self._many_by_name(found)
-        return _in_order(held)
+    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
+        """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`)."""
+        if self._places is None or self._places.version != self._numbers.version:
+            self._places = _Places.of(self._numbers, self._places)
+        fold = self._folds.get(kv_namespace)
+        if fold is None:
+            fold = self._folds[bytes(kv_namespace)] = fold_of(kv_namespace)
+        if not keys.flags.c_contiguous:
+            keys = np.ascontiguousarray(keys)
+        roster, of_numbers = self._places.roster, self._places.of_numbers
+        held = np.zeros((2, len(roster)), np.int64)
+        self._table.match(keys, fold, of_numbers, held)
+        return Matches(roster, held)
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
         """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
@@ -129,13 +145,13 @@ class Directory:
             self._retire(known.number)
             self._dropped += 1
 
-    def purge(self, num_segments: int = 64) -> bool:
-        """Take what lost nodes held out of some more of the table (2,048 places a segment). False: nothing is left."""
+    def purge(self, num_parts: int = 64) -> bool:
+        """Take what lost nodes held out of some more of the table (2,048 slots a part). False: nothing is left."""
         dying = self._numbers.dying
         if not dying:
             return False
-        self._purged = self._table.purge(dying, self._purged, num_segments)
-        if self._purged == self._table.num_segments:
+        self._purged = self._table.purge(dying, self._purged, num_parts)
+        if self._purged >= self._table.num_parts:
             self._purged = 0
             self._numbers.end_pass()
         return bool(self._numbers.dying)
@@ -182,16 +198,16 @@ class Directory:
             and known.generation == each.generation
         ]
 
-    def dump(self, numbers: frozenset[int], num_segments: int = 16) -> Iterator[Replicas]:
-        """What these numbers hold, a few segments at a time; events may come in between.
+    def dump(self, numbers: frozenset[int], num_parts: int = 16) -> Iterator[Replicas]:
+        """What these numbers hold, a few parts at a time; events may come in between.
 
         So it is fuzzy, as a database's checkpoint may be (Mohan et al., ARIES, ACM TODS 17(1), 1992): right once the
         events between its begin and its end are taken in again.
         """
         begin = 0
-        while begin < self._table.num_segments:
-            yield self._table.extract(numbers, begin, num_segments)
-            begin += num_segments
+        while begin < self._table.num_parts:
+            yield self._table.extract(numbers, begin, num_parts)
+            begin += num_parts
 
     def restore_node(self, dumped: DumpedNode) -> int:
         """A node of a dump. Returns the number under which to restore what it holds; it has none yet."""
@@ -211,17 +227,6 @@ class Directory:
             if self._numbers.name(known.number) != name:
                 problems.append(f"node {name!r} has number {known.number}, which is another's")
         return problems
-
-    def _by_name(self, found: NDArray[np.int64]) -> dict[str | None, Match]:
-        """Under None what is not to be seen."""
-        return {self._numbers.name(number): Match(blocks, on_ssd) for number, blocks, on_ssd in found.tolist()}
-
-    def _many_by_name(self, found: NDArray[np.int64]) -> dict[str | None, Match]:
-        """The same for a hot prefix: a thousand nodes hold it, and most hold the same of it."""
-        pairs = (found[:, 1] << _HALF | found[:, 2]).tolist()
-        matches = {pair: Match(pair >> _HALF, pair & (1 << _HALF) - 1) for pair in set(pairs)}
-        names = map(self._numbers.name, found.T[0].tolist())
-        return dict(zip(names, map(matches.__getitem__, pairs), strict=True))
 
     def _add(self, node: str) -> FollowedNode:
         # Whoever was lost and comes back has none of its former generations.
@@ -273,8 +278,3 @@ class Directory:
         known.refuse(why)
         self.resyncs[why] += 1
         return False
-
-
-def _in_order(held: dict[str | None, Match]) -> dict[str, Match]:
-    nodes = sorted(node for node in held if node is not None)
-    return {node: held[node] for node in nodes}

@@ -5,14 +5,27 @@ from typing import Any
 import numba
 import numpy as np
 
-from kvpool.directory_layout import DENSE, FREE, MAX_FILL, NEED, SEGMENT, SHIFT, USED
-from kvpool.directory_reading import SEVERAL, find, hash_of, key_at, shape
+from kvpool.directory_layout import (
+    CURSOR,
+    DENSE,
+    END,
+    FREE,
+    LIVE,
+    MAX_FILL,
+    NEED,
+    NEED_ROWS,
+    NEED_SLOTS,
+    SEGMENT,
+    SHIFT,
+    USED,
+)
+from kvpool.directory_reading import SEVERAL, find, hash_of, shape, table_at
 
 __all__ = ["purge", "remove", "split", "store"]
 
 _MAX_LIST_CLASS = 4
 _FEW = 31  # so few replicas are listed again
-_LAST = np.uint64(SEGMENT - 1)
+_HOLES = 8  # one free slot in so many are holes enough to be filled
 _U1, _U32 = np.uint64(1), np.uint64(32)
 _M1, _M2, _GAMMA = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
@@ -60,7 +73,7 @@ def _needs_rows(t: Any) -> Any:
     """Whether the next change could find no row; then the caller has to make room."""
     if t.meta[USED] + 2 * (4 << t.meta[DENSE]) <= len(t.rows):
         return False
-    t.meta[NEED] = -1
+    t.meta[NEED] = NEED_ROWS
     return True
 
 
@@ -178,57 +191,86 @@ def _without(t: Any, several: Any, number: Any) -> Any:
 
 
 @numba.njit
-def _delete(t: Any, segment: Any, at: Any, seed: Any) -> Any:
-    """Free a place, shifting back what would not be found past it."""
+def _new_slot(t: Any) -> Any:
+    """A free slot, next-fit; -1: the caller has to make room. Holes are used again once they are many."""
+    slot, end = t.meta[CURSOR], t.meta[END]
+    while slot < end and t.held[slot]:
+        slot += 1
+    if slot == end and (end - t.meta[LIVE]) * _HOLES > end:
+        slot = 0
+        while t.held[slot]:
+            slot += 1
+    if slot == end:
+        if end == len(t.held):
+            t.meta[CURSOR] = end
+            t.meta[NEED] = NEED_SLOTS
+            return np.int64(-1)
+        t.meta[END] = end + 1
+    t.meta[CURSOR] = slot + 1
+    return np.int64(slot)
+
+
+@numba.njit
+def _delete(t: Any, segment: Any, at: Any) -> Any:
+    """Free a place and its slot, shifting back what would not be found past it."""
+    t.held[np.int64(t.places[at + 1]) - 1] = 0
+    t.meta[LIVE] -= 1
     base = segment * SEGMENT
-    hole = at // 3 - base
+    hole = at // 2 - base
     last = SEGMENT - 1
     j = hole
     while True:
         j = (j + 1) & last
-        there = (base + j) * 3
-        if t.places[there + 2] == 0:
+        there = (base + j) * 2
+        if t.places[there + 1] == 0:
             break
-        home = np.int64(hash_of(key_at(t.places, there), seed) & _LAST)
+        home = np.int64(t.places[there]) & last
         if ((j - home) & last) >= ((j - hole) & last):
-            to = (base + hole) * 3
-            t.places[to], t.places[to + 1], t.places[to + 2] = (
-                t.places[there],
-                t.places[there + 1],
-                t.places[there + 2],
-            )
+            to = (base + hole) * 2
+            t.places[to], t.places[to + 1] = t.places[there], t.places[there + 1]
             hole = j
-    t.places[(base + hole) * 3 + 2] = 0
+    t.places[(base + hole) * 2 + 1] = 0
     t.fill[segment] -= 1
 
 
-def store(t: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: Any) -> Any:
+def store(addresses: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: Any) -> Any:
     """Add replicas, or move them to another tier. Returns how far it came; short of the end, see meta[NEED]."""
+    t = table_at(addresses)
+    slot = np.int64(len(t.held))
     for i in range(start, len(keys)):
         key, code = keys[i] ^ fold, codes[i]
         if _needs_rows(t):
             return i
-        segment, at = find(t, key, seed)
-        held = t.places[at + 2]
+        slot += 1
+        if not (slot < len(t.held) and t.keys[slot] == key and t.held[slot] != 0):
+            segment, at = find(t, key, seed)
+            slot = np.int64(t.places[at + 1]) - 1
+            if slot < 0:
+                if t.fill[segment] >= MAX_FILL:
+                    t.meta[NEED] = segment
+                    return i
+                slot = _new_slot(t)
+                if slot < 0:
+                    return i
+                t.places[at], t.places[at + 1] = np.uint32(hash_of(key, seed) >> _U32), np.uint32(slot + 1)
+                t.fill[segment] += 1
+                t.meta[LIVE] += 1
+                t.keys[slot], t.held[slot] = key, code
+                _count(t, key, code, 1)
+                continue
+        held = t.held[slot]
         if held == code:
             continue
         old = np.uint32(0)
-        if held == 0:
-            if t.fill[segment] >= MAX_FILL:
-                t.meta[NEED] = segment
-                return i
-            t.places[at], t.places[at + 1] = np.uint32(key), np.uint32(key >> _U32)
-            t.places[at + 2] = code
-            t.fill[segment] += 1
-        elif held & SEVERAL:
-            t.places[at + 2], old = _with(t, held, code)
+        if held & SEVERAL:
+            t.held[slot], old = _with(t, held, code)
         elif held >> np.uint32(1) == code >> np.uint32(1):
-            t.places[at + 2], old = code, held
+            t.held[slot], old = code, held
         else:
             row = _new_list(t, 0)
             _append(t, row, held)
             _append(t, row, code)
-            t.places[at + 2] = SEVERAL | np.uint32(row // 4)
+            t.held[slot] = SEVERAL | np.uint32(row // 4)
         if old != code:
             if old:
                 _count(t, key, old, -1)
@@ -236,44 +278,50 @@ def store(t: Any, keys: Any, codes: Any, fold: Any, seed: Any, start: Any) -> An
     return len(keys)
 
 
-def remove(t: Any, keys: Any, number: Any, fold: Any, seed: Any, start: Any) -> Any:
+def remove(addresses: Any, keys: Any, number: Any, fold: Any, seed: Any, start: Any) -> Any:
     """Node `number` holds the keys no more. Returns as `store`."""
+    t = table_at(addresses)
     for i in range(start, len(keys)):
         key = keys[i] ^ fold
         if _needs_rows(t):
             return i
         segment, at = find(t, key, seed)
-        held = t.places[at + 2]
+        slot = np.int64(t.places[at + 1]) - 1
+        if slot < 0:
+            continue
+        held = t.held[slot]
         old = np.uint32(0)
         if held & SEVERAL:
-            t.places[at + 2], old = _without(t, held, number)
-        elif held and np.int64(held >> np.uint32(1)) == number:
+            t.held[slot], old = _without(t, held, number)
+        elif np.int64(held >> np.uint32(1)) == number:
             old = held
-            _delete(t, segment, at, seed)
+            _delete(t, segment, at)
         if old:
             _count(t, key, old, -1)
     return len(keys)
 
 
-def split(t: Any, segment: Any, new: Any, seed: Any, scratch: Any) -> Any:
+def split(addresses: Any, segment: Any, new: Any, scratch: Any) -> Any:
     """Move the keys whose next bit is set to segment `new`, which is empty. `scratch` has room for a segment."""
-    begin, end = segment * SEGMENT * 3, (segment + 1) * SEGMENT * 3
+    t = table_at(addresses)
+    begin, end = segment * SEGMENT * 2, (segment + 1) * SEGMENT * 2
     scratch[:] = t.places[begin:end]
     t.places[begin:end] = 0
     t.fill[segment] = 0
     depth = t.depth[segment] + 1
     t.depth[segment], t.depth[new] = depth, depth
+    last = SEGMENT - 1
     first = np.int64(-1)
     for i in range(SEGMENT):
-        if scratch[i * 3 + 2]:
-            h = hash_of(key_at(scratch, i * 3), seed)
-            first = np.int64(h >> np.uint64(t.meta[SHIFT]))
-            to = new if h >> np.uint64(64 - depth) & _U1 else segment
-            place = h & _LAST
-            while t.places[(to * SEGMENT + np.int64(place)) * 3 + 2]:
-                place = (place + _U1) & _LAST
-            at = (to * SEGMENT + np.int64(place)) * 3
-            t.places[at : at + 3] = scratch[i * 3 : i * 3 + 3]
+        if scratch[i * 2 + 1]:
+            fingerprint = np.int64(scratch[i * 2])
+            first = fingerprint >> (t.meta[SHIFT] - 32)
+            to = new if fingerprint >> (32 - depth) & 1 else segment
+            place = fingerprint & last
+            while t.places[(to * SEGMENT + place) * 2 + 1]:
+                place = (place + 1) & last
+            at = (to * SEGMENT + place) * 2
+            t.places[at], t.places[at + 1] = scratch[i * 2], scratch[i * 2 + 1]
             t.fill[to] += 1
     half = 1 << (64 - t.meta[SHIFT] - depth)
     first -= first % (2 * half)
@@ -299,29 +347,23 @@ def _first_of(t: Any, several: Any, wanted: Any) -> Any:
     return np.int64(-1)
 
 
-def purge(t: Any, segment: Any, end: Any, dying: Any, seed: Any) -> Any:
-    """Take all replicas of the dying numbers out of segments [segment, end). Returns as `store`."""
-    while segment < end:
-        place = 0
-        while place < SEGMENT:
+def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
+    """Take all replicas of the dying numbers out of slots [slot, end). Returns as `store`."""
+    t = table_at(addresses)
+    while slot < end:
+        held = t.held[slot]
+        while held & SEVERAL:
+            number = _first_of(t, held, dying)
+            if number < 0:
+                break
             if _needs_rows(t):
-                return segment
-            at = (segment * SEGMENT + place) * 3
-            held = t.places[at + 2]
-            key = key_at(t.places, at)
-            while held & SEVERAL:
-                number = _first_of(t, held, dying)
-                if number < 0:
-                    break
-                if _needs_rows(t):
-                    return segment
-                held, old = _without(t, held, number)
-                t.places[at + 2] = held
-                _count(t, key, old, -1)
-            if held and not held & SEVERAL and dying[held >> np.uint32(1)]:
-                _delete(t, segment, at, seed)
-                _count(t, key, held, -1)
-            else:
-                place += 1
-        segment += 1
-    return segment
+                return slot
+            held, old = _without(t, held, number)
+            t.held[slot] = held
+            _count(t, t.keys[slot], old, -1)
+        if held and not held & SEVERAL and dying[held >> np.uint32(1)]:
+            _count(t, t.keys[slot], held, -1)
+            segment, at = find(t, t.keys[slot], seed)
+            _delete(t, segment, at)
+        slot += 1
+    return slot

@@ -1,7 +1,7 @@
 """What a directory knows of the nodes it follows, beside their blocks: numbers and places in their streams. Pure."""
 
 import enum
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ class NodeNumbers:
 
     def __init__(self) -> None:
         self._names: list[str | None] = [None]
+        self.version = 0  # of the names
         self._free: list[int] = []
         self._dying: set[int] = set()
         self._late: set[int] = set()  # of these, those that the pass under way has not seen from its begin
@@ -103,12 +104,18 @@ class NodeNumbers:
         """Numbers under which blocks are still to be taken out."""
         return self._dying
 
+    @property
+    def names(self) -> Sequence[str | None]:
+        """By number; see `name`."""
+        return self._names
+
     def name(self, number: int) -> str | None:
         """Whose number it is; None when what it holds is not to be seen."""
         return self._names[number]
 
     def take(self, name: str | None) -> int:
         """A number for a node, or for what is not to be seen yet."""
+        self.version += 1
         if not self._free:
             self._names.append(name)
             return len(self._names) - 1
@@ -117,10 +124,12 @@ class NodeNumbers:
         return number
 
     def rename(self, number: int, name: str) -> None:
+        self.version += 1
         self._names[number] = name
 
     def retire(self, number: int, *, holds: bool, in_pass: bool) -> None:
         """The node has no use for it any more. `in_pass`: a pass that takes blocks out is under way."""
+        self.version += 1
         self._names[number] = None
         if not holds:
             self._free.append(number)

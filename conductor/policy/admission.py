@@ -36,7 +36,7 @@ def judge(
     if request.generated > 0:
         return None
     config = state.config
-    of_model = config.objectives_of(request.model)
+    of_model = state.objectives_of(request.model)
     ttft_objective_s = request.ttft_objective_s or of_model.ttft_s
     tbt_objective_s = request.tbt_objective_s or of_model.tbt_s
     if not found.has_room and (ttft_objective_s or tbt_objective_s):

@@ -1,6 +1,5 @@
 """Mooncake's Algorithm 1 (FAST'25, §5.1): who reaches the first token soonest, fetching a prefix or not."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +7,9 @@ from numpy.typing import NDArray
 
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Holder, PrefillScore
-from conductor.policy.events import PoolMatch
+from conductor.policy.kernels import kernels
 
-__all__ = ["PrefillScores", "Prefixes", "best_holder", "holders", "score_prefill"]
+__all__ = ["PrefillScores", "Prefixes", "holders", "score_prefill"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -20,39 +19,44 @@ Ints = NDArray[np.int64]
 class Prefixes:
     """What of the prompt the pool holds, in blocks; never the whole prompt, so at least one token is computed."""
 
-    own: Ints  # per candidate: what its own host's pool node holds
-    own_ssd: Ints  # of that, what is on SSD only
+    held: Ints  # [2, candidates]: what each one's own host's pool node holds; of that, what is on SSD only
     best: int  # what `best_pool` holds, the most of all
     best_ssd: int  # of that, what is on SSD only
     best_pool: str  # "" when nobody holds anything
     num_sends: int  # prefixes and copies that `best_pool` sends already
+
+    @property
+    def own(self) -> Ints:
+        """Blocks in the candidates' own pool nodes."""
+        row: Ints = self.held[0]
+        return row
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
     """Predicted seconds per candidate, and how many blocks each would reuse; `fetches`: from the best pool node."""
 
-    transfer_s: Floats
+    seconds: Floats  # [2, candidates]: transfer and prefill
     queue_s: Floats
-    prefill_s: Floats
     reuse_blocks: Ints
     fetches: NDArray[np.bool_]
+    chosen: int  # the candidate with the least TTFT, the first of equals
+    ttft_s: float  # its t_transfer + t_queue + t_prefill
 
     @property
-    def ttft_s(self) -> Floats:
-        """t_transfer + t_queue + t_prefill."""
-        return self.transfer_s + self.queue_s + self.prefill_s
+    def transfer_s(self) -> Floats:
+        row: Floats = self.seconds[0]
+        return row
+
+    @property
+    def prefill_s(self) -> Floats:
+        row: Floats = self.seconds[1]
+        return row
 
     def explain(self, ids: tuple[str, ...]) -> tuple[PrefillScore, ...]:
         """Every candidate's terms."""
         columns = (self.transfer_s, self.queue_s, self.prefill_s, self.reuse_blocks)
         return tuple(PrefillScore(*row) for row in zip(ids, *(column.tolist() for column in columns), strict=True))
-
-
-def best_holder(matches: Iterable[PoolMatch], sends: dict[str, int]) -> PoolMatch | None:
-    """The longest match; of equals the one with least on SSD, then the one that sends least."""
-    held = [match for match in matches if match.blocks]
-    return min(held, key=lambda m: (-m.blocks, m.ssd_blocks, sends.get(m.pool, 0), m.pool), default=None)
 
 
 def score_prefill(
@@ -67,31 +71,34 @@ def score_prefill(
     transfers: TransferCosts,
 ) -> PrefillScores:
     """Algorithm 1's loop over the prefill instances. A prefix of 0 makes the ratio infinite, if anybody has one."""
-    # best / own > threshold, without the division by zero
-    fetches = prefixes.best > balancing_threshold * prefixes.own
-    reuse = np.where(fetches, prefixes.best, prefixes.own)
-    missing = np.where(fetches, prefixes.best - prefixes.own, 0)
-    on_ssd = prefixes.own_ssd + np.minimum(missing, prefixes.best_ssd)
-    return PrefillScores(
-        transfers.load_s(_nbytes(prefixes.own, block_nbytes))
-        + transfers.ssd_read_s(_nbytes(on_ssd, block_nbytes))
-        + transfers.fetch_s(_nbytes(missing, block_nbytes), prefixes.num_sends),
+    count = len(queue_s)
+    seconds, reuse, fetches = np.empty((2, count)), np.empty(count, np.int64), np.empty(count, np.bool_)
+    chosen, ttft_s = kernels().score_prefill(
+        prefixes.held,
         queue_s,
-        costs.prefill_s(prompt_tokens, (reuse * block_tokens).astype(np.float64)),
+        prefixes.best,
+        prefixes.best_ssd,
+        prefixes.num_sends,
+        prompt_tokens,
+        block_tokens,
+        block_nbytes,
+        balancing_threshold,
+        costs.prefill,
+        transfers.of("load"),
+        transfers.of("fetch"),
+        transfers.of("ssd_read"),
+        seconds,
         reuse,
         fetches,
     )
+    return PrefillScores(seconds, queue_s, reuse, fetches, chosen, ttft_s)
 
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
     """Who holds [0, reuse) for the candidate at `index`: its own pool as far as it goes, then the best one."""
-    own = int(prefixes.own[index])
-    found = [Holder(own_pool, 0, own, int(prefixes.own_ssd[index]))] if own else []
+    own, own_ssd = prefixes.held[:, index].tolist()
+    found = [Holder(own_pool, 0, own, own_ssd)] if own else []
     if fetches:
         missing = prefixes.best - own
         found.append(Holder(prefixes.best_pool, own, missing, min(missing, prefixes.best_ssd)))
     return tuple(found)
-
-
-def _nbytes(blocks: Ints, block_nbytes: int) -> Floats:
-    return blocks.astype(np.float64) * block_nbytes

@@ -76,6 +76,8 @@ def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -
 
 def _fitting(request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates) -> Places:
     total = request.prompt_tokens + request.max_new_tokens
+    if min(prefill.floor_capacity, decode.floor_capacity) >= need and min(prefill.floor_len, decode.floor_len) >= total:
+        return Places(_staffed(request, prefill, decode), decode, need)
     decode = decode.where((decode.capacity_tokens >= need) & (decode.max_model_len >= total))
     prompt_pages = peak_tokens(request.prompt_tokens, 0, model.block_tokens)
     pages = np.where(prefill.is_aggregated, need, prompt_pages)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from conductor.errors import LogFormatError
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event
+from conductor.policy.matches import PoolMatch, PoolMatches
 
 __all__ = ["decision_from_json", "event_from_json", "to_json"]
 
@@ -35,7 +36,7 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
 
 
 def _value_to_json(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | PoolMatches):
         return [_value_to_json(item) for item in value]
     return _fields_to_json(value) if is_dataclass(value) else value
 
@@ -79,6 +80,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if is_dataclass(hint):
         return _object(hint, value)
+    if hint is PoolMatches:
+        return PoolMatches.of(*_tuple((PoolMatch, ...), value, where))
     if origin is tuple:
         return _tuple(get_args(hint), value, where)
     if origin is Literal:

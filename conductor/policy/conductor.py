@@ -17,6 +17,7 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
+from conductor.policy.kernels import kernels
 from conductor.policy.placement import place
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
@@ -31,6 +32,7 @@ class Conductor:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
+        kernels()  # compiled or loaded now: a first decision is as quick as the next
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Take in one event. `now_ns` never decreases; its origin does not matter."""
@@ -97,7 +99,7 @@ class Conductor:
                 problems.append(f"request {claim.request_id} claims something of a node that has left")
         counts = {
             "requests": len(requests),
-            "committed_tokens": int(requests.committed_tokens(state.nodes.num_slots).sum()),
+            "committed_tokens": int(state.tally(0)[:, 1].sum()),
             "prefills": int(np.count_nonzero(requests.column("prefill_node") != NONE)),
             "sends": int(np.count_nonzero(requests.column("sender") != NONE)),
             "copies": len(state.copies),
@@ -107,17 +109,15 @@ class Conductor:
     def snapshot(self, now_ns: int) -> dict[str, Any]:
         """State for export, as JSON."""
         state = self._state
-        num_slots = state.nodes.num_slots
-        queue_ns = state.requests.queue_ns(now_ns, num_slots)
-        committed = state.requests.committed_tokens(num_slots)
+        sums = state.tally(now_ns)
         nodes = {}
         for node in state.nodes:
             slot = state.nodes.slot(node.node_id)
             nodes[node.node_id] = {
                 "role": node.role,
                 "model": node.model,
-                "queue_s": float(queue_ns[slot]) / NS,
-                "committed_tokens": int(committed[slot]),
+                "queue_s": float(sums[slot, 0]) / NS,
+                "committed_tokens": int(sums[slot, 1]),
                 "capacity_tokens": node.capacity_tokens,
                 "suspect": state.nodes.is_suspect(node.node_id),
             }

@@ -89,8 +89,7 @@ def _relief(
     alone."""
     if uses < _LIKELY_USES or _load(state, nodes, prefixes, scores, chosen, uses) < state.config.hot_load:
         return None
-    answering = np.array([state.answers(pool) for pool in nodes.pools], bool)
-    without = np.flatnonzero(~_has_prefix(state, prefixes) & answering)
+    without = np.flatnonzero(~_has_prefix(state, prefixes) & (nodes.pool_slots >= 0))
     return int(without[np.argmin(scores.queue_s[without])]) if len(without) else None
 
 
@@ -114,7 +113,6 @@ def _reads_s(
     transfers: TransferCosts, prefixes: Prefixes, index: int, block_nbytes: int, num_sends: int
 ) -> tuple[float, float]:
     """Seconds to read what candidate `index` lacks of the prefix: from its best holder, and from its own pool."""
-    nbytes = np.array([float(prefixes.best - prefixes.own[index]) * block_nbytes])
-    on_ssd = np.minimum(nbytes, float(prefixes.best_ssd * block_nbytes))
-    fetch_s = transfers.fetch_s(nbytes, num_sends) + transfers.ssd_read_s(on_ssd)
-    return float(fetch_s[0]), float(transfers.load_s(nbytes)[0])
+    nbytes = float(prefixes.best - int(prefixes.own[index])) * block_nbytes
+    on_ssd = min(nbytes, float(prefixes.best_ssd * block_nbytes))
+    return transfers.fetch_s(nbytes, num_sends) + transfers.ssd_read_s(on_ssd), transfers.load_s(nbytes)

@@ -5,15 +5,11 @@ The priors describe a small model on a CPU or a large one on a GPU about equally
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
 from conductor.policy.regression import CostFit
 
-__all__ = ["MeanDuration", "ModelCosts", "TransferCosts"]
+__all__ = ["MeanDuration", "ModelCosts", "TransferCosts", "fetch_s", "prefill_s", "read_s", "tbt_s"]
 
-Floats = NDArray[np.float64]
 _PREFILL_PRIOR = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
 _DECODE_PRIOR = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
 _TRANSFER_PRIOR = (5e-4, 1e-9)  # per batch, per byte
@@ -22,6 +18,28 @@ _SSD_PRIOR = (1e-3, 2e-9)
 _LEAST_FETCH = 1.25  # times a load: noise in what was measured must not move a conversation from where its KV is
 _FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
+
+
+def read_s(fixed: float, per_byte: float, nbytes: float, num_concurrent: int) -> float:
+    """Seconds to read `nbytes` from somebody who sends to `num_concurrent` others."""
+    return fixed * (nbytes > 0) + per_byte * nbytes * (1 + num_concurrent)
+
+
+def fetch_s(over_network_s: float, from_memory_s: float) -> float:
+    """Seconds to read what `read_s` says takes so long over the network, and so long from the host's own memory."""
+    return max(over_network_s, _LEAST_FETCH * from_memory_s)
+
+
+def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: int, reused_tokens: float) -> float:
+    """Seconds to prefill a prompt of which `reused_tokens` need not be computed."""
+    new = prompt_tokens - reused_tokens
+    return fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
+
+
+def tbt_s(fixed: float, per_sequence: float, per_token: float, batch: float, context: float, max_batch: int) -> float:
+    """Seconds between tokens of `batch` sequences; beyond the largest batch they take turns."""
+    turns = max(1.0, batch / max_batch)
+    return (fixed + per_sequence * (batch / turns) + per_token * (context / turns)) * turns
 
 
 class MeanDuration:
@@ -55,20 +73,21 @@ class ModelCosts:
             self._decode.add((1.0, sample.batch, sample.context_tokens), sample.seconds)
             self._step.add(sample.seconds)
 
-    def prefill_s(self, prompt_tokens: int, reused_tokens: Floats) -> Floats:
-        """Seconds to prefill a prompt of which `reused_tokens` (one per candidate) need not be computed."""
+    @property
+    def prefill(self) -> tuple[float, float, float]:
+        """What `prefill_s` starts with."""
         fixed, per_token, per_pair = self._prefill.coefficients
-        new = prompt_tokens - reused_tokens
-        return fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
+        return fixed, per_token, per_pair
+
+    @property
+    def decode(self) -> tuple[float, float, float]:
+        """What `tbt_s` starts with."""
+        fixed, per_sequence, per_token = self._decode.coefficients
+        return fixed, per_sequence, per_token
 
     def prefill_cost_s(self, new_tokens: int) -> float:
         """Seconds to prefill `new_tokens` with nothing reused."""
         return self._prefill.predict(_prefill_features(new_tokens, 0))
-
-    def decode_step_s(self, batch: Floats, context_tokens: Floats) -> Floats:
-        """Seconds of one decode step, per candidate."""
-        fixed, per_sequence, per_token = self._decode.coefficients
-        return fixed + per_sequence * batch + per_token * context_tokens
 
     @property
     def typical_step_s(self) -> float:
@@ -100,21 +119,22 @@ class TransferCosts:
         if sample.nbytes > 0:
             fit.add((1.0, sample.nbytes), sample.seconds)
 
-    def fetch_s(self, nbytes: Floats, num_concurrent: int) -> Floats:
-        """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
-        return np.maximum(self._read_s("fetch", nbytes, num_concurrent), _LEAST_FETCH * self.load_s(nbytes))
-
-    def load_s(self, nbytes: Floats) -> Floats:
-        """Seconds to read `nbytes` from the memory of the host's own pool node."""
-        return self._read_s("load", nbytes)
-
-    def ssd_read_s(self, nbytes: Floats) -> Floats:
-        """Seconds for a pool node to bring `nbytes` from SSD to memory."""
-        return self._read_s("ssd_read", nbytes)
-
-    def _read_s(self, path: str, nbytes: Floats, num_concurrent: int = 0) -> Floats:
+    def of(self, path: str) -> tuple[float, float]:
+        """What `read_s` starts with for a path."""
         fixed, per_byte = self._fits[path].coefficients
-        return fixed * (nbytes > 0) + per_byte * nbytes * (1 + num_concurrent)
+        return fixed, per_byte
+
+    def fetch_s(self, nbytes: float, num_concurrent: int) -> float:
+        """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
+        return fetch_s(read_s(*self.of("fetch"), nbytes, num_concurrent), self.load_s(nbytes))
+
+    def load_s(self, nbytes: float) -> float:
+        """Seconds to read `nbytes` from the memory of the host's own pool node."""
+        return read_s(*self.of("load"), nbytes, 0)
+
+    def ssd_read_s(self, nbytes: float) -> float:
+        """Seconds for a pool node to bring `nbytes` from SSD to memory."""
+        return read_s(*self.of("ssd_read"), nbytes, 0)
 
     def summary(self) -> dict[str, Any]:
         """For export."""

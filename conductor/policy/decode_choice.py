@@ -3,34 +3,23 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from conductor.policy.config import NS
-from conductor.policy.costs import ModelCosts
+from conductor.policy.costs import ModelCosts, tbt_s
+from conductor.policy.kernels import kernels
 from conductor.policy.nodes import Candidates
 from conductor.policy.requests import Pace, RequestTable
 
-__all__ = ["DecodeScores", "peak_tokens", "score_decode", "wait_for_room_s", "wait_for_tbt_s"]
+__all__ = ["DecodeChoice", "choose_decode", "peak_tokens", "wait_for_room_s", "wait_for_tbt_s"]
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeScores:
-    """Per candidate: predicted TBT with this request in the batch, and ledger room left before it."""
+class DecodeChoice:
+    """The candidate chosen: predicted TBT with this request in the batch, and ledger room left before it."""
 
-    tbt_s: NDArray[np.float64]
-    free_tokens: NDArray[np.int64]
-    need_tokens: int
-
-    @property
-    def has_room(self) -> NDArray[np.bool_]:
-        """Can the request's peak be committed now?"""
-        return self.free_tokens >= self.need_tokens
-
-    def choose(self) -> int:
-        """Index of the node: least TBT with room; where none has room, the one with most free. First of equals."""
-        if self.has_room.any():
-            return int(np.argmin(np.where(self.has_room, self.tbt_s, np.inf)))
-        return int(np.argmax(self.free_tokens))
+    index: int
+    tbt_s: float
+    free_tokens: int
 
 
 def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> int:
@@ -38,7 +27,7 @@ def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> i
     return -(-(prompt_tokens + max_new_tokens) // block_tokens) * block_tokens
 
 
-def score_decode(
+def choose_decode(
     nodes: Candidates,
     table: RequestTable,
     costs: ModelCosts,
@@ -47,12 +36,24 @@ def score_decode(
     prompt_tokens: int,
     need_tokens: int,
     num_slots: int,
-) -> DecodeScores:
-    """Score all candidates for a request whose prefill ends at `at_ns`."""
-    batch, context = table.decoding_at(at_ns, num_slots, _pace(costs, costs.typical_step_s))
-    committed = table.committed_tokens(num_slots)[nodes.slots].astype(np.int64)
-    tbt_s = _tbt_s(costs, batch[nodes.slots] + 1, context[nodes.slots] + prompt_tokens, nodes.max_batch)
-    return DecodeScores(tbt_s, nodes.capacity_tokens - committed, need_tokens)
+) -> DecodeChoice:
+    """For a request whose prefill ends at `at_ns`: least TBT with room; where none has room, the one with most free."""
+    pace = _pace(costs, costs.typical_step_s)
+    chosen = kernels().choose_decode(
+        table.table,
+        len(table),
+        at_ns,
+        -1 if pace.decode_ns is None else pace.decode_ns,
+        pace.step_ns,
+        np.empty((num_slots, 3), np.int64),
+        nodes.slots,
+        nodes.capacity_tokens,
+        nodes.max_batch,
+        prompt_tokens,
+        need_tokens,
+        costs.decode,
+    )
+    return DecodeChoice(*chosen)
 
 
 def wait_for_room_s(
@@ -87,7 +88,7 @@ def wait_for_tbt_s(
     batch, context = len(leaving) + 1, sum(tokens for _, _, tokens in leaving) + prompt_tokens
     end_ns = now_ns
     for end, _, tokens in leaving:
-        if _tbt_s(costs, np.array(batch, float), np.array(context, float), nodes.max_batch[index]) <= objective_s:
+        if tbt_s(*costs.decode, batch, context, int(nodes.max_batch[index])) <= objective_s:
             break
         batch, context, end_ns = batch - 1, context - tokens, end
     return (end_ns - now_ns) / NS
@@ -99,16 +100,8 @@ def _departures(
     """Who leaves the candidate when, at the pace that its requests give it."""
     slot = int(nodes.slots[index])
     batch, context = table.claims_at(slot)
-    step_s = float(_tbt_s(costs, np.array(batch, float), np.array(context, float), nodes.max_batch[index]))
+    step_s = tbt_s(*costs.decode, batch, context, int(nodes.max_batch[index]))
     return table.departures(slot, now_ns, _pace(costs, step_s))
-
-
-def _tbt_s(
-    costs: ModelCosts, batch: NDArray[np.float64], context: NDArray[np.float64], max_batch: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    # Beyond the largest batch the sequences take turns.
-    turns = np.maximum(1.0, batch / max_batch)
-    return costs.decode_step_s(batch / turns, context / turns) * turns
 
 
 def _pace(costs: ModelCosts, step_s: float) -> Pace:

@@ -6,6 +6,8 @@ Blocks are counted, never named: what a request shares with the pool arrives as 
 from dataclasses import dataclass
 from typing import Literal
 
+from conductor.policy.matches import NO_MATCHES, PoolMatch, PoolMatches
+
 __all__ = [
     "CopyFinished",
     "DecodeSample",
@@ -17,6 +19,7 @@ __all__ = [
     "NodeView",
     "Phase",
     "PoolMatch",
+    "PoolMatches",
     "PrefillSample",
     "Progress",
     "RequestArrived",
@@ -123,23 +126,10 @@ class NodeReported:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolMatch:
-    """What one pool node holds of a prompt's leading blocks: `blocks`, of which `ssd_blocks` are on SSD only.
-
-    `replica`: the match_key of the Copy that brought a part of them here; 0 when none did.
-    """
-
-    pool: str
-    blocks: int
-    ssd_blocks: int = 0
-    replica: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request, or a further attempt of one, wants a place.
 
-    `matches`: per pool node that holds any. `match_key`: short key of the longest match's last block and its KV
+    `matches`: what pool nodes hold of it. `match_key`: short key of the longest match's last block and its KV
     namespace, which names a hot prefix. `prompt_tokens` includes the `generated` ones.
     """
 
@@ -149,7 +139,7 @@ class RequestArrived:
     model: str
     prompt_tokens: int
     max_new_tokens: int
-    matches: tuple[PoolMatch, ...] = ()
+    matches: PoolMatches = NO_MATCHES
     match_key: int = 0
     generated: int = 0
     excluded: tuple[str, ...] = ()

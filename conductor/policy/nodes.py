@@ -12,6 +12,7 @@ __all__ = ["Candidates", "ModelNodes", "NodeTable"]
 
 Ints = NDArray[np.int64]
 _UNLIMITED = 1 << 62
+_MAX_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Candidates:
     max_model_len: Ints
     max_batch: Ints
     is_aggregated: NDArray[np.bool_]
+    pool_slots: Ints  # of their pool nodes, -1 where there is none that answers
+    floor_capacity: int  # the least of capacity_tokens, and of max_model_len: what fits there fits everywhere
+    floor_len: int
+    has_aggregated: bool
+    kept: "dict[bytes, Candidates]"  # by what was asked of `where`
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -36,20 +42,60 @@ class Candidates:
         """The candidates for which `keep` holds, in the same order."""
         if keep.all():
             return self
-        chosen = np.flatnonzero(keep)
-        return Candidates(
-            tuple(self.ids[i] for i in chosen),
-            tuple(self.pools[i] for i in chosen),
-            self.slots[chosen],
-            self.capacity_tokens[chosen],
-            self.max_model_len[chosen],
-            self.max_batch[chosen],
-            self.is_aggregated[chosen],
-        )
+        name = keep.tobytes()
+        if name not in self.kept:
+            if len(self.kept) >= _MAX_KEPT:
+                self.kept.clear()
+            chosen = np.flatnonzero(keep)
+            self.kept[name] = Candidates.of(
+                tuple(self.ids[i] for i in chosen),
+                tuple(self.pools[i] for i in chosen),
+                self.slots[chosen],
+                self.capacity_tokens[chosen],
+                self.max_model_len[chosen],
+                self.max_batch[chosen],
+                self.is_aggregated[chosen],
+                self.pool_slots[chosen],
+            )
+        return self.kept[name]
+
+    def only(self, index: int) -> "Candidates":
+        """The candidate at `index` alone."""
+        keep = np.zeros(len(self), bool)
+        keep[index] = True
+        return self.where(keep)
 
     def without(self, excluded: tuple[str, ...]) -> "Candidates":
         """All but the named nodes."""
         return self.where(np.array([node_id not in excluded for node_id in self.ids], bool)) if excluded else self
+
+    @classmethod
+    def of(
+        cls,
+        ids: tuple[str, ...],
+        pools: tuple[str, ...],
+        slots: Ints,
+        capacity_tokens: Ints,
+        max_model_len: Ints,
+        max_batch: Ints,
+        is_aggregated: NDArray[np.bool_],
+        pool_slots: Ints,
+    ) -> "Candidates":
+        """With what follows from the columns."""
+        return cls(
+            ids,
+            pools,
+            slots,
+            capacity_tokens,
+            max_model_len,
+            max_batch,
+            is_aggregated,
+            pool_slots,
+            int(capacity_tokens.min(initial=_UNLIMITED)),
+            int(max_model_len.min(initial=_UNLIMITED)),
+            bool(is_aggregated.any()),
+            {},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +121,8 @@ class NodeTable:
         self._suspect: frozenset[str] = frozenset()
         self._names: list[str | None] = []
         self._models: dict[str, ModelNodes] = {}
+        self._roster: tuple[str, ...] = ()  # the one that was asked for last
+        self._roster_slots: Ints | None = None
 
     def __contains__(self, node_id: object) -> bool:
         return node_id in self._nodes
@@ -95,20 +143,20 @@ class NodeTable:
             self._slots[node.node_id] = slot
         self._nodes[node.node_id] = node
         self._draining.discard(node.node_id)
-        self._models.clear()
+        self._changed()
 
     def remove(self, node_id: str) -> None:
         """Forget a node; its slot may be given to another one, so nothing may refer to it any more."""
         del self._nodes[node_id]
         self._names[self._slots.pop(node_id)] = None
         self._draining.discard(node_id)
-        self._models.clear()
+        self._changed()
 
     def set_draining(self, node_id: str, draining: bool) -> None:
         """A draining node is no candidate."""
         if draining != (node_id in self._draining):
             (self._draining.add if draining else self._draining.discard)(node_id)
-            self._models.clear()
+            self._changed()
 
     def is_draining(self, node_id: str) -> bool:
         """Does the node finish its work and leave?"""
@@ -118,7 +166,7 @@ class NodeTable:
         """These nodes, and no others, are silent: they are no candidates."""
         if suspects != self._suspect:
             self._suspect = suspects
-            self._models.clear()
+            self._changed()
 
     def is_suspect(self, node_id: str) -> bool:
         """Has the node fallen silent?"""
@@ -130,6 +178,17 @@ class NodeTable:
     def slot(self, node_id: str) -> int:
         """The node's slot; -1 for none and for unknown nodes."""
         return self._slots.get(node_id, -1)
+
+    def answering_slot(self, node_id: str) -> int:
+        """The same; -1 for suspect nodes, too."""
+        return -1 if node_id in self._suspect else self._slots.get(node_id, -1)
+
+    def answering_slots(self, roster: tuple[str, ...]) -> Ints:
+        """The same for each of a roster, remembered while roster and nodes stay what they are."""
+        if self._roster_slots is None or roster is not self._roster:
+            self._roster = roster
+            self._roster_slots = np.array([self.answering_slot(node_id) for node_id in roster], np.int64)
+        return self._roster_slots
 
     def has_workers(self) -> bool:
         """Is any node of any model here?"""
@@ -154,7 +213,7 @@ class NodeTable:
 
     def _candidates(self, nodes: list[NodeView], roles: tuple[str, ...]) -> Candidates:
         chosen = [node for node in nodes if node.role in roles]
-        return Candidates(
+        return Candidates.of(
             tuple(node.node_id for node in chosen),
             tuple(node.pool_node_id for node in chosen),
             np.array([self._slots[node.node_id] for node in chosen], np.int64),
@@ -162,4 +221,9 @@ class NodeTable:
             np.array([node.max_model_len or _UNLIMITED for node in chosen], np.int64),
             np.array([max(1, node.max_batch) for node in chosen], np.int64),
             np.array([node.role == "aggregated" for node in chosen], bool),
+            np.array([self.answering_slot(node.pool_node_id) for node in chosen], np.int64),
         )
+
+    def _changed(self) -> None:
+        self._models.clear()
+        self._roster_slots = None

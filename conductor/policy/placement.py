@@ -1,20 +1,22 @@
 """Places a request: Algorithm 1 for the prefill node, predicted TBT for the decode node, admission, hot-spot copy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.admission import Verdict, judge
-from conductor.policy.algorithm1 import PrefillScores, Prefixes, best_holder, holders, score_prefill
+from conductor.policy.algorithm1 import PrefillScores, Prefixes, holders, score_prefill
 from conductor.policy.candidates import Places, find_places
 from conductor.policy.config import NS
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Decision, Place, Reject
-from conductor.policy.decode_choice import DecodeScores, score_decode, wait_for_room_s
-from conductor.policy.events import PoolMatch, RequestArrived
+from conductor.policy.decode_choice import DecodeChoice, choose_decode, wait_for_room_s
+from conductor.policy.events import RequestArrived
+from conductor.policy.kernels import kernels
+from conductor.policy.matches import PoolMatch, PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
@@ -23,24 +25,20 @@ from conductor.policy.state import ClusterState
 __all__ = ["place"]
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
-    """Where the request decodes; `nodes` has that node at `index`."""
+    """Where the request decodes: the node of `nodes` at `choice.index`."""
 
     nodes: Candidates
-    index: int
-    scores: DecodeScores
+    choice: DecodeChoice
     wait_s: float  # predicted, until its pages are free
 
     @property
     def node_id(self) -> str:
-        return self.nodes.ids[self.index]
-
-    @property
-    def tbt_s(self) -> float:
-        return float(self.scores.tbt_s[self.index])
+        return self.nodes.ids[self.choice.index]
 
 
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
@@ -56,23 +54,23 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
-    usable = _usable(state, request, model)
-    prefixes = _prefixes(state, usable, places.prefill)
-    queue_all_s = _queue_s(now_ns, state, places, costs)
+    sums = state.tally(now_ns)
+    prefixes = _prefixes(state, request, model, request.matches, places.prefill, sums)
+    queue_all_s = _queue_s(now_ns, state, places, costs, sums)
     scores = _score(state, request, model, prefixes, queue_all_s, costs)
-    chosen = int(np.argmin(scores.ttft_s))
-    decode = _plan_decode(now_ns, state, request, places, costs, chosen, float(scores.ttft_s[chosen]))
+    chosen = scores.chosen
+    decode = _plan_decode(now_ns, state, request, places, costs, chosen, scores.ttft_s)
     queue_s = float(scores.queue_s[chosen])
     # Prefill begins only once the decode node has the pages.
-    ttft_s = float(scores.ttft_s[chosen]) + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
+    ttft_s = scores.ttft_s + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
     verdict = Verdict(
         ttft_s=ttft_s,
         queue_s=queue_s,
-        tbt_s=decode.tbt_s if decode is not None else 0.0,
+        tbt_s=decode.choice.tbt_s if decode is not None else 0.0,
         room_wait_s=decode.wait_s if decode is not None else 0.0,
-        has_room=decode is None or bool(decode.scores.has_room[decode.index]),
+        has_room=decode is None or decode.choice.free_tokens >= places.need_tokens,
         decode_nodes=decode.nodes if decode is not None else None,
-        decode_index=decode.index if decode is not None else 0,
+        decode_index=decode.choice.index if decode is not None else 0,
     )
     rejection = judge(now_ns, state, request, verdict, costs)
     if rejection is not None:
@@ -80,39 +78,51 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = _placed(state, request, places.prefill, prefixes, scores, chosen, decode, ttft_s)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
-    replicas = _replicas(state, usable)
+    replicas = _replicas(state, request, model)
     if places.prefill.pools[chosen] in replicas:
-        without = _without_replicas(state, usable, replicas)
-        alone = _score(state, request, model, _prefixes(state, without, places.prefill), queue_all_s, costs)
-        saved_s = max(0.0, float(alone.ttft_s.min() - scores.ttft_s[chosen]))
+        without = _without_replicas(state, request, model, replicas)
+        alone = _score(
+            state, request, model, _prefixes(state, request, model, without, places.prefill, sums), queue_all_s, costs
+        )
+        saved_s = max(0.0, alone.ttft_s - scores.ttft_s)
         state.replication.use(now_ns, replicas[places.prefill.pools[chosen]], saved_s)
     return [placed] if copy is None else [placed, copy]
 
 
-def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
-    """What pool nodes that answer hold; never the whole prompt, so that at least one token is computed."""
-    limit = (request.prompt_tokens - 1) // model.block_tokens
-    return [
-        match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
-        for match in request.matches
-        if match.pool not in request.excluded and state.answers(match.pool)
-    ]
+def _limit(request: RequestArrived, model: ModelNodes) -> int:
+    """Never the whole prompt is reused, so that at least one token is computed."""
+    return (request.prompt_tokens - 1) // model.block_tokens
 
 
-def _prefixes(state: ClusterState, matches: Sequence[PoolMatch], prefill: Candidates) -> Prefixes:
-    by_pool = {match.pool: match for match in matches}
-    nobody = PoolMatch("", 0)
-    found = [by_pool.get(pool, nobody) for pool in prefill.pools]
-    own = np.array([match.blocks for match in found], np.int64)
-    own_ssd = np.array([match.ssd_blocks for match in found], np.int64)
-    sends = state.num_sends(by_pool)
-    best = best_holder(matches, sends) or nobody
-    return Prefixes(own, own_ssd, best.blocks, best.ssd_blocks, best.pool, sends.get(best.pool, 0))
+def _prefixes(
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    matches: PoolMatches,
+    prefill: Candidates,
+    sums: Ints,
+) -> Prefixes:
+    """What pool nodes that answer and are not excluded hold."""
+    slots, pool_slots = state.nodes.answering_slots(matches.roster), prefill.pool_slots
+    for node_id in request.excluded:
+        if (slot := state.nodes.slot(node_id)) != NONE:
+            slots = np.where(slots == slot, NONE, slots)
+    own, sends, limit = np.empty((2, len(prefill)), np.int64), state.copy_sends(), _limit(request, model)
+    room = np.empty((2, len(sums)), np.int64)
+    blocks, ssd_blocks = matches.blocks, matches.ssd_blocks
+    best = kernels().prefixes(blocks, ssd_blocks, slots, limit, sends, sums, pool_slots, room, own)
+    if best < 0:
+        return Prefixes(own, 0, 0, "", 0)
+    slot = int(slots[best])
+    have, on_ssd = room[:, slot].tolist()
+    return Prefixes(own, have, on_ssd, matches.roster[best], int(sums[slot, 2] + sends[slot]))
 
 
-def _replicas(state: ClusterState, matches: Sequence[PoolMatch]) -> dict[str, Replica]:
+def _replicas(state: ClusterState, request: RequestArrived, model: ModelNodes) -> dict[str, Replica]:
     """Per pool node: the replica whose blocks the request finds there, beside those that were there before."""
-    found = ((match, state.replication.of(match.pool, match.replica)) for match in matches if match.replica)
+    if not request.matches.replicas:
+        return {}
+    found = ((match, state.replication.of(match.pool, match.replica)) for match in _usable(state, request, model))
     return {
         match.pool: replica
         for match, replica in found
@@ -120,11 +130,21 @@ def _replicas(state: ClusterState, matches: Sequence[PoolMatch]) -> dict[str, Re
     }
 
 
+def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
+    """What `_prefixes` goes by, one by one."""
+    limit = _limit(request, model)
+    return [
+        match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
+        for match in request.matches
+        if match.pool not in request.excluded and state.answers(match.pool)
+    ]
+
+
 def _without_replicas(
-    state: ClusterState, matches: Sequence[PoolMatch], replicas: Mapping[str, Replica]
-) -> list[PoolMatch]:
+    state: ClusterState, request: RequestArrived, model: ModelNodes, replicas: Mapping[str, Replica]
+) -> PoolMatches:
     """What pool nodes would hold if no Copy had been made: what followed a copied prefix would be with its source."""
-    found = {match.pool: match for match in matches}
+    found = {match.pool: match for match in _usable(state, request, model)}
     without = dict(found)
     for pool, replica in replicas.items():
         had_blocks = replica.extent.had_blocks
@@ -134,17 +154,17 @@ def _without_replicas(
         source = without.get(replica.source, PoolMatch(replica.source, 0))
         if replica.extent.num_blocks < blocks and source.blocks < blocks and state.answers(source.pool):
             without[source.pool] = replace(source, blocks=blocks)
-    return list(without.values())
+    return PoolMatches.of(*without.values())
 
 
-def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts) -> Floats:
+def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts, sums: Ints) -> Floats:
     """Per candidate: seconds until its turn."""
     nodes = places.prefill
-    num_slots = state.nodes.num_slots
-    queue_s = state.requests.queue_ns(now_ns, num_slots)[nodes.slots] / NS
-    if nodes.is_aggregated.any():
+    queue_s = np.empty(len(nodes))
+    kernels().queues(sums, nodes.slots, queue_s)
+    if nodes.has_aggregated:
         # There the prefill itself waits for the pages that the whole request needs.
-        committed = state.requests.committed_tokens(num_slots)[nodes.slots]
+        committed = sums[nodes.slots, 1]
         missing = np.where(nodes.is_aggregated, committed + places.need_tokens - nodes.capacity_tokens, 0)
         for i in np.flatnonzero(missing > 0):
             wait_s = wait_for_room_s(
@@ -186,10 +206,10 @@ def _plan_decode(
     """None: the request ends with its first token, on a prefill node."""
     nodes = places.decode
     if places.prefill.is_aggregated[chosen]:
-        nodes = places.prefill.where(np.arange(len(places.prefill)) == chosen)
+        nodes = places.prefill.only(chosen)
     elif request.max_new_tokens <= 1:
         return None
-    scores = score_decode(
+    choice = choose_decode(
         nodes,
         state.requests,
         costs,
@@ -198,10 +218,9 @@ def _plan_decode(
         need_tokens=places.need_tokens,
         num_slots=state.nodes.num_slots,
     )
-    index = scores.choose()
-    missing = places.need_tokens - int(scores.free_tokens[index])
-    wait_s = wait_for_room_s(nodes, index, state.requests, costs, now_ns=now_ns, missing_tokens=missing)
-    return _DecodePlan(nodes, index, scores, wait_s)
+    missing = places.need_tokens - choice.free_tokens
+    wait_s = wait_for_room_s(nodes, choice.index, state.requests, costs, now_ns=now_ns, missing_tokens=missing)
+    return _DecodePlan(nodes, choice, wait_s)
 
 
 def _placed(
@@ -222,7 +241,7 @@ def _placed(
         reuse_blocks=int(scores.reuse_blocks[chosen]),
         holders=holders(nodes.pools[chosen], chosen, prefixes, bool(scores.fetches[chosen])),
         predicted_ttft_s=ttft_s,
-        predicted_tbt_s=decode.tbt_s if decode is not None else 0.0,
+        predicted_tbt_s=decode.choice.tbt_s if decode is not None else 0.0,
         scores=scores.explain(nodes.ids) if state.config.explain else (),
     )
 

@@ -1,6 +1,7 @@
 """What the placed requests claim, as a struct of arrays: prefill queues, the decode ledger, who sends to whom.
 
-Every sum per node is computed from these rows when it is asked for. No total is kept beside them, so none can drift.
+Every sum per node is computed from these rows when it is asked for (`kernels`). No total is kept beside them, so none
+can drift.
 """
 
 from dataclasses import dataclass
@@ -8,9 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NONE", "Claim", "Pace", "RequestTable"]
+__all__ = [
+    "COMMITTED",
+    "DECODE_NODE",
+    "JOINED",
+    "MAX_NEW",
+    "NONE",
+    "PREFILL_NODE",
+    "PREFILL_NS",
+    "PROMPT",
+    "READY",
+    "SENDER",
+    "STARTED",
+    "Claim",
+    "Pace",
+    "RequestTable",
+]
 
 NONE = -1  # no node, no time yet
+PREFILL_NODE, DECODE_NODE, SENDER, PREFILL_NS, STARTED, READY, JOINED, COMMITTED, PROMPT, MAX_NEW = range(10)
 _COLUMNS = (
     "prefill_node",  # slot of the node that prefills, NONE once it let go
     "decode_node",  # slot of the node whose pages are committed, NONE once they are free
@@ -24,6 +41,7 @@ _COLUMNS = (
     "max_new",
     "seen_ns",  # when last placed, or held by a worker
 )
+_NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
 
 
 @dataclass(slots=True)
@@ -53,7 +71,7 @@ class RequestTable:
     """Live requests, one row each, dense: rows [0, len) of every column."""
 
     def __init__(self) -> None:
-        self._columns = {name: np.full(64, NONE, np.int64) for name in _COLUMNS}
+        self.table = np.full((len(_COLUMNS), 64), NONE, np.int64)  # by column; of each, the first len(self) hold
         self._rows: dict[str, int] = {}
         self.claims: list[Claim] = []
 
@@ -62,16 +80,15 @@ class RequestTable:
 
     def column(self, name: str) -> NDArray[np.int64]:
         """A writable view int64 [len] of a column."""
-        return self._columns[name][: len(self.claims)]
+        return self.table[_NUMBERS[name], : len(self.claims)]
 
     def add(self, claim: Claim, **values: int) -> int:
         """A new row; columns not named hold NONE. Returns its number, which holds until the next `remove`."""
         assert claim.request_id not in self._rows
         row = len(self.claims)
-        if row == len(self._columns["prompt"]):
-            self._columns = {n: np.concatenate([c, np.full_like(c, NONE)]) for n, c in self._columns.items()}
-        for name, column in self._columns.items():
-            column[row] = values.get(name, NONE)
+        if row == self.table.shape[1]:
+            self.table = np.concatenate([self.table, np.full_like(self.table, NONE)], axis=1)
+        self.table[:, row] = [values.get(name, NONE) for name in _COLUMNS]
         self.claims.append(claim)
         self._rows[claim.request_id] = row
         return row
@@ -84,8 +101,7 @@ class RequestTable:
     def remove(self, row: int) -> Claim:
         """Drop a row; the last row takes its number."""
         claim, last = self.claims[row], len(self.claims) - 1
-        for column in self._columns.values():
-            column[row] = column[last]
+        self.table[:, row] = self.table[:, last]
         self.claims[row] = self.claims[last]
         self._rows[self.claims[row].request_id] = row
         del self._rows[claim.request_id]
@@ -101,34 +117,6 @@ class RequestTable:
         """The pool node sends nothing any more."""
         sender = self.column("sender")
         sender[sender == slot] = NONE
-
-    def queue_ns(self, now_ns: int, num_slots: int) -> NDArray[np.float64]:
-        """Per node: predicted time until all prefills placed there have ended."""
-        started = self.column("started_ns")
-        elapsed = np.where(started == NONE, 0, now_ns - started)
-        return self._sum_at("prefill_node", np.maximum(self.column("prefill_ns") - elapsed, 0), num_slots)
-
-    def committed_tokens(self, num_slots: int) -> NDArray[np.float64]:
-        """Per node: the decode ledger."""
-        return self._sum_at("decode_node", self.column("committed"), num_slots)
-
-    def num_sends(self, num_slots: int) -> NDArray[np.float64]:
-        """Per pool node: prefixes that it is sending."""
-        return self._sum_at("sender", np.ones(len(self), np.int64), num_slots)
-
-    def decoding_at(self, at_ns: int, num_slots: int, pace: Pace) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per node: (sequences, tokens of context) predicted to be decoding at `at_ns`.
-
-        Counted: those whose prefill ends by then. Not counted: those that will have decoded for longer than t_d.
-        """
-        since = self._decoding_since()
-        elapsed = at_ns - since
-        decoding = elapsed >= 0
-        if pace.decode_ns is not None:
-            decoding &= (self.column("joined_ns") == NONE) | (elapsed <= pace.decode_ns)
-        grown = np.clip(elapsed // pace.step_ns, 0, self.column("max_new"))
-        batch = self._sum_at("decode_node", decoding.astype(np.int64), num_slots)
-        return batch, self._sum_at("decode_node", np.where(decoding, self.column("prompt") + grown, 0), num_slots)
 
     def claims_at(self, slot: int) -> tuple[int, int]:
         """(requests, tokens of their prompts) that decode on the node or are going to."""
@@ -148,8 +136,3 @@ class RequestTable:
     def _decoding_since(self) -> NDArray[np.int64]:
         joined = self.column("joined_ns")
         return np.where(joined == NONE, self.column("ready_ns"), joined)
-
-    def _sum_at(self, node_column: str, values: NDArray[np.int64], num_slots: int) -> NDArray[np.float64]:
-        # Sums of integers below 2**53 (104 days of queue) are exact in float64. Slot NONE lands in front and is cut.
-        weights = values.astype(np.float64)
-        return np.bincount(self.column(node_column) + 1, weights, num_slots + 1)[1:].astype(np.float64, copy=False)

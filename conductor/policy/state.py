@@ -1,13 +1,16 @@
 """All that the policy knows, in one place. Data and look-ups; decisions are made elsewhere."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from conductor.policy.config import NS, PolicyConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.config import NS, Objectives, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.heat import Heat
+from conductor.policy.kernels import kernels
 from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
 from conductor.policy.replication import Replication
@@ -50,6 +53,7 @@ class ClusterState:
     heat: Heat = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
+    _objectives: dict[str, Objectives] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
@@ -71,7 +75,10 @@ class ClusterState:
 
     def tally_of(self, model: str) -> ModelTally:
         """The model's own counts."""
-        return self.tallies.setdefault(model, ModelTally())
+        tally = self.tallies.get(model)
+        if tally is None:
+            tally = self.tallies[model] = ModelTally()
+        return tally
 
     def answers(self, pool: str) -> bool:
         """Whether the pool node has joined and is not suspect."""
@@ -106,8 +113,22 @@ class ClusterState:
         while self.recent and next(iter(self.recent.values())).at_ns <= before_ns:
             del self.recent[next(iter(self.recent))]
 
-    def num_sends(self, pools: Iterable[str]) -> dict[str, int]:
-        """Per joined pool node: prefixes and copies that it is sending."""
-        copies = self.copies.num_sends()
-        per_slot = self.requests.num_sends(self.nodes.num_slots)
-        return {pool: copies[pool] + int(per_slot[self.nodes.slot(pool)]) for pool in pools}
+    def tally(self, now_ns: int) -> NDArray[np.int64]:
+        """Per slot [slots, 3]: ns until all prefills placed there have ended, committed tokens, prefixes sent."""
+        sums = np.empty((self.nodes.num_slots, 3), np.int64)
+        kernels().tally(self.requests.table, len(self.requests), now_ns, sums)
+        return sums
+
+    def copy_sends(self) -> NDArray[np.int64]:
+        """Per slot: copies that it is sending."""
+        sends = np.zeros(self.nodes.num_slots, np.int64)
+        for pool, count in self.copies.num_sends().items() if len(self.copies) else ():
+            if (slot := self.nodes.slot(pool)) != NONE:
+                sends[slot] = count
+        return sends
+
+    def objectives_of(self, model: str) -> Objectives:
+        """Those of a model that is served."""
+        if model not in self._objectives:
+            self._objectives[model] = self.config.objectives_of(model)
+        return self._objectives[model]

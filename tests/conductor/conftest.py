@@ -25,6 +25,7 @@ from conductor.policy.events import (
     NodeReported,
     NodeView,
     PoolMatch,
+    PoolMatches,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -56,8 +57,8 @@ def node(node_id: str, role: Role, *, incarnation: int = 1, host: str = "", **fi
 
 
 def request(request_id: str = "r", *, prompt: int = 256, new: int = 64, **fields: object) -> RequestArrived:
-    """A first attempt for model "m"; `matches` may be given as tuples."""
-    fields["matches"] = tuple(PoolMatch(*match) for match in fields.get("matches", ()))  # type: ignore[misc,attr-defined]
+    """A first attempt for model "m"; `matches` are given as tuples."""
+    fields["matches"] = PoolMatches.of(*(PoolMatch(*match) for match in fields.get("matches", ())))  # type: ignore[misc,attr-defined]
     arrived = RequestArrived(request_id, 0, "f", "m", prompt, new)
     return replace(arrived, **fields)  # type: ignore[arg-type]
 

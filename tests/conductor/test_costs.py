@@ -2,10 +2,9 @@
 
 import random
 
-import numpy as np
 import pytest
 
-from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts, prefill_s, tbt_s
 from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
 from conductor.policy.regression import CostFit
 
@@ -22,7 +21,7 @@ def prefills():
 
 
 def predict(costs, new, reused):
-    return float(costs.prefill_s(new + reused, np.array([float(reused)]))[0])
+    return prefill_s(*costs.prefill, new + reused, reused)
 
 
 def test_the_fit_finds_the_polynomial_behind_noisy_samples(prefills):
@@ -87,8 +86,9 @@ def test_the_decode_step_follows_batch_and_context():
     for batch in range(1, 33):
         for context in (100, 10_000):
             costs.add_decode(DecodeSample(batch, context, 0.01 + 1e-3 * batch + 1e-6 * context))
-    step = costs.decode_step_s(np.array([4.0, 40.0]), np.array([1000.0, 20_000.0]))
-    assert step == pytest.approx([0.015, 0.07], rel=0.1)
+    assert tbt_s(*costs.decode, 4, 1000, 64) == pytest.approx(0.015, rel=0.1)
+    assert tbt_s(*costs.decode, 40, 20_000, 64) == pytest.approx(0.07, rel=0.1)
+    assert tbt_s(*costs.decode, 40, 20_000, 20) == pytest.approx(2 * 0.04, rel=0.1)
 
 
 def test_reads_from_a_pool_are_fitted_apart_from_pushes_and_share_the_senders_bandwidth():
@@ -97,11 +97,10 @@ def test_reads_from_a_pool_are_fitted_apart_from_pushes_and_share_the_senders_ba
         for nbytes in (1 << 16, 1 << 20, 1 << 24):
             transfers.add(TransferSample(nbytes, nbytes / 1e9, "fetch"))
             transfers.add(TransferSample(nbytes, nbytes / 1e6, "push"))
-    nbytes = np.array([float(1 << 24), 0.0])
-    alone, shared = transfers.fetch_s(nbytes, 0), transfers.fetch_s(nbytes, 1)
-    assert alone[0] == pytest.approx((1 << 24) / 1e9, rel=0.05)
-    assert shared[0] == pytest.approx(2 * alone[0], rel=0.05)
-    assert alone[1] == shared[1] == 0
+    alone, shared = transfers.fetch_s(1 << 24, 0), transfers.fetch_s(1 << 24, 1)
+    assert alone == pytest.approx((1 << 24) / 1e9, rel=0.05)
+    assert shared == pytest.approx(2 * alone, rel=0.05)
+    assert transfers.fetch_s(0, 0) == transfers.fetch_s(0, 1) == 0
 
 
 def test_a_mean_duration_has_no_value_before_the_first():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conductor.config import ConductorConfig
@@ -72,7 +73,7 @@ def test_the_log_is_bounded_and_its_files_replay_in_order(tmp_path, make):
     for view in (make.node("p", "prefill"), make.node("d", "decode")):
         core.handle(NodeJoined(view))
     for i in range(40):
-        core.handle(make.request(f"r{i}"), keys=[i, 2**64 - 1])
+        core.handle(make.request(f"r{i}"), keys=np.array([i, 2**64 - 1], np.uint64))
     core.close()
     files = sorted(tmp_path.iterdir(), key=lambda file: -int(file.suffix[1:]) if file.suffix[1:].isdigit() else 0)
     assert len(files) > 3

@@ -1,5 +1,6 @@
 """Several models in one cluster: what is known of one says nothing of another."""
 
+import numpy as np
 import pytest
 
 from conductor.errors import ConfigError
@@ -7,7 +8,7 @@ from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost
 from conductor.wire import arrived
-from kvpool import Match
+from kvpool.directory_matches import Matches
 from moonpool_proto.v1 import conductor_pb2
 
 
@@ -105,7 +106,7 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
         for role in ("prefill", "decode"):
             views += [make.node(f"{model}-{role}-{host}", role, model=model) for host in (0, 1)]
     c = cluster(*views)
-    keys, copies = list(range(100, 110)), []
+    keys, copies = np.arange(100, 110, dtype=np.uint64), []
     for model, namespace in (("m", b"a" * 16), ("n", b"b" * 16)):
         ask = conductor_pb2.ScheduleRequest(
             request_id=model,
@@ -114,7 +115,7 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
             max_new_tokens=8,
             exclude_nodes=[f"{model}-prefill-0"],
         )
-        _, copy = c.send(arrived(ask, namespace, {"pool-0": Match(10, 0)}, keys, {}))
+        _, copy = c.send(arrived(ask, namespace, Matches(("pool-0",), np.array([[10], [0]])), keys, {}))
         copies.append(copy)
     assert {(copy.source, copy.target) for copy in copies} == {("pool-0", "pool-1")}
     assert copies[0].match_key != copies[1].match_key

@@ -9,6 +9,7 @@ from kvpool.tiers import Tier
 
 FOLD = 0x1234_5678_9ABC_DEF0
 SEED = 0xFEED_F00D_1234_5679
+_NUMBERS = 4096
 
 
 def keys_of(*values: int) -> NDArray[np.uint64]:
@@ -20,7 +21,12 @@ def codes(number: int, count: int, tier: Tier = Tier.DRAM) -> NDArray[np.uint32]
 
 
 def matched(table: DirectoryTable, keys: NDArray[np.uint64]) -> list[list[int]]:
-    return sorted(table.match(keys, FOLD).tolist())
+    """[number, leading keys held, of these on SSD only] of those that hold the first."""
+    found = np.zeros((2, _NUMBERS), np.int64)
+    count = table.match(keys, FOLD, np.arange(_NUMBERS), found)
+    held = np.flatnonzero(found[0])
+    assert len(held) == count
+    return np.column_stack([held, *found[:, held]]).tolist()
 
 
 def held(table: DirectoryTable, key: int) -> list[list[int]]:
@@ -41,7 +47,7 @@ def test_a_table_grows_without_losing_anything() -> None:
     assert table.validate() == []
 
 
-@pytest.mark.parametrize(("array", "num_holders"), [("_places", 1), ("_rows", 2)])
+@pytest.mark.parametrize(("array", "num_holders"), [("_places", 1), ("_rows", 2), ("_keys", 1), ("_held", 1)])
 def test_a_table_that_could_not_grow_still_knows_what_it_knew(array: str, num_holders: int) -> None:
     """As where the system has no memory: an array that somebody holds cannot be moved either."""
     table = DirectoryTable(SEED)
@@ -111,12 +117,12 @@ def test_holes_do_not_add_up_however_long_blocks_come_and_go() -> None:
     keys = np.random.default_rng(3).integers(0, 2**64, 400_000, dtype=np.uint64)
     window = 10_000
     table.store(keys[:window], codes(1, window), FOLD)
-    segments = table.num_segments
+    segments = table.num_parts
     for begin in range(0, len(keys) - window, window):
         table.store(keys[begin + window : begin + 2 * window], codes(1, window), FOLD)
         table.remove(1, keys[begin : begin + window], FOLD)
     assert table.num_keys == window
-    assert table.num_segments <= 4 * segments
+    assert table.num_parts <= 4 * segments
     assert table.validate() == []
 
 
@@ -132,7 +138,7 @@ def test_a_node_is_purged_in_slices_and_nothing_else_goes() -> None:
     table.store(keys[:9000], codes(2, 9000), FOLD)
     kept = {n: (table.num_blocks(n), table.contents_sum(n)) for n in [1, 3, *range(6, 300)]}
     begin, slices = 0, 0
-    while begin < table.num_segments:
+    while begin < table.num_parts:
         begin, slices = table.purge({2, 4, 5}, begin, 3), slices + 1
     assert slices > 1
     assert [(table.num_blocks(n), table.contents_sum(n)) for n in (2, 4, 5)] == [((0, 0), 0)] * 3
@@ -170,7 +176,7 @@ def test_extracted_replicas_make_an_equal_table() -> None:
     for number in range(1, 150):
         table.store(keys[number:], codes(number, len(keys) - number, Tier(1 + number % 2)), FOLD)
     begin = 0
-    while begin < table.num_segments:
+    while begin < table.num_parts:
         copy.store(*table.extract(set(range(1, 149)), begin, 2))
         begin += 2
     assert [copy.num_blocks(n) for n in range(151)] == [table.num_blocks(n) if n != 149 else (0, 0) for n in range(151)]

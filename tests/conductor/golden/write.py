@@ -19,6 +19,7 @@ from conductor.policy.events import (
     NodeReported,
     NodeView,
     PoolMatch,
+    PoolMatches,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -89,7 +90,7 @@ class Simulation:
     def arrive(self, number: int) -> None:
         family = min(int(self.rng.expovariate(0.15)), 59)
         prompt, new = 256 + 32 * (family % 40) + self.rng.randrange(256), self.rng.randrange(8, 200)
-        matches = tuple(PoolMatch(pool, held[family]) for pool, held in sorted(self.held.items()) if family in held)
+        matches = PoolMatches.of(*(PoolMatch(pool, held[family]) for pool, held in self.held.items() if family in held))
         event = RequestArrived(f"r{number}", 0, "f", "m", prompt, new, matches, family)
         decisions = self.core.handle(event)
         for decision in decisions:

@@ -1,0 +1,94 @@
+"""A conductor as a server has it, but for the network."""
+
+import itertools
+from typing import Any
+
+from benchmarks.conducting.chains import NAMESPACE, Keys, name
+from conductor import wire
+from conductor.config import ConductorConfig
+from conductor.continuity import Contact, Continuity
+from conductor.core import Core
+from conductor.policy.events import NodeJoined, RequestCompleted
+from conductor.pools import Pools
+from conductor.registry import Registry
+from conductor.service import ConductorService
+from kvpool import KvGroup, KvSpec
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+__all__ = ["Bench"]
+
+
+class Bench:
+    """A conductor without its network: workers with a pool node each, and `live` placed requests."""
+
+    def __init__(self, workers: int, block_tokens: int, live: int) -> None:
+        self.spec = KvSpec((KvGroup("full", 0, tuple(range(8)), 2, 64, "float16"),), block_tokens)
+        config = ConductorConfig("none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
+        self.core = Core(config)
+        self.pools = Pools(self.core, 1, 1.0)
+        self.registry = Registry()
+        continuity = Continuity(config, Contact(None, 1), self.pools.following, self.registry)
+        self.service = ConductorService(self.core, self.registry, self.pools, continuity, 1)
+        for number in range(workers):
+            self._join(name(number), common_pb2.ROLE_POOL)
+            self._join(f"w-{number:04}", (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)[number % 2], name(number))
+        self.live = live
+        self._numbers = itertools.count()
+
+    def request(self, chain: bytes, prompt_tokens: int, max_new_tokens: int) -> conductor_pb2.ScheduleRequest:
+        return conductor_pb2.ScheduleRequest(
+            request_id=f"r{next(self._numbers)}",
+            frontend_id="f",
+            model="m",
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            chain=chain,
+        )
+
+    def decide(self, request: conductor_pb2.ScheduleRequest, keys: Keys) -> None:
+        """From block keys to a booked decision; the request placed `live` requests ago completes."""
+        matches = self.pools.match(NAMESPACE, keys)
+        self.core.handle(wire.arrived(request, NAMESPACE, matches, keys, {}))
+        self.complete(request.request_id)
+
+    def schedule(self, message: bytes) -> None:
+        """From the message's bytes to the reply's; the request placed `live` requests ago completes."""
+        request = conductor_pb2.ScheduleRequest.FromString(message)
+        reply = run_to_end(self.service.Schedule(request, None))  # type: ignore[arg-type]
+        reply.SerializeToString()
+        assert reply.HasField("placement"), reply
+        self.complete(request.request_id)
+
+    def complete(self, request_id: str) -> None:
+        self.core.handle(RequestCompleted(f"r{int(request_id[1:]) - self.live}", 0, "finished"))
+
+    def _join(self, node_id: str, role: int, pool: str = "") -> None:
+        # Not through Join: of a pool node that exists on paper nobody hears, and the directory is filled by hand.
+        member = self.registry.admit(
+            conductor_pb2.Node(
+                node_id=node_id,
+                role=role,  # type: ignore[arg-type]
+                incarnation=1,
+                target=f"unix:/nowhere/{node_id}",
+                pool_node_id=pool,
+                model="m" if pool else "",
+                kv_namespace=NAMESPACE if pool else b"",
+                spec=self.spec.to_proto() if pool else None,
+                capacity_tokens=1 << 22,
+                max_model_len=1 << 18,
+                max_batch=256,
+                kv_bytes_per_token=self.spec.bytes_per_token,
+            )
+        )
+        self.core.handle(NodeJoined(wire.node_view(member.node)))
+        if not pool:
+            self.pools.add(member.node)
+
+
+def run_to_end(coroutine: Any) -> Any:
+    """Run a coroutine that awaits nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("Schedule awaited something")

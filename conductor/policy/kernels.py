@@ -1,0 +1,224 @@
+"""The compiled loops of placement: over live requests, over what pool nodes hold, over candidates. They only compute.
+
+Formulas are those of `costs`, in the same order of operations, so that a prediction is the same number wherever it is
+made. Nothing here checks its arguments.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+
+from conductor.policy import costs
+from conductor.policy.requests import (
+    COMMITTED,
+    DECODE_NODE,
+    JOINED,
+    MAX_NEW,
+    NONE,
+    PREFILL_NODE,
+    PREFILL_NS,
+    PROMPT,
+    READY,
+    SENDER,
+    STARTED,
+)
+from messenger.native.compiling import compiled
+
+__all__ = ["Kernels", "kernels"]
+
+_read_s: Any = numba.njit(costs.read_s)
+_fetch_s: Any = numba.njit(costs.fetch_s)
+_prefill_s: Any = numba.njit(costs.prefill_s)
+_tbt_s: Any = numba.njit(costs.tbt_s)
+
+
+def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
+    """Per slot into `sums` [slots, 3]: predicted ns until its prefills have ended, committed tokens, prefixes sent."""
+    sums[:] = 0
+    for row in range(rows):
+        slot = table[PREFILL_NODE, row]
+        if slot != NONE:
+            started = table[STARTED, row]
+            left = table[PREFILL_NS, row]
+            if started != NONE:
+                left -= now_ns - started
+            if left > 0:
+                sums[slot, 0] += left
+        slot = table[DECODE_NODE, row]
+        if slot != NONE:
+            sums[slot, 1] += table[COMMITTED, row]
+        slot = table[SENDER, row]
+        if slot != NONE:
+            sums[slot, 2] += 1
+
+
+def queues(sums: Any, slots: Any, queue_s: Any) -> None:
+    """Seconds until each candidate's prefills have ended, of what `tally` found."""
+    for c in range(len(slots)):
+        queue_s[c] = sums[slots[c], 0] / 1e9
+
+
+def prefixes(
+    blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, held: Any, own: Any
+) -> Any:
+    """What each candidate's own pool node holds into `own` [2, candidates]: blocks, of these on SSD only.
+
+    `slots`: of the pool nodes that `blocks` and `ssd_blocks` tell of, -1 for those to leave out. `sends` [slots]:
+    copies, beside the prefixes in `sums`. `held` [2, slots]: room. Returns the index of the longest match; of equals
+    the one with least on SSD, then the one that sends least, then the first. -1: nobody holds anything.
+    """
+    held[:] = 0
+    best, best_blocks, best_ssd, best_sends = -1, 0, 0, 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0 or blocks[i] == 0:
+            continue
+        have, on_ssd = min(blocks[i], limit), ssd_blocks[i]
+        if blocks[i] > limit:
+            on_ssd = min(on_ssd, limit)
+        held[0, slot], held[1, slot] = have, on_ssd
+        sending = sums[slot, 2] + sends[slot]
+        if have and (
+            have > best_blocks
+            or (have == best_blocks and (on_ssd < best_ssd or (on_ssd == best_ssd and sending < best_sends)))
+        ):
+            best, best_blocks, best_ssd, best_sends = i, have, on_ssd, sending
+    for c in range(len(pool_slots)):
+        slot = pool_slots[c]
+        own[0, c] = held[0, slot] if slot >= 0 else 0
+        own[1, c] = held[1, slot] if slot >= 0 else 0
+    return best
+
+
+def score_prefill(
+    own: Any,
+    queue_s: Any,
+    best: Any,
+    best_ssd: Any,
+    num_sends: Any,
+    prompt_tokens: Any,
+    block_tokens: Any,
+    block_nbytes: Any,
+    threshold: Any,
+    prefill: Any,
+    load: Any,
+    fetch: Any,
+    ssd_read: Any,
+    seconds: Any,
+    reuse: Any,
+    fetches: Any,
+) -> Any:
+    """Algorithm 1's loop: `seconds` [2, candidates] of transfer and prefill, `reuse`, `fetches`.
+
+    Returns who is soonest, and how soon.
+    """
+    chosen, least_s = 0, np.inf
+    for c in range(len(queue_s)):
+        have = own[0, c]
+        fetched = best > threshold * have
+        missing = best - have if fetched else 0
+        reuse[c] = best if fetched else have
+        fetches[c] = fetched
+        on_ssd = own[1, c] + min(missing, best_ssd)
+        missing_nbytes = float(missing) * block_nbytes
+        transfer_s = (
+            _read_s(load[0], load[1], float(have) * block_nbytes, 0)
+            + _read_s(ssd_read[0], ssd_read[1], float(on_ssd) * block_nbytes, 0)
+            + _fetch_s(
+                _read_s(fetch[0], fetch[1], missing_nbytes, num_sends), _read_s(load[0], load[1], missing_nbytes, 0)
+            )
+        )
+        prefill_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, float(reuse[c] * block_tokens))
+        seconds[0, c], seconds[1, c] = transfer_s, prefill_s
+        ttft_s = transfer_s + queue_s[c] + prefill_s
+        if ttft_s < least_s:
+            chosen, least_s = c, ttft_s
+    return chosen, least_s
+
+
+def choose_decode(
+    table: Any,
+    rows: Any,
+    at_ns: Any,
+    decode_ns: Any,
+    step_ns: Any,
+    load: Any,
+    slots: Any,
+    capacity_tokens: Any,
+    max_batch: Any,
+    prompt_tokens: Any,
+    need_tokens: Any,
+    decode: Any,
+) -> Any:
+    """(index, predicted TBT, free tokens) of the candidate with the least TBT that has room for `need_tokens`.
+
+    Where none has room: of the one with most free. First of equals. `load` [slots, 3] is room for what decodes at
+    `at_ns` per slot: sequences, tokens of context, committed tokens. Counted are requests whose prefill ends by then,
+    not counted those that joined and will have decoded for longer than `decode_ns` (-1: unknown).
+    """
+    load[:] = 0
+    per_ns = 1.0 / step_ns
+    for row in range(rows):
+        slot = table[DECODE_NODE, row]
+        if slot == NONE:
+            continue
+        load[slot, 2] += table[COMMITTED, row]
+        joined = table[JOINED, row]
+        elapsed = at_ns - (table[READY, row] if joined == NONE else joined)
+        if elapsed < 0 or (decode_ns >= 0 and joined != NONE and elapsed > decode_ns):
+            continue
+        # elapsed // step_ns: the quotient by floating point is off by one at most.
+        grown = np.int64(elapsed * per_ns)
+        rest = elapsed - grown * step_ns
+        if rest < 0:
+            grown -= 1
+        elif rest >= step_ns:
+            grown += 1
+        load[slot, 0] += 1
+        load[slot, 1] += table[PROMPT, row] + min(grown, table[MAX_NEW, row])
+    chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
+    for c in range(len(slots)):
+        slot = slots[c]
+        here_free = capacity_tokens[c] - load[slot, 2]
+        here_room = here_free >= need_tokens
+        if has_room and not here_room:
+            continue
+        batch, context = float(load[slot, 0] + 1), float(load[slot, 1] + prompt_tokens)
+        here_s = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch[c])
+        if chosen < 0 or here_room != has_room or (here_s < tbt_s if here_room else here_free > free):
+            chosen, has_room, tbt_s, free = c, here_room, here_s, here_free
+    return chosen, tbt_s, free
+
+
+class Kernels(NamedTuple):
+    """See the functions of the same names."""
+
+    tally: Any
+    queues: Any
+    prefixes: Any
+    score_prefill: Any
+    choose_decode: Any
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """All of them, compiled or loaded at the first call."""
+    signatures: Any = types
+    n, f, flags = types.int64, types.float64, types.Array(types.bool_, 1, "C")
+    ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
+    floats, seconds = types.Array(f, 1, "C"), types.Array(f, 2, "C")
+    two, three = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3)
+    scored, chosen = signatures.Tuple((n, f)), signatures.Tuple((n, f, n))
+    return Kernels(
+        compiled(tally, types.void(wide, n, n, wide)),
+        compiled(queues, types.void(wide, ints, floats)),
+        compiled(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
+        compiled(
+            score_prefill,
+            scored(wide, floats, n, n, n, n, n, n, f, three, two, two, two, seconds, ints, flags),
+        ),
+        compiled(choose_decode, chosen(wide, n, n, n, n, wide, ints, ints, ints, n, n, three)),
+    )

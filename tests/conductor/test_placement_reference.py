@@ -1,0 +1,209 @@
+"""The compiled way to a place against a plain one, node by node and request by request, over random clusters."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conductor.policy import Conductor, PolicyConfig
+from conductor.policy.codec import event_from_json, to_json
+from conductor.policy.config import NS
+from conductor.policy.costs import fetch_s, prefill_s, read_s, tbt_s
+from conductor.policy.decisions import Place
+from conductor.policy.decode_choice import peak_tokens, wait_for_room_s
+from conductor.policy.events import (
+    DecodeSample,
+    NodeJoined,
+    NodeLost,
+    NodeReported,
+    NodeView,
+    PoolMatch,
+    PoolMatches,
+    PrefillSample,
+    Progress,
+    RequestArrived,
+    TransferSample,
+)
+from conductor.policy.requests import NONE
+
+BLOCK = 16
+
+
+class Plain:
+    """Algorithm 1 and the decode choice in loops, on the state as the policy has it before the request."""
+
+    def __init__(self, state, now_ns, request):
+        self.state, self.now_ns, self.request = state, now_ns, request
+        table = state.requests
+        self.rows = [
+            SimpleNamespace(**{name: int(table.column(name)[row]) for name in COLUMNS}) for row in range(len(table))
+        ]
+        self.need = peak_tokens(request.prompt_tokens, request.max_new_tokens, BLOCK)
+
+    def candidates(self, *roles):
+        total, prompt = self.request.prompt_tokens + self.request.max_new_tokens, self.request.prompt_tokens
+        for node in self.state.nodes:
+            pages = peak_tokens(prompt, 0, BLOCK) if node.role == "prefill" else self.need
+            fits = node.capacity_tokens >= pages and node.max_model_len >= total
+            if node.role in roles and fits and node.node_id not in self.request.excluded:
+                yield node
+
+    def slot(self, node_id):
+        return self.state.nodes.slot(node_id)
+
+    def committed(self, node):
+        return sum(row.committed for row in self.rows if row.decode_node == self.slot(node.node_id))
+
+    def queue_s(self, node):
+        total = 0
+        for row in self.rows:
+            if row.prefill_node == self.slot(node.node_id):
+                elapsed = 0 if row.started_ns == NONE else self.now_ns - row.started_ns
+                total += max(0, row.prefill_ns - elapsed)
+        if node.role == "prefill":
+            return total / NS
+        missing = self.committed(node) + self.need - node.capacity_tokens
+        everyone = self.state.nodes.model("m").all_prefill
+        at = everyone.ids.index(node.node_id)
+        costs = self.state.costs_of("m")
+        wait_s = wait_for_room_s(everyone, at, self.state.requests, costs, now_ns=self.now_ns, missing_tokens=missing)
+        return max(total / NS, wait_s)
+
+    def sends(self, pool):
+        copies = sum(source == pool for source, _ in self.state.copies._under_way.values())
+        return copies + sum(row.sender == self.slot(pool) for row in self.rows)
+
+    def held(self):
+        limit = (self.request.prompt_tokens - 1) // BLOCK
+        for match in self.request.matches:
+            if match.pool in self.request.excluded or self.slot(match.pool) == NONE or not min(match.blocks, limit):
+                continue
+            on_ssd = match.ssd_blocks if match.blocks <= limit else min(match.ssd_blocks, limit)
+            yield match.pool, min(match.blocks, limit), on_ssd
+
+    def prefill(self):
+        """(TTFT, node, what it reuses, holders) of the best."""
+        costs, transfers, found = self.state.costs_of("m"), self.state.transfers, []
+        held = {pool: (blocks, on_ssd) for pool, blocks, on_ssd in self.held()}
+        best = min(held, key=lambda pool: (-held[pool][0], held[pool][1], self.sends(pool), pool), default="")
+        most, most_ssd = held.get(best, (0, 0))
+        nbytes = 1000.0 * BLOCK
+        for node in self.candidates("prefill", "aggregated"):
+            own, own_ssd = held.get(node.pool_node_id, (0, 0))
+            fetches = most > self.state.config.balancing_threshold * own
+            missing = most - own if fetches else 0
+            took = read_s(*transfers.of("load"), own * nbytes, 0)
+            took += read_s(*transfers.of("ssd_read"), (own_ssd + min(missing, most_ssd)) * nbytes, 0)
+            over_network = read_s(*transfers.of("fetch"), missing * nbytes, self.sends(best))
+            took += fetch_s(over_network, read_s(*transfers.of("load"), missing * nbytes, 0))
+            took += self.queue_s(node)
+            took += prefill_s(*costs.prefill, self.request.prompt_tokens, (own + missing) * BLOCK)
+            holders = [(node.pool_node_id, own, own_ssd)] * (own > 0)
+            holders += [(best, missing, min(missing, most_ssd))] * fetches
+            found.append((took, node.node_id, own + missing, holders))
+        return min(found)
+
+    def decode(self, at_ns, nodes):
+        """(predicted TBT, node) of the choice."""
+        costs, found = self.state.costs_of("m"), []
+        decode_ns = None if costs.decode_time.mean_s is None else round(costs.decode_time.mean_s * NS)
+        step_ns = max(1, round(costs.typical_step_s * NS))
+        for node in nodes:
+            batch, context = 1, self.request.prompt_tokens
+            for row in self.rows:
+                if row.decode_node != self.slot(node.node_id):
+                    continue
+                elapsed = at_ns - (row.ready_ns if row.joined_ns == NONE else row.joined_ns)
+                gone = decode_ns is not None and row.joined_ns != NONE and elapsed > decode_ns
+                if elapsed >= 0 and not gone:
+                    batch, context = batch + 1, context + row.prompt + min(elapsed // step_ns, row.max_new)
+            free = node.capacity_tokens - self.committed(node)
+            seconds = tbt_s(*costs.decode, batch, context, node.max_batch)
+            found.append((free >= self.need, seconds, free, node.node_id))
+        roomy = [(seconds, node_id) for has_room, seconds, _, node_id in found if has_room]
+        if roomy:
+            return min(roomy)
+        free = max(free for *_, free, _ in found)
+        return next((seconds, node_id) for _, seconds, here, node_id in found if here == free)
+
+
+COLUMNS = (
+    *("prefill_node", "decode_node", "sender", "prefill_ns", "started_ns"),
+    *("ready_ns", "joined_ns", "committed", "prompt", "max_new"),
+)
+
+
+def cluster(rng):
+    """A conductor with a random cluster that has served for a while, and its pool nodes' ids."""
+    conductor = Conductor(PolicyConfig(max_queue_s=1e9, balancing_threshold=float(rng.choice([1.0, 1.5, 3.0]))))
+    pools = [f"pool-{i}" for i in range(int(rng.integers(1, 12)))]
+    roles = ["prefill", "decode", *rng.choice(["prefill", "decode", "aggregated"], int(rng.integers(1, 24)))]
+    joined = [NodeView(pool, "pool", 1, "h") for pool in pools[: max(1, len(pools) - 2)]]
+    for number, role in enumerate(roles):
+        capacity, longest = int(rng.choice([2048, 4096, 1 << 16])), int(rng.choice([2500, 4096, 1 << 16]))
+        pool = str(rng.choice(pools))
+        name = f"n{int(rng.integers(100)):02}-{number}"
+        joined.append(NodeView(name, str(role), 1, "h", pool, "m", BLOCK, capacity, longest, 4, 1000))
+    for index in rng.permutation(len(joined)).tolist():
+        conductor.on_event(0, NodeJoined(joined[index]))
+    worker = next(node.node_id for node in joined if node.role != "pool")
+    if rng.random() < 0.7:
+        seconds = rng.uniform(1e-3, 1.0, 12).tolist()
+        prefills = tuple(PrefillSample(100 * i + 9, 64 * i, s) for i, s in enumerate(seconds))
+        decodes = tuple(DecodeSample(i + 1, 500 * i, s / 9) for i, s in enumerate(seconds))
+        transfers = tuple(
+            TransferSample(1 << 12 + i, s, p) for i, (s, p) in enumerate(zip(seconds, PATHS, strict=True))
+        )
+        conductor.on_event(0, NodeReported(worker, prefills=prefills, decodes=decodes, transfers=transfers))
+    return conductor, pools, [node.node_id for node in joined]
+
+
+PATHS = ["load", "fetch", "ssd_read"] * 4
+
+
+def arrival(rng, number, pools, node_ids):
+    some = [pool for pool in pools if rng.random() < 0.7]
+    matches = PoolMatches.of(*(PoolMatch(p, b := int(rng.integers(1, 130)), int(rng.integers(0, b + 1))) for p in some))
+    excluded = tuple(sorted({str(rng.choice(node_ids))} if rng.random() < 0.2 else ()))
+    prompt, new = int(rng.integers(1, 2100)), int(rng.integers(1, 500))
+    return RequestArrived(f"r{number}", 0, "f", "m", prompt, new, matches, number % 5, excluded=excluded)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_place_is_the_one_that_plain_loops_find(seed):
+    rng = np.random.default_rng(seed)
+    conductor, pools, node_ids = cluster(rng)
+    now_ns, places = 0, 0
+    for number in range(40):
+        now_ns += int(rng.integers(0, 400_000_000))
+        request = arrival(rng, number, pools, node_ids)
+        if number % 3 == 0:  # as replayed from a log: of the matches, only those that are some
+            request = event_from_json(json.loads(json.dumps(to_json(request))))
+        plain = Plain(conductor._state, now_ns, request)
+        nodes = {node.node_id: node for node in conductor._state.nodes}
+        prefills, decodes = list(plain.candidates("prefill", "aggregated")), list(plain.candidates("decode"))
+        staffed = any(decodes) or request.max_new_tokens == 1 or any(n.role == "aggregated" for n in prefills)
+        want = plain.prefill() if prefills and staffed and any(decodes) else None
+        if want is not None:
+            at_ns = now_ns + round(want[0] * NS)
+            alone = nodes[want[1]].role == "aggregated"
+            expected = plain.decode(at_ns, [nodes[want[1]]] if alone else decodes)
+        decision = conductor.on_event(now_ns, request)[0]
+        if want is None or not isinstance(decision, Place):
+            continue
+        places += 1
+        _, prefill, reuse, holders = want
+        assert (decision.prefill, decision.reuse_blocks) == (prefill, reuse)
+        assert [(h.pool, h.num_blocks, h.ssd_blocks) for h in decision.holders] == holders
+        if alone or request.max_new_tokens > 1:
+            assert (decision.predicted_tbt_s, decision.decode or prefill) == expected
+        if decision.predicted_ttft_s != want[0]:  # the decode node has no room yet
+            assert decision.predicted_ttft_s > want[0]
+        for node_id, phase in ((decision.prefill, "prefill_started"), (decision.decode or prefill, "decode_joined")):
+            if rng.random() < 0.4:
+                progress = (Progress(request.request_id, 0, phase),)
+                conductor.on_event(now_ns, NodeReported(node_id, progress=progress))
+        if number == 25 and len(node_ids) > 6:
+            conductor.on_event(now_ns, NodeLost(node_ids[0], 1))
+    assert places or len(node_ids) < 8
