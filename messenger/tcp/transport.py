@@ -1,5 +1,6 @@
 """The tcp transport: where it listens, how it connects, and whether in the clear."""
 
+import contextlib
 import errno
 import socket
 
@@ -46,6 +47,7 @@ class TcpTransport(Transport, Door):
             raise BindFailed(f"cannot listen at {where}: {error}") from error
 
     def welcome(self, sock: socket.socket, address: str) -> BufferedLink:
+        _unpaced_within_host(sock)
         if self._identity is None:
             return SocketLink(sock, address)
         return TlsLink(sock, address, self._identity.material(), caller=False)
@@ -62,6 +64,7 @@ class TcpTransport(Transport, Door):
 
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.connect(resolve(endpoint.tcp_host, endpoint.tcp_port, self._resolve_s)[4])
+        _unpaced_within_host(sock)
 
     def wrap(self, sock: socket.socket, address: str) -> BufferedLink:
         if self._identity is None:
@@ -73,6 +76,16 @@ class TcpTransport(Transport, Door):
 
     def responder(self, link: Link) -> Responder:
         return TcpResponder(_buffered(link))
+
+
+def _unpaced_within_host(sock: socket.socket) -> None:
+    """Within a host there is nothing to be fair to: a congestion control that paces, as BBR does, costs timers alone.
+
+    To other hosts it stays what the host's administrator chose.
+    """
+    with contextlib.suppress(OSError):
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _buffered(link: Link) -> BufferedLink:
