@@ -307,8 +307,9 @@ class Stream(Connecting):
                 self.early = parts[-1]
                 parts = parts[:-1]
             for part in parts:
-                flight.answered()
-                ended += self._landed_locked(part, now_s)
+                if flight.waiting() is part:  # what could not be sent has ended, whatever its owner answers
+                    flight.answered()
+                    ended += self._landed_locked(part, now_s)
             if receiver is not None and receiver.thread_holds and not goes_on and self._nobody_else_waits_locked(ended):
                 receiver.may_stand_back()
             self._made_room_locked(parts)
