@@ -108,27 +108,29 @@ async def test_the_death_of_the_frontend_cancels_its_requests(cluster: Any, sess
 
 
 async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
-    random_model: Path,
-    start_cluster: Callable[..., Any],
-    judge_of: Callable[[Path], Any],
-    session: aiohttp.ClientSession,
+    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
-    with start_cluster(random_model, "--block-tokens", "8") as single:
-        old = single.pid("decode-0")
-        body = {"model": single.ready["model"], "prompt": prompt(3, 60), **LONG}
-        done: list[int] = []
+    nodes = ("decode-0", "decode-1")
+    old = {node: cluster.pid(node) for node in nodes}
+    body = {"model": cluster.ready["model"], "prompt": prompt(3, 60), **LONG}
+    killed = False
 
-        def kill_once(count: int) -> None:
-            if count >= 20 and not done:
-                done.append(single.kill("decode-0"))
+    def kill_all_at_twenty(count: int) -> None:
+        nonlocal killed
+        if count >= 20 and not killed:
+            killed = True
+            for node in nodes:
+                cluster.kill(node)
 
-        ids, error = await stream(session, single.url, body, kill_once)
-        if error is None:  # the node came back before the attempts ran out
-            answer = type("A", (), {"prompt_ids": body["prompt"], "token_ids": ids})
-            assert judge_of(random_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
-            assert len(ids) == LONG["max_tokens"]
-        else:
-            assert error["message"]
-            assert error["code"]
-        await single.wait_restarted("decode-0", old)
-        await single.validate()
+    ids, error = await stream(session, cluster.url, body, kill_all_at_twenty)
+    assert killed
+    if error is None:  # a node came back before the attempts ran out
+        answer = type("A", (), {"prompt_ids": body["prompt"], "token_ids": ids})
+        assert judge_of(random_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
+        assert len(ids) == LONG["max_tokens"]
+    else:
+        assert error["message"]
+        assert error["code"]
+    for node in nodes:
+        await cluster.wait_restarted(node, old[node])
+    await cluster.validate()

@@ -1,21 +1,46 @@
-"""Structured output of a live cluster: whatever the schema, answers parse and conform, on whichever worker they end.
+"""Steered answers of a live cluster: under a grammar they parse and conform whatever the schema, on whichever worker
+they end; under penalties and biases they are, with their log-probabilities, those that one process would have given.
 
 The model's weights are random: nothing but the grammar makes it write JSON.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import jsonschema
+import numpy as np
 import openai
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from engine import Model, load_model
+
+Floats = NDArray[np.float32]
+
+PROMPTS = [np.random.default_rng(i).integers(5, 2000, 40 + 30 * i).tolist() for i in range(3)]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 1234}
+CONTROLS: list[dict[str, Any]] = [
+    {**SAMPLED, "min_p": 0.05},
+    {**SAMPLED, "repetition_penalty": 1.6, "top_p": 0.9},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"17": 12.0, "99": -100.0}},
+    {**SAMPLED, "logit_bias": {"17": 9.0}, "repetition_penalty": 0.8, "min_p": 0.02},
+]
+TAGS = {"type": "array", "items": {"enum": ["x", "yz"]}, "maxItems": 3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "tags": TAGS},
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
 NAMES = st.text('abcxyz_ü"\\ ', min_size=1, max_size=6)
 BOUNDED = settings(
     max_examples=25,
@@ -120,13 +145,13 @@ def test_arguments_of_a_call_parse_and_conform_whatever_the_parameters(
     jsonschema.validate(json.loads(call.function.arguments), schema)
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "decode-1"])
-async def test_an_answer_conforms_when_its_worker_is_killed_in_the_middle(cluster: Any, victim: str) -> None:
+async def test_an_answer_conforms_when_its_worker_is_killed_in_the_middle(cluster: Any) -> None:
     word = {"type": "string", "minLength": 4, "maxLength": 12}
     pair = {"type": "object", "properties": {"word": word, "at": {"type": "integer", "minimum": 0, "maximum": 99}}}
     pair |= {"required": ["word", "at"], "additionalProperties": False}
     schema = {"type": "array", "items": pair, "minItems": 12, "maxItems": 12}
-    old, is_killed, attempts = cluster.pid(victim), False, list[int]()
+    victim, is_killed, attempts = "decode-1", False, list[int]()
+    old = cluster.pid(victim)
     body = asked(cluster, temperature=1.0, max_tokens=1500, stream=True, extra_body={"guided_json": schema})
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0) as client:
         streams = [await client.chat.completions.create(**body, seed=seed) for seed in range(4)]
@@ -144,3 +169,115 @@ async def test_an_answer_conforms_when_its_worker_is_killed_in_the_middle(cluste
         jsonschema.validate(json.loads(text), schema)
     await cluster.wait_restarted(victim, old)
     await cluster.validate()
+
+
+@pytest.fixture(scope="module")
+def reference(random_model: Path) -> Model:
+    return load_model(random_model, threads=1)
+
+
+def steered(logits: Floats, prompt: list[int], out: list[int], controls: dict[str, Any]) -> Floats:
+    """Bias and penalties in plain loops."""
+    logits = logits.copy()
+    for i, bias in controls.get("logit_bias", {}).items():
+        logits[int(i)] += np.float32(bias)
+    for i in {*prompt, *out}:
+        penalty = np.float32(controls.get("repetition_penalty", 1.0))
+        logits[i] = logits[i] / penalty if logits[i] > 0 else logits[i] * penalty
+    for i in set(out):
+        logits[i] -= np.float32(controls.get("frequency_penalty", 0.0)) * np.float32(out.count(i))
+        logits[i] -= np.float32(controls.get("presence_penalty", 0.0))
+    return logits
+
+
+async def test_tokens_and_log_probabilities_are_those_of_one_process(
+    cluster: Any, session: aiohttp.ClientSession, judge_of: Callable[[Path], Any], random_model: Path, reference: Model
+) -> None:
+    """Twice each: the second answers reuse what the first ones left."""
+    judge = judge_of(random_model)
+    asked = [(prompt, controls) for prompt in PROMPTS for controls in CONTROLS]
+    answers = []
+    for _ in range(2):
+        answers += await asyncio.gather(
+            *(cluster.complete(session, prompt, max_tokens=24, logprobs=3, **controls) for prompt, controls in asked)
+        )
+    assert any(answer.cached_tokens for answer in answers)
+    for answer, (prompt, controls) in zip(answers, asked * 2, strict=True):
+        assert len(answer.token_ids) == 24
+
+        def steer(logits: Floats, out: list[int], prompt: list[int] = prompt, controls: Any = controls) -> Floats:
+            return steered(logits, prompt, out, controls)
+
+        assert judge.wrong_tokens(answer, steer, **controls) == []
+        ids = np.array([*prompt, *answer.token_ids], np.int32)
+        expected = torch.log_softmax(torch.from_numpy(reference.score(ids)), dim=1).numpy()[len(prompt) - 1 : -1]
+        told = answer.body["choices"][0]["logprobs"]["token_logprobs"]
+        np.testing.assert_allclose(told, expected[np.arange(24), answer.token_ids], atol=1e-3, rtol=0)
+    await cluster.validate()
+
+
+async def test_a_prompt_is_scored_also_where_its_kv_is_known(
+    cluster: Any, session: aiohttp.ClientSession, reference: Model
+) -> None:
+    prompt = PROMPTS[2]
+    await cluster.complete(session, prompt, max_tokens=1)
+    answer = await cluster.complete(session, prompt, max_tokens=1, prompt_logprobs=2)
+    assert answer.cached_tokens == 0
+    told = answer.body["choices"][0]["prompt_logprobs"]
+    assert told[0] is None
+    expected = torch.log_softmax(torch.from_numpy(reference.score(np.array(prompt, np.int32))), dim=1).numpy()
+    own = [told[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))]
+    np.testing.assert_allclose(own, expected[np.arange(len(own)), prompt[1:]], atol=1e-3, rtol=0)
+    await cluster.validate()
+
+
+async def test_answers_are_of_their_schema_and_end_with_it(cluster: Any, session: aiohttp.ClientSession) -> None:
+    """This model has no end token and knows no JSON."""
+    answers = await asyncio.gather(
+        *(
+            cluster.complete(session, PROMPTS[0], max_tokens=120, seed=i, temperature=1.5, guided_json=SCHEMA)
+            for i in range(6)
+        )
+    )
+    values = [json.loads(answer.body["choices"][0]["text"]) for answer in answers]
+    assert all(value["name"] in ("Ada", "Grace") and len(value["tags"]) <= 3 for value in values)
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert len({json.dumps(value) for value in values}) > 1
+    await cluster.validate()
+
+
+async def test_answers_keep_to_their_schema_when_a_decode_node_dies(
+    cluster: Any, session: aiohttp.ClientSession
+) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "bb", "ccc", 7]}, "minItems": 150, "maxItems": 150}
+    asked = {"max_tokens": 1500, "guided_json": schema}
+    answers = [
+        asyncio.create_task(cluster.complete(session, PROMPTS[i % 3], seed=i, presence_penalty=0.5, **asked))
+        for i in range(6)
+    ]
+    old = await _kill_while_it_answers(cluster, session, "decode-0", {"prompt": PROMPTS[1], **asked})
+    for answer in await asyncio.gather(*answers):
+        assert len(json.loads(answer.body["choices"][0]["text"])) == 150
+        assert answer.finish_reason == "stop"
+    assert max(answer.result().moonpool["attempts"] for answer in answers) > 1
+    await cluster.wait_restarted("decode-0", old)
+    await cluster.validate()
+
+
+async def _kill_while_it_answers(
+    cluster: Any, session: aiohttp.ClientSession, node_id: str, body: dict[str, Any]
+) -> int:
+    """Kill a node once an answer has begun; the answer, too, must end well. The old process's id."""
+    text, old = "", None
+    async with session.post(
+        f"{cluster.url}/v1/completions", json={"model": cluster.ready["model"], "stream": True, **body}
+    ) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+            if old is None and len(text) > 60:
+                old = cluster.kill(node_id)
+    assert old is not None
+    assert len(json.loads(text)) == 150
+    return int(old)

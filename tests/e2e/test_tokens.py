@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +66,38 @@ async def test_a_two_group_model_over_the_cluster(
         await cluster.validate()
 
 
-async def test_answers_are_reused_by_the_next_turn(
-    random_model: Path,
-    start_cluster: Callable[..., Any],
-    judge_of: Callable[[Path], Any],
-    session: aiohttp.ClientSession,
-) -> None:
+@pytest.fixture(scope="module")
+def smallest(random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
+    """A node of each role."""
     with start_cluster(random_model, "--block-tokens", "8") as cluster:
-        judge = judge_of(random_model)
-        history = prompts(1, shared=20, own=10, seed=6)[0]
-        for turn in range(4):
-            answer = await cluster.complete(session, history, max_tokens=33, ignore_eos=True, temperature=0.0)
-            assert judge.wrong_tokens(answer) == []
-            if turn:
-                # All before this turn's six tokens, but the answer's last one, which was never fed back.
-                assert answer.cached_tokens == len(history) - 7
-            await cluster.validate()
-            history = history + answer.token_ids + [17 + turn] * 6
+        yield cluster
+
+
+async def test_answers_are_reused_by_the_next_turn(
+    smallest: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    judge = judge_of(random_model)
+    history = prompts(1, shared=20, own=10, seed=6)[0]
+    for turn in range(4):
+        answer = await smallest.complete(session, history, max_tokens=33, ignore_eos=True, temperature=0.0)
+        assert judge.wrong_tokens(answer) == []
+        if turn:
+            # All before this turn's six tokens, but the answer's last one, which was never fed back.
+            assert answer.cached_tokens == len(history) - 7
+        await smallest.validate()
+        history = history + answer.token_ids + [17 + turn] * 6
+
+
+async def test_equal_requests_get_equal_tokens_in_two_salts_without_sharing(
+    smallest: Any, session: aiohttp.ClientSession
+) -> None:
+    prompt = prompts(1, shared=64, own=8, seed=11)[0]
+    first = await smallest.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
+    other = await smallest.complete(session, prompt, max_tokens=8, cache_salt="two", **SAMPLED)
+    again = await smallest.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
+    assert first.token_ids == other.token_ids == again.token_ids
+    assert (first.cached_tokens, other.cached_tokens) == (0, 0)
+    assert again.cached_tokens >= 64
 
 
 async def test_aggregated_workers_answer_like_the_reference(
@@ -100,16 +115,3 @@ async def test_aggregated_workers_answer_like_the_reference(
         for answer in answers:
             assert judge.wrong_tokens(answer, **SAMPLED) == []
         await cluster.validate()
-
-
-async def test_equal_requests_get_equal_tokens_in_two_salts_without_sharing(
-    random_model: Path, start_cluster: Callable[..., Any], session: aiohttp.ClientSession
-) -> None:
-    with start_cluster(random_model, "--block-tokens", "8") as cluster:
-        prompt = prompts(1, shared=64, own=8, seed=11)[0]
-        first = await cluster.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
-        other = await cluster.complete(session, prompt, max_tokens=8, cache_salt="two", **SAMPLED)
-        again = await cluster.complete(session, prompt, max_tokens=8, cache_salt="one", **SAMPLED)
-        assert first.token_ids == other.token_ids == again.token_ids
-        assert (first.cached_tokens, other.cached_tokens) == (0, 0)
-        assert again.cached_tokens >= 64
