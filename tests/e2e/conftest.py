@@ -237,3 +237,30 @@ def judge_of() -> Callable[[Path], Judge]:
         return judges[model]
 
     return judge
+
+
+@pytest.fixture(scope="session")
+def moonpool() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`moonpool("serve", "--port", 80, MOONPOOL_X="y")`: the command's end, without this environment's own settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
+
+    def run(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "moonpool", *map(str, arguments)]
+        environment = {**kept, "COLUMNS": "200", **variables}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_refused() -> Callable[..., None]:
+    """Of a command's end: exit code 2 and one clear message, which holds the words."""
+
+    def check(done: subprocess.CompletedProcess[str], *words: str) -> None:
+        shown = done.stdout + done.stderr
+        assert done.returncode == 2, shown
+        assert "Traceback" not in shown
+        for word in words:
+            assert word in shown
+
+    return check

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,55 +41,11 @@ from messenger.framing import PREFIX
 from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
 
+Moonpool = Callable[..., subprocess.CompletedProcess[str]]
+AssertRefused = Callable[..., None]
 TRACE_ROW = '{"timestamp": 0, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}'
 WORKERS = ("prefill-0", "decode-0")
 POOLS = ("pool-0", "pool-1")
-
-
-def moonpool_environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
-    return {**kept, "COLUMNS": "200", **variables}
-
-
-def moonpool(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moonpool", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=moonpool_environment(**variables),
-        timeout=100,
-        check=False,
-    )
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Exit code 2 and one clear message, which holds the words."""
-    shown = done.stdout + done.stderr
-    assert done.returncode == 2, shown
-    assert "Traceback" not in shown
-    for word in words:
-        assert word in shown
-
-
-@pytest.fixture(scope="module")
-def damaged_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The random model, broken in one way each."""
-    folder = tmp_path_factory.mktemp("damaged")
-
-    def copy(name: str, **config: Any) -> Path:
-        shutil.copytree(random_model, folder / name)
-        path = folder / name / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-        return folder / name
-
-    models = {
-        "architecture": copy("architecture", architectures=["MambaForCausalLM"], model_type="mamba"),
-        "tokenizer": copy("tokenizer"),
-        "weights": copy("weights"),
-    }
-    (models["tokenizer"] / "tokenizer.json").unlink()
-    (models["weights"] / "model.safetensors").unlink()
-    return models
 
 
 @pytest.fixture(scope="module")
@@ -133,74 +87,12 @@ async def undisturbed(
     await cluster.validate()
 
 
-# The model folder
+# The command line
 
 
-def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert_refused(moonpool("serve", tmp_path / "nowhere"), f"model folder {tmp_path / 'nowhere'} does not exist")
-
-
-def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path) -> None:
-    assert_refused(moonpool("serve", tmp_path), str(tmp_path), "no config.json", "not a Hugging Face model folder")
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        ("tokenizer", ["no tokenizer.json", "save the model's fast tokenizer"]),
-        ("weights", ["no weights in the safetensors format"]),
-        ("architecture", ["MambaForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-    ],
-)
-def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
-    damaged_models: dict[str, Path], damage: str, said: list[str]
+async def test_a_port_in_use_is_told_and_its_owner_serves_on(
+    moonpool: Moonpool, assert_refused: AssertRefused, cluster: Any, undisturbed: None
 ) -> None:
-    done = moonpool("serve", damaged_models[damage])
-    assert_refused(done, str(damaged_models[damage]), *said)
-    assert "Starting" not in done.stderr
-
-
-# Configuration
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--prot", "80"], ["No such option: --prot", "--port"]),
-        (["--port", "many"], ["--port: 'many' is no whole number"]),
-        (["--port", "70000"], ["--port is 70000: expected 0 to 65535"]),
-        (["--transport", "ether"], ["--transport is 'ether': expected one of auto, rdma, tcp, shm"]),
-        (["--device", "tpu"], ["--device is 'tpu'", "cuda:N"]),
-        (["--capacity-tokens", "1000", "--block-tokens", "16"], ["capacity_tokens", "1000", "multiple", "16"]),
-        (["--prefill-nodes", "0"], ["prefill_nodes is 0 and decode_nodes is 1", "--aggregated"]),
-        (["--api-key", ""], ["--api-key", "empty"]),
-        (["--host", "192.0.2.1"], ["cannot listen at 192.0.2.1"]),
-    ],
-)
-def test_a_bad_flag_is_refused_before_anything_starts(arguments: list[str], said: list[str]) -> None:
-    done = moonpool("serve", *arguments)
-    assert_refused(done, *said)
-    assert "Starting" not in done.stderr
-
-
-def test_an_unknown_key_of_the_file_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text("prefil_nodes: 2\n")
-    assert_refused(moonpool("serve", "--config", path), str(path), "'prefil_nodes'", "did you mean prefill_nodes?")
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("MOONPOOL_PREFIL_NODES", "2", "did you mean MOONPOOL_PREFILL_NODES?"),
-        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO: 'soon' is no number"),
-    ],
-)
-def test_a_bad_variable_is_refused_by_name(variable: str, value: str, said: str) -> None:
-    assert_refused(moonpool("serve", **{variable: value}), variable, said)
-
-
-async def test_a_port_in_use_is_told_and_its_owner_serves_on(cluster: Any, undisturbed: None) -> None:
     port = cluster.url.rpartition(":")[2]
     done = await asyncio.to_thread(moonpool, "serve", "--port", port)
     assert_refused(done, f"port {port} on 127.0.0.1 is in use", "--port 0 takes a free one")
@@ -495,7 +387,7 @@ async def test_garbage_on_every_grpc_socket_ends_its_own_connection_only(cluster
     ],
 )
 async def test_a_malformed_trace_row_is_told_with_its_line(
-    cluster: Any, tmp_path: Path, rows: list[str], said: list[str]
+    moonpool: Moonpool, assert_refused: AssertRefused, cluster: Any, tmp_path: Path, rows: list[str], said: list[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(rows) + "\n")
@@ -504,14 +396,13 @@ async def test_a_malformed_trace_row_is_told_with_its_line(
     assert not (tmp_path / "out").exists()
 
 
-async def test_a_replay_against_a_dead_url_says_how_to_start_a_server(tmp_path: Path, unused_tcp_port: int) -> None:
-    url = f"http://127.0.0.1:{unused_tcp_port}"
-    done = await asyncio.to_thread(moonpool, "replay", "conversation", "--url", url, "--out", tmp_path / "out")
-    assert_refused(done, f"no usable server at {url}", "moonpool serve")
-
-
 async def test_a_replay_of_another_models_text_is_refused(
-    cluster: Any, undisturbed: None, tmp_path: Path, random_model: Path
+    moonpool: Moonpool,
+    assert_refused: AssertRefused,
+    cluster: Any,
+    undisturbed: None,
+    tmp_path: Path,
+    random_model: Path,
 ) -> None:
     # The same words, two of them with each other's ids.
     other = write_random_model(tmp_path / "other", vocab=2048, tokenizer=random_model)
@@ -525,7 +416,9 @@ async def test_a_replay_of_another_models_text_is_refused(
     assert_refused(done, "tokenises otherwise", "--model-path")
 
 
-async def test_a_replay_of_a_model_that_is_not_served_names_those_that_are(cluster: Any, tmp_path: Path) -> None:
+async def test_a_replay_of_a_model_that_is_not_served_names_those_that_are(
+    moonpool: Moonpool, assert_refused: AssertRefused, cluster: Any, tmp_path: Path
+) -> None:
     arguments = ("--url", cluster.url, "--model", "gpt-4", "--out", tmp_path / "out")
     done = await asyncio.to_thread(moonpool, "replay", "conversation", *arguments)
     assert_refused(done, repr(cluster.ready["model"]), "not 'gpt-4'")
