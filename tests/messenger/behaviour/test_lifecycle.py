@@ -92,7 +92,7 @@ def test_a_private_run_directory_goes_with_the_messenger() -> None:
 def test_a_messenger_may_be_closed_by_its_own_handler(make_node: Any, wait_until: Any) -> None:
     a, b = make_node("a"), make_node("b")
     b.messenger.on_notify(lambda _node, _tag, _payload: b.messenger.close())
-    a.messenger.connect(b.endpoint).notify(b"t", b"", deadline_s=1.0).exception()
+    a.messenger.connect(b.endpoint).notify(b"t", b"").exception()
     wait_until(lambda: b.messenger.counters()["connections_in_open"] == 0, "the connection has ended")
 
 
