@@ -12,12 +12,10 @@ from rdma_bed.progress import Deadline, say
 _PATIENCE = 6
 # Each test has a limit of its own; this one ends a run of many slow tests in time to tell what failed.
 _SESSION_LIMIT_S = 900
-_CORE_LIMIT_S = 300
-_CORE = (
-    "tests/messenger/rdma/device",
-    *(f"tests/messenger/behaviour/test_{subject}.py" for subject in ("content", "fencing")),
-)
-"""What only a verbs device can tell, in minutes: bytes, rights, fences, rails that fail."""
+_CORE_LIMIT_S = 600
+_SUBJECTS = ("content", "order", "fencing", "deadlines", "death", "connections", "survival", "machine")
+_CORE = ("tests/messenger/rdma/device", *(f"tests/messenger/behaviour/test_{subject}.py" for subject in _SUBJECTS))
+"""What only a verbs device can tell, in minutes: bytes, order, rights, fences, ends of peers, connections and rails."""
 
 # As much as an emulated machine can move, and trouble that leaves it time to recover.
 _SOAKED = "--peers 3 --workers 1 --slot-kib 256 --trouble-every-s 6"
