@@ -37,7 +37,7 @@ from messenger.native.libc import (
     store_i32,
     store_i64,
 )
-from messenger.watermark import watermark
+from messenger.watermark import LEAST_NBYTES, watermark
 
 # Why the loop returned.
 FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(1, 7)
@@ -131,7 +131,7 @@ def receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # 
     left = nbytes - min(nbytes, state[END] - state[START])
     if left and not flush(fd, state, scratch):
         return False
-    mark = _watermark(left, _buffer_nbytes(fd, scratch)) if left else np.int64(0)
+    mark = _watermark(left, _buffer_nbytes(fd, scratch)) if left >= LEAST_NBYTES else np.int64(0)
     base = buffer.ctypes.data
     views, row = 0, 0
     while row < num_rows:

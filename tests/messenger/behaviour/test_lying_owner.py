@@ -141,6 +141,8 @@ def test_a_write_is_not_done_before_it_was_sent_whatever_its_owner_says(caller: 
     def lie(link: SocketLink) -> None:
         message = link.receive()
         assert isinstance(message, Write)
+        if liar.serve is not lie:
+            return  # the caller had connected again before the lies ended, and comes once more
         link.send(Ack(message.seq, message.nbytes))
         hold(link)
 
