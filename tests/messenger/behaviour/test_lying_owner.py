@@ -63,7 +63,7 @@ class Liar:
         self._accepting.start()
 
     def becomes(self, serve: Serve) -> None:
-        """Connections that were made before end: the caller makes them again at once, and uses them for what follows."""
+        """Connections that were made before end: the caller makes them again, and uses those for what follows."""
         self.serve = serve
         for link in list(self._links):
             link.cut()
