@@ -166,8 +166,9 @@ class Walk(RuleBasedStateMachine):
         allowed, told, pending = [self.memory], list(self.told), self.pending
         self.pending = []
         doubtful: set[bytes] = set()
-        for one in pending:
-            error = one.future.exception()
+        # All of them before anything is checked: what a failed walk left behind would be found by the next one.
+        outcomes = [(one, one.future.exception()) for one in pending]
+        for one, error in outcomes:
             self.check_outcome(one, error)
             if isinstance(error, RemoteAccessError):
                 continue
