@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from messenger.operation import Operation, Part
-from messenger.priority import Priority, Turns
+from messenger.priority import BACKGROUND, Priority, Turns
 
 __all__ = ["Backlog", "Role", "Way"]
 
@@ -22,6 +22,10 @@ class Way(IntEnum):
     ORDERED = 0
     SPREAD = 1
     READS = 2
+
+
+# As of messenger.operation.Kind.
+ORDERED, SPREAD, READS = Way.ORDERED, Way.SPREAD, Way.READS
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,9 @@ class Backlog:
     def push(self, way: Way, part: Part) -> None:
         """Queue a part behind those of its way and priority; all parts of an operation before any of them begins."""
         own = self._classes[part.operation.priority]
-        if way is Way.ORDERED:
+        if way is ORDERED:
             own.ordered.append(part)
-        elif way is Way.READS:
+        elif way is READS:
             own.reads.append(part)
         else:
             own.spread.append(part)
@@ -95,7 +99,7 @@ class Backlog:
         if not self._queued:
             return None
         queues = [
-            self._classes[priority].next_queue(role) if background or priority is not Priority.BACKGROUND else None
+            self._classes[priority].next_queue(role) if background or priority is not BACKGROUND else None
             for priority in Priority
         ]
         chosen = self._turns.setdefault(role, Turns()).pick([queue is not None for queue in queues])
@@ -111,7 +115,7 @@ class Backlog:
         return self._queued > 0 and any(
             self._classes[priority].next_queue(role) is not None
             for priority in Priority
-            if background or priority is not Priority.BACKGROUND
+            if background or priority is not BACKGROUND
         )
 
     def has_for(self, role: Role) -> bool:
@@ -155,4 +159,4 @@ class Backlog:
 
     def has_background(self) -> bool:
         """Whether anything of the lowest class is queued."""
-        return any(self._classes[Priority.BACKGROUND].queues())
+        return any(self._classes[BACKGROUND].queues())

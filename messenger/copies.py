@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from messenger.backlog import Way
+from messenger.backlog import READS
 from messenger.operation import Operation, Part, Transfer, TransferResult
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Copies:
                 elif part.operation.failure is not None:
                     ended = self._traffic.ended_locked(part, None)
                 else:
-                    self._traffic.backlog.push(Way.READS, part)
+                    self._traffic.backlog.push(READS, part)
                     for stream in self._streams:
                         stream.wake_locked()
         self._traffic.settle(ended)

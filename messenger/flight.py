@@ -6,7 +6,7 @@ A part that is sent again because its connection broke keeps its number, by whic
 from collections import deque
 from collections.abc import Collection
 
-from messenger.operation import Operation, Part
+from messenger.operation import READ, Operation, Part
 
 __all__ = ["Flight"]
 
@@ -33,6 +33,11 @@ class Flight:
             return self.in_flight[place]
         except IndexError:
             return None
+
+    def reads_next(self) -> bool:
+        """Whether the part that is answered next reads. With or without the lock."""
+        part = self.waiting()
+        return part is not None and part.operation.kind is READ
 
     def answered(self) -> Part:
         """The oldest part was answered."""

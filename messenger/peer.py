@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from messenger.backlog import Role, Way
+from messenger.backlog import ORDERED, READS, SPREAD, Role
 from messenger.completion import Completion
 from messenger.config import Endpoint
 from messenger.copies import COPY_NBYTES, QUICK_NBYTES
@@ -17,8 +17,8 @@ from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.gpu import AnyRegion
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
-from messenger.operation import Kind, Notification, Operation, Part, Transfer, TransferResult
-from messenger.priority import BACKGROUND_PART_NBYTES, Priority
+from messenger.operation import NOTIFY, READ, WRITE, Kind, Notification, Operation, Part, Transfer, TransferResult
+from messenger.priority import BACKGROUND, BACKGROUND_PART_NBYTES, Priority
 from messenger.slices import Slices
 from messenger.stream import Stream
 from messenger.traffic import Traffic
@@ -81,7 +81,7 @@ class Peer:
         priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
         """Copy local slices into the key's region; done when all of them have landed there."""
-        return self._transfer(Kind.WRITE, key, region, slices, None, priority, deadline_s)
+        return self._transfer(WRITE, key, region, slices, None, priority, deadline_s)
 
     def read(
         self,
@@ -93,7 +93,7 @@ class Peer:
         priority: Priority = Priority.NORMAL,
     ) -> Future[TransferResult]:
         """Copy slices of the key's region into local ones. After a failure the local slices hold anything."""
-        return self._transfer(Kind.READ, key, region, slices, None, priority, deadline_s)
+        return self._transfer(READ, key, region, slices, None, priority, deadline_s)
 
     def notify(
         self, tag: bytes, payload: bytes, *, deadline_s: float | None = None, priority: Priority = Priority.NORMAL
@@ -102,8 +102,8 @@ class Peer:
 
         Done when the handlers have returned. A notify is delivered once, however often the connection breaks.
         """
-        operation = self._operation(Kind.NOTIFY, priority, 0, 1, deadline_s)
-        self._traffic.submit(operation, Way.ORDERED, [Part(operation, None, _notification(tag, payload))])
+        operation = self._operation(NOTIFY, priority, 0, 1, deadline_s)
+        self._traffic.submit(operation, ORDERED, [Part(operation, None, _notification(tag, payload))])
         return operation
 
     def write_notify(
@@ -124,7 +124,7 @@ class Peer:
         what else it was given to land: a long queue that moves is no fault.
         """
         notification = _notification(tag, payload)
-        return self._transfer(Kind.WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
+        return self._transfer(WRITE, key, region, slices, notification, priority, deadline_s, stall_s)
 
     def borrow(self, key: RemoteKey, offset: int, nbytes: int, *, deadline_s: float | None = None) -> "Loan":
         """Bytes [offset, offset + nbytes) of the key's region where they lie, on shm: see `Loan` for how to use them.
@@ -140,9 +140,9 @@ class Peer:
             memory = SharedMemory.create(1, "borrower")
             try:
                 region = Region(0, memory, memory.array)
-                operation = self._operation(Kind.READ, Priority.NORMAL, 1, 1, deadline_s)
+                operation = self._operation(READ, Priority.NORMAL, 1, 1, deadline_s)
                 part = Part(operation, Transfer(key, region, Slices(1, [(0, offset, 1)], None)))
-                self._traffic.submit(operation, Way.READS, [part])
+                self._traffic.submit(operation, READS, [part])
                 operation.result()
             finally:
                 memory.close()
@@ -202,17 +202,17 @@ class Peer:
     ) -> Future[TransferResult]:
         self._require_region(region)
         checked = Slices.of(slices, region.nbytes)
-        if kind is Kind.READ and priority is not Priority.BACKGROUND and checked.nbytes:
+        if kind is READ and priority is not BACKGROUND and checked.nbytes:
             read = self._copied(Transfer(key, region, checked), priority, deadline_s)
             if read is not None:
                 return read
-        way = Way.READS if kind is Kind.READ else Way.ORDERED
-        part_nbytes = MAX_PART_NBYTES if priority is not Priority.BACKGROUND else BACKGROUND_PART_NBYTES
-        if self._spreads and kind is Kind.WRITE and checked.nbytes >= SPREAD_NBYTES:
-            way, part_nbytes = Way.SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
+        way = READS if kind is READ else ORDERED
+        part_nbytes = MAX_PART_NBYTES if priority is not BACKGROUND else BACKGROUND_PART_NBYTES
+        if self._spreads and kind is WRITE and checked.nbytes >= SPREAD_NBYTES:
+            way, part_nbytes = SPREAD, min(part_nbytes, SPREAD_PART_NBYTES)
         pieces = checked.split(part_nbytes, MAX_PART_ROWS)
         # The notification goes with the last part, or after all of them where these go by several streams.
-        apart = notification is not None and (way is Way.SPREAD or not pieces)
+        apart = notification is not None and (way is SPREAD or not pieces)
         operation = self._operation(kind, priority, checked.nbytes, len(pieces) + apart, deadline_s, stall_s)
         parts = [Part(operation, Transfer(key, region, piece)) for piece in pieces]
         if apart:
@@ -237,7 +237,7 @@ class Peer:
             return None
         key, region, slices = transfer
         pieces = slices.split(COPY_NBYTES, MAX_PART_ROWS)
-        operation = self._operation(Kind.READ, priority, slices.nbytes, len(pieces), deadline_s)
+        operation = self._operation(READ, priority, slices.nbytes, len(pieces), deadline_s)
         self._traffic.submit_copies(operation, [Part(operation, Transfer(key, region, piece)) for piece in pieces])
         return operation
 

@@ -29,6 +29,10 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
+# As of messenger.operation.Kind.
+URGENT, BACKGROUND = Priority.URGENT, Priority.BACKGROUND
+
+
 class Turns:
     """Which class begins a part next, in one queue: the highest, unless a lower one was passed over too often."""
 

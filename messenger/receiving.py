@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from messenger.errors import InvalidArgument, ProtocolError
 from messenger.frames import Ack, Allow, Message, Offer, Refused
 from messenger.link import Link
-from messenger.operation import WAITS_FOR_ITSELF, Kind, Operation, Part
+from messenger.operation import READ, WAITS_FOR_ITSELF, Operation, Part
 from messenger.transport import Requester
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["PARK_S", "Receiver"]
 
 PARK_S = 0.02
+_ANSWERS = Ack, Refused
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Receiver:
         goes_on = True
         try:
             try:
-                message: Message | None = self._requester.receive(stream.flight.waiting())
+                message: Message | None = self._requester.receive(stream.flight.reads_next())
                 while message is not None:
                     self._take(message, landed)
                     message = receive_here()
@@ -169,14 +170,13 @@ class Receiver:
             requester.allowed(message)
             return
         part = stream.flight.waiting(len(landed))
-        if part is None or not isinstance(message, Ack | Refused) or message.seq != part.seq or part is stream.early:
+        if part is None or not isinstance(message, _ANSWERS) or message.seq != part.seq or part is stream.early:
             raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
-        takes_time = part.operation.kind is Kind.READ or isinstance(message, Refused)
+        takes_time = part.operation.kind is READ or isinstance(message, Refused)
         must_be_sent = stream.sends(part) and (takes_time or not requester.takes_early_answers)
         if landed and (takes_time or must_be_sent):
             # Those before it do not wait for its bytes.
             stream.acknowledged(landed, goes_on=True)
-            landed.clear()
         if must_be_sent:
             stream.await_sent(part)
         if isinstance(message, Refused):

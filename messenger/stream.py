@@ -9,7 +9,7 @@ the rest, and what was queued meanwhile, is the sending thread's, which also con
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from messenger.backlog import Role
@@ -21,11 +21,11 @@ from messenger.frames import Goodbye
 from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
 from messenger.link import Link, LinkClosed
-from messenger.operation import Kind, Operation, Part, Transfer
-from messenger.priority import Priority
+from messenger.operation import READ, Operation, Part, Transfer
+from messenger.priority import BACKGROUND
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
-from messenger.transport import Requester, Sent
+from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, Sent
 
 if TYPE_CHECKING:
     from messenger.shm.loan import Loan
@@ -97,7 +97,7 @@ class Stream(Connecting):
 
     def count_copied_locked(self, transfer: Transfer, seconds: float) -> None:
         """Such a read was done."""
-        flow = self._flows.get(Kind.READ)
+        flow = self._flows.get(READ)
         if flow is not None:
             flow.add(transfer.nbytes, len(transfer.slices), seconds)
 
@@ -157,7 +157,7 @@ class Stream(Connecting):
                 self.wake_locked()
             raise
         with self.lock:
-            if sent is Sent.PARTLY:
+            if sent is PARTLY:
                 self._unfinished = True
                 self.wake_locked()
                 return
@@ -178,7 +178,7 @@ class Stream(Connecting):
 
     def num_background_locked(self) -> int:
         """Background parts in flight."""
-        return sum(part.operation.priority is Priority.BACKGROUND for part in self.flight.in_flight)
+        return sum(part.operation.priority is BACKGROUND for part in self.flight.in_flight)
 
     def _send(self, send: Callable[..., Sent], *part: Part) -> Sent:
         """Send, or finish sending; what fails in it ends the link, which is where its parts are told of."""
@@ -188,11 +188,11 @@ class Stream(Connecting):
             self.end_link(error)
         except NotInHostMemory as error:
             self._unable = str(error)
-            return Sent.UNABLE
+            return UNABLE
         except Exception as error:
             _log.exception("sending to %s failed", self.address)
             self.end_link(error)
-        return Sent.WHOLE
+        return WHOLE
 
     def _run(self) -> None:
         requester: Requester | None = None
@@ -294,31 +294,36 @@ class Stream(Connecting):
             if part not in self.flight.in_flight:
                 raise ProtocolError(f"{self.address} answers a request that was not sent")
 
-    def acknowledged(self, parts: Sequence[Part], *, goes_on: bool) -> None:
-        """The oldest parts in flight are done, and whoever receives has more at hand, or not.
+    def acknowledged(self, parts: list[Part], *, goes_on: bool) -> None:
+        """The oldest parts in flight are done, and whoever receives has more at hand, or not; the list is used up.
 
         One of which the sending has not returned is in use until it has: it is the last, and kept for then.
         """
-        flight, receiver, now_s = self.flight, self._receiver, time.monotonic()
-        ended: list[Operation] = []
+        receiver = self._receiver
         with self.lock:
             self._answered = True
             if parts[-1] is self._sending:
-                self.early = parts[-1]
-                parts = parts[:-1]
-            for part in parts:
-                if flight.waiting() is part:  # what could not be sent has ended, whatever its owner answers
-                    flight.answered()
-                    ended += self._landed_locked(part, now_s)
+                self.early = parts.pop()
+            ended = self._all_landed_locked(parts)
             if receiver is not None and receiver.thread_holds and not goes_on and self._nobody_else_waits_locked(ended):
                 receiver.may_stand_back()
             self._made_room_locked(parts)
+            parts.clear()  # whoever receives has no hold on memory that callers are told is free
         self._traffic.settle(ended)
+
+    def _all_landed_locked(self, parts: Iterable[Part]) -> list[Operation]:
+        now_s = time.monotonic()
+        ended: list[Operation] = []
+        for part in parts:
+            if self.flight.waiting() is part:  # what could not be sent has ended, whatever its owner answers
+                self.flight.answered()
+                ended += self._landed_locked(part, now_s)
+        return ended
 
     def _made_room_locked(self, parts: Iterable[Part]) -> None:
         """The parts were answered: only so much background is under way at a time."""
         for part in parts:
-            if part.operation.priority is Priority.BACKGROUND:
+            if part.operation.priority is BACKGROUND:
                 if self._traffic.waits_locked(self):
                     self.wake_locked()
                 return
@@ -360,13 +365,13 @@ class Stream(Connecting):
             self._is_awaited = False
             self._wakes.notify_all()
         is_answered, self.early = self.early is part, None
-        if is_answered and sent is Sent.WHOLE and not self._link_ended:
+        if is_answered and sent is WHOLE and not self._link_ended:
             self.flight.answered()
             return self._landed_locked(part, time.monotonic())
-        if sent is Sent.DONE:
+        if sent is DONE:
             self.flight.ended(part)
             return self._landed_locked(part, time.monotonic())
-        if sent is Sent.UNABLE:
+        if sent is UNABLE:
             self.flight.ended(part)
             return self._traffic.refused_locked(part, self._unable, MemoryOutOfReach)
         return []

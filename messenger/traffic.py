@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from messenger.alarms import AlarmClock
-from messenger.backlog import Backlog, Way
+from messenger.backlog import ORDERED, READS, Backlog, Way
 from messenger.config import Endpoint
 from messenger.copies import Copies
 from messenger.counters import Counters
@@ -27,8 +27,8 @@ from messenger.errors import (
     TransferDeadlineExceeded,
     TransferError,
 )
-from messenger.operation import Carrier, Kind, Operation, Part, TransferResult
-from messenger.priority import MAX_BACKGROUND_PARTS, Priority
+from messenger.operation import NOTIFY, READ, Carrier, Operation, Part, TransferResult
+from messenger.priority import BACKGROUND, MAX_BACKGROUND_PARTS, URGENT, Priority
 from messenger.road import Road
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Traffic:
         """Once, before anything is submitted; the first stream is the one that keeps the order."""
         self._streams = streams
         self._ways = [[stream for stream in streams if stream.role.carries(way)] for way in Way]
-        self.copies.go_by(self._ways[Way.READS])
+        self.copies.go_by(self._ways[READS])
 
     # Callers.
 
@@ -146,7 +146,7 @@ class Traffic:
         if not len(self.backlog):
             return None
         part = self.backlog.take(stream.role, background=self._may_background(stream))
-        if part is not None and part.operation.priority is Priority.BACKGROUND:
+        if part is not None and part.operation.priority is BACKGROUND:
             self._last_background_s = time.monotonic()
         return part
 
@@ -163,8 +163,8 @@ class Traffic:
         operation = part.operation
         if landed_s is not None:
             operation.acknowledged_nbytes += part.nbytes
-            self._progressed_s[operation.kind is Kind.READ] = landed_s
-            if operation.priority is Priority.URGENT:
+            self._progressed_s[operation.kind is READ] = landed_s
+            if operation.priority is URGENT:
                 self._road.moved(landed_s)
         operation.outstanding -= 1
         if self.backlog.spread_ended(part):
@@ -200,12 +200,12 @@ class Traffic:
         """Give the futures their outcome; never with the lock held, since callbacks run here."""
         now_s = time.monotonic()
         for operation in operations:
-            if operation.priority is Priority.URGENT:
+            if operation.priority is URGENT:
                 for call in self._road.closed():
                     call()
             if operation.failure is not None:
                 operation.settle(None, operation.failure)
-            elif operation.kind is Kind.NOTIFY:
+            elif operation.kind is NOTIFY:
                 operation.settle(None, None)
             else:
                 transport = self._carrier(operation).transport
@@ -222,13 +222,13 @@ class Traffic:
         if not self._open:
             self._progressed_s = [started_s, started_s]  # idleness before it is no stall
         self._open[operation] = None
-        if operation.priority is Priority.URGENT:
+        if operation.priority is URGENT:
             self._road.opened(started_s)
         self._deadlines.watch(self._due_s(operation))
 
     def _idle(self, way: Way, priority: Priority) -> "Stream | None":
         """A stream on which a part may begin at once."""
-        if priority is Priority.BACKGROUND:
+        if priority is BACKGROUND:
             return None
         streams = self._ways[way]
         for stream in streams:
@@ -239,9 +239,9 @@ class Traffic:
     def _queue(self, way: Way, parts: Sequence[Part]) -> "Stream | None":
         """Queue the parts, and wake who may send them; returns the stream that the caller is to send by, if any."""
         for part in parts:
-            self.backlog.push(way if part.transfer is not None else Way.ORDERED, part)
+            self.backlog.push(way if part.transfer is not None else ORDERED, part)
         streams = self._ways[way]
-        if way is Way.READS and len(streams) > 1:
+        if way is READS and len(streams) > 1:
             self._next_reader += 1
             first = self._next_reader % len(streams)
             streams = [*streams[first:], *streams[:first]][: len(parts)]
@@ -273,7 +273,7 @@ class Traffic:
     def _stalls_at_s(self, operation: Operation) -> float:
         if operation.stall_s is None:
             return math.inf
-        return max(self._progressed_s[operation.kind is Kind.READ], operation.started_s) + operation.stall_s
+        return max(self._progressed_s[operation.kind is READ], operation.started_s) + operation.stall_s
 
     def _fail_all_locked(self, failure: Callable[[Operation], Exception]) -> list[Operation]:
         for operation in self._open:
@@ -303,7 +303,7 @@ class Traffic:
 
     def _carrier(self, operation: Operation) -> Carrier:
         """The stream that carries the operation, or will."""
-        return operation.carrier or self._ways[Way.READS if operation.kind is Kind.READ else Way.ORDERED][0]
+        return operation.carrier or self._ways[READS if operation.kind is READ else ORDERED][0]
 
     def _error(self, kind: type[TransferError], reason: str, operation: Operation) -> TransferError:
         stream = self._carrier(operation)

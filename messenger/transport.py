@@ -21,7 +21,7 @@ from messenger.gpu import AnyRegion, GpuRegion
 from messenger.grants import Access
 from messenger.keys import RemoteKey
 from messenger.link import Link
-from messenger.operation import Kind, Operation, Part, Transfer
+from messenger.operation import READ, Operation, Part, Transfer
 from messenger.requests import notify_request
 from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
@@ -47,6 +47,10 @@ class Sent(Enum):
     """The transport cannot reach the part's local memory: nothing was sent."""
 
 
+# As of messenger.operation.Kind.
+WHOLE, PARTLY, DONE, UNABLE = Sent.WHOLE, Sent.PARTLY, Sent.DONE, Sent.UNABLE
+
+
 class NoPath(ConnectionError):
     """The peer answers, and cannot be reached by this transport's own means: another transport may."""
 
@@ -65,11 +69,11 @@ class Requester(ABC):
         """Put the part on the wire; blocks while the link is full. Raises OSError when the link ended."""
         if part.transfer is None:
             self._link.send(notify_request(part))
-        elif part.operation.kind is Kind.READ:
+        elif part.operation.kind is READ:
             self._send_read(part, part.transfer)
         else:
             self._send_write(part, part.transfer)
-        return Sent.WHOLE
+        return WHOLE
 
     def begin(self, part: Part) -> Sent:
         """As `send`, but never blocks: as far as it goes. After PARTLY `finish` comes before anything else is sent.
@@ -77,7 +81,7 @@ class Requester(ABC):
         On a caller's thread; a transport that can do nothing there does all of it in `finish`.
         """
         self._begun = part
-        return Sent.PARTLY
+        return PARTLY
 
     def finish(self) -> Sent:
         """Send the rest of what `begin` began; blocks. Raises OSError when the link ended."""
@@ -104,8 +108,8 @@ class Requester(ABC):
         """Whether no part of the operation can be DONE without an answer."""
         return True
 
-    def receive(self, oldest: Part | None) -> Message:
-        """The link's next message; `oldest` is the part that is answered next, if one is in flight already."""
+    def receive(self, reads: bool) -> Message:
+        """The link's next message; `reads`: whether the part that is answered next does, as far as it is known."""
         return self._link.receive()
 
     @abstractmethod

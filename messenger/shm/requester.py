@@ -12,14 +12,14 @@ from messenger.frames import Ack, Frame, Offer
 from messenger.gpu import in_host
 from messenger.keys import RemoteKey
 from messenger.memory import PeerMemory, Region
-from messenger.operation import Kind, Operation, Part, Transfer
+from messenger.operation import READ, Operation, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.shm.grant_page import PAGE_ID, GrantReader, fingerprint
 from messenger.shm.loan import Loan
 from messenger.shm.offers import Offers, PeerMemories
 from messenger.slices import LOCAL, NBYTES, REMOTE, within
 from messenger.sockets import SocketLink
-from messenger.transport import Requester, Sent
+from messenger.transport import DONE, PARTLY, WHOLE, Requester, Sent
 
 if TYPE_CHECKING:
     from messenger.copying import CopyRows
@@ -53,7 +53,7 @@ class ShmRequester(Requester):
         frame: Frame
         if transfer is None:
             frame = notify_request(part)
-        elif part.operation.kind is not Kind.READ:
+        elif part.operation.kind is not READ:
             if not self._offers.made(transfer.region):
                 return super().begin(part)
             frame = _write(part, transfer)
@@ -61,18 +61,18 @@ class ShmRequester(Requester):
             return super().begin(part)  # copies, and a second request, are the sending thread's
         else:
             frame = _read(part, transfer)
-        return Sent.WHOLE if self._link.begin(frame) else Sent.PARTLY
+        return WHOLE if self._link.begin(frame) else PARTLY
 
     def finish(self) -> Sent:
         if self._begun is not None:
             return super().finish()
         self._link.finish()
-        return Sent.WHOLE
+        return WHOLE
 
     def send(self, part: Part) -> Sent:
         transfer = part.transfer
-        if transfer is not None and part.operation.kind is Kind.READ and self.copied(transfer):
-            return Sent.DONE
+        if transfer is not None and part.operation.kind is READ and self.copied(transfer):
+            return DONE
         return super().send(part)
 
     def may_copy(self, transfer: Transfer) -> bool:
@@ -109,11 +109,11 @@ class ShmRequester(Requester):
         return Loan(mapping.array[offset : offset + nbytes], is_good) if is_good() else None
 
     def always_answers(self, operation: Operation) -> bool:
-        return operation.kind is not Kind.READ
+        return operation.kind is not READ
 
     def accept(self, part: Part, ack: Ack) -> bool:
         transfer = part.transfer
-        if transfer is None or part.operation.kind is not Kind.READ or part.copied:
+        if transfer is None or part.operation.kind is not READ or part.copied:
             return True
         source = self._source(transfer)
         if source is None:

@@ -6,11 +6,11 @@ from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Frame, Message
 from messenger.gpu import in_host
-from messenger.operation import Kind, Part, Transfer
+from messenger.operation import READ, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.slices import LOCAL, REMOTE
 from messenger.tcp.views import views
-from messenger.transport import Requester, Sent
+from messenger.transport import PARTLY, WHOLE, Requester, Sent
 
 
 class TcpRequester(Requester):
@@ -22,23 +22,21 @@ class TcpRequester(Requester):
         payload: Sequence[memoryview] = ()
         if transfer is None:
             frame = notify_request(part)
-        elif part.operation.kind is Kind.READ:
+        elif part.operation.kind is READ:
             frame = _read(part, transfer)
         else:
             frame, payload = _write(part, transfer)
-        return Sent.WHOLE if self._link.begin(frame, payload) else Sent.PARTLY
+        return WHOLE if self._link.begin(frame, payload) else PARTLY
 
     def finish(self) -> Sent:
         self._link.finish()
-        return Sent.WHOLE
+        return WHOLE
 
-    def receive(self, oldest: Part | None) -> Message:
-        if oldest is not None and oldest.operation.kind is Kind.READ:
-            return self._link.receive_before_payload()
-        return self._link.receive()
+    def receive(self, reads: bool) -> Message:
+        return self._link.receive_before_payload() if reads else self._link.receive()
 
     def accept(self, part: Part, ack: Ack) -> bool:
-        if part.operation.kind is Kind.READ and part.transfer is not None:
+        if part.operation.kind is READ and part.transfer is not None:
             if ack.nbytes != part.nbytes:
                 raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes where {part.nbytes} were asked")
             slices = part.transfer.slices
