@@ -100,11 +100,14 @@ def make_near_node(make_node: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def drop_rail() -> Iterator[Callable[[int], Callable[[], None]]]:
-    """`heal = drop_rail(number)`: from now on this host's RoCE packets on a rail vanish, until `heal()`."""
+    """`heal = drop_rail(number)`: from now on RoCE packets to this host on a rail vanish, until `heal()`.
+
+    Where they leave, soft-RoCE would be told, and try the same packet again for ever.
+    """
     rules: list[list[str]] = []
 
     def drop(number: int) -> Callable[[], None]:
-        rule = ["OUTPUT", "-o", f"eth{number}", "-p", "udp", "--dport", str(ROCE_PORT), "-j", "DROP"]
+        rule = ["INPUT", "-i", f"eth{number}", "-p", "udp", "--dport", str(ROCE_PORT), "-j", "DROP"]
         subprocess.run(["iptables", "-I", *rule], check=True)
         rules.append(rule)
 
