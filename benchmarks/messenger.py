@@ -1,17 +1,17 @@
 """The messenger over tcp and shm beside its peers: Mooncake's Transfer Engine, NIXL, iperf3, memcpy, a plain socket.
 
 Every contender is a process of its own that moves batches to and from an owner beside it (benchmarks/peers/), between
-regions of 128 MiB through which the batches walk, so that neither side finds them in its cache. All take turns of some
-milliseconds in every round, so that whatever else the machine does falls on all alike; ratios are medians over rounds
-of two turns of the same round. A batch is over when its bytes are where they belong and the caller knows. Throughput is
-with several batches under way (1e9 bytes per second), latency is of one awaited at a time.
+regions of 128 MiB through which the batches walk, so that neither side finds them in its cache (iperf3 alone sends the
+same MiB again and again). All take turns of some tens of milliseconds in every round, so that whatever else the machine
+does falls on all alike; ratios are medians over rounds of two turns of the same round. A batch is over when its bytes
+are where they belong and the caller knows. Throughput is with several batches under way (1e9 bytes per second), latency
+is of one awaited at a time.
 
 Batches: 64 KiB, 1 MiB, 16 MiB, and 2,000 slices of 16 KiB that touch on neither side. `tcp` and `shm` are without
 digests, as all peers are; `tcp_encrypted` is tcp with mutual TLS; `..._digests` make a digest of every 64 KiB where
 they write, tell the owner by a notification, and compare it where they read. With `..._notified` every write brings a
 notification: the messenger's is over when the owner's handler has returned, NIXL's when the bytes are there.
-`tcp_one_place` moves its batches within one and the same MiB, as iperf3 does, which it is compared with. `shm_borrow`
-is the hand-over of the owner's bytes where they lie: it moves none, so it has a latency only.
+`shm_borrow` is the hand-over of the owner's bytes where they lie: it moves none, so it has a latency only.
 
 Peers take part where they are found:
     python -m venv mooncake && mooncake/bin/pip install mooncake-transfer-engine-non-cuda numpy   # --mooncake-python
@@ -44,16 +44,16 @@ from benchmarks.transfers.figures import DIRECTIONS, PAIRS, Rounds, slices_vs_on
 KIB, MIB = 1 << 10, 1 << 20
 SLICES, ONE_PIECE = "2000x16KiB", "1x31.25MiB"
 SIZES = {
-    "64KiB": Turn((64 * KIB, 1), True, batches=96, window=8),
-    "1MiB": Turn((MIB, 1), True, batches=16, window=8),
+    "64KiB": Turn((64 * KIB, 1), True, batches=768, window=8),
+    "1MiB": Turn((MIB, 1), True, batches=96, window=8),
     "16MiB": Turn((16 * MIB, 1), True, batches=4, window=4),
     SLICES: Turn((16 * KIB, 2000), True, batches=4, window=2),
     ONE_PIECE: Turn((16 * KIB * 2000, 1), True, batches=4, window=2),
 }
 OWN = ("tcp", "shm")
-NOTIFIED, ONE_PLACE = "_notified", "tcp_one_place"
+NOTIFIED = "_notified"
 BORROW = "shm_borrow"
-LATENCY_SHARE = 4  # so many batches under way for one that is awaited alone
+LATENCY_SHARE = 8  # so many batches under way for one that is awaited alone
 
 AnyContender = Contender | Iperf3
 Begin = Callable[[], AnyContender]
@@ -70,7 +70,7 @@ def contenders(mooncake_python: str, nixl_python: str, folder: Path) -> tuple[di
     add("plain_socket", "plain_stream.py")
     add("memcpy", "memory_copy.py")
     for name in (
-        *("tcp", "tcp_notified", ONE_PLACE, "tcp_encrypted", "tcp_digests"),
+        *("tcp", "tcp_notified", "tcp_encrypted", "tcp_digests"),
         *("shm", "shm_notified", "shm_digests", BORROW),
     ):
         transport, _, how = name.partition("_")
@@ -100,7 +100,7 @@ def takes_part(contender: AnyContender, label: str, direction: str, *, latency: 
         return latency and direction == "read" and SIZES[label].shape[1] == 1 and label != ONE_PIECE
     if label == ONE_PIECE:
         return contender.name in OWN and not latency
-    if contender.name in ("iperf3", ONE_PLACE):
+    if contender.name == "iperf3":
         return label != "64KiB" and not latency
     return direction == "write" or not contender.name.endswith(NOTIFIED)
 
@@ -113,7 +113,7 @@ def play(everyone: list[AnyContender], labels: list[str], count: int) -> Rounds:
         order = everyone[number % len(everyone) :] + everyone[: number % len(everyone)]
         for label in labels:
             full = SIZES[label]
-            single = Turn(full.shape, True, max(2, full.batches // LATENCY_SHARE), 1)
+            single = Turn(full.shape, True, max(3, full.batches // LATENCY_SHARE), 1)
             for turn in (full, single):
                 for direction in DIRECTIONS:
                     asked = Turn(turn.shape, direction == "write", turn.batches, turn.window)

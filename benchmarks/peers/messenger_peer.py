@@ -3,7 +3,6 @@
 A write is over when its bytes have landed. HOW is one of
 
 - notified: every write brings a notification, and is over when the owner's handler has returned.
-- one_place: batches move within one MiB of each region, in pieces of at most as much, as iperf3's do.
 - digests: the writer makes a batch's layer digests and sends them with a notification, and the owner compares them
   with its own: one batch at a time, before the handler returns; with several under way, on a thread of its own, as
   decode nodes do, and the turn lasts until all are compared. A read's digests were made long before, as in a pool, and
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import MIB, REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_bytes, ready, serve
+from contest import REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_bytes, ready, serve
 from numpy.typing import NDArray
 
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
@@ -76,17 +75,6 @@ class Notified(Messaging):
             return super().prepare(rows, write=False)
         slices = np.array(rows, np.int64)
         return lambda: self._peer.write_notify(self._key, self._region, slices, PLAIN, b"").result
-
-
-class OnePlace(Messaging):
-    def prepare(self, rows: Rows, *, write: bool) -> Start:
-        nbytes = rows[0][2]
-        piece = min(MIB, nbytes)
-        places = [begun % MIB for begun in range(0, nbytes * len(rows), piece)]
-        return super().prepare([(place, place, piece) for place in places], write=write)
-
-    def check(self) -> None:
-        """Its batches overlap, so nothing would come back; `tcp` moves by the same means, and is checked."""
 
 
 class WithDigests(Messaging):
@@ -184,5 +172,5 @@ if __name__ == "__main__":
     if role == "owner":
         own(*arguments)
     else:
-        kinds = {"notified": Notified, "one_place": OnePlace, "digests": WithDigests, "borrow": Borrowing}
+        kinds = {"notified": Notified, "digests": WithDigests, "borrow": Borrowing}
         serve(kinds.get(arguments[-1], Messaging)(role, *arguments))
