@@ -20,7 +20,7 @@ from messenger.errors import ProtocolError
 from messenger.framing import PREFIX, Codec, Framing
 
 MAGIC = b"MPMS"
-VERSION = 3
+VERSION = 4
 MAX_BODY_NBYTES = 4 << 20
 MAX_NOTIFY_NBYTES = 1 << 20
 MAX_PART_ROWS = 32_768

@@ -12,6 +12,7 @@ import pytest
 
 from messenger import Messenger, MessengerConfig
 from messenger.control import start_server
+from messenger.frames import VERSION
 from messenger.framing import PREFIX
 from moonpool.doctor.finding import Level
 from moonpool.doctor.greeting import Spoken, greet, judge_greeting
@@ -111,7 +112,7 @@ def test_a_node_of_another_version_is_told() -> None:
     with speaker(of_next_version) as port:
         seen = greet(HERE, port, {}, WITHIN_S)
     assert seen.spoken is Spoken.OTHER
-    assert "protocol version 4 where this side speaks 3" in judge_greeting("h:1", seen)[1]
+    assert f"protocol version {VERSION + 1} where this side speaks {VERSION}" in judge_greeting("h:1", seen)[1]
 
 
 def test_another_program_is_told_by_what_it_says() -> None:
