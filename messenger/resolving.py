@@ -16,7 +16,8 @@ _asked: dict[tuple[str, int], Future[Address]] = {}
 def resolve(host: str, port: int, timeout_s: float) -> Address:
     """The first address to connect a stream to, as `socket.getaddrinfo` gives it; an address in digits asks nobody.
 
-    Raises OSError: TimeoutError where no answer comes in time, socket.gaierror where there is none.
+    Raises OSError: TimeoutError where no answer comes in time, socket.gaierror where there is none. UnicodeError for
+    what cannot be a name: too long a part of it, or an empty one.
     """
     try:
         return _lookup(host, port, socket.AI_NUMERICHOST)

@@ -98,7 +98,8 @@ class SocketLink(BufferedLink):
             views = _advanced(views, sent)
 
     def _receive_views(self, views: list[memoryview]) -> None:
-        if 0 < len(views) < _MAX_VIEWS:
+        # On a unix socket descriptors come with the next frame: they would be lost without room for them.
+        if not self._is_unix and 0 < len(views) < _MAX_VIEWS:
             views = self._receive_with_next(views)
         for first in range(0, len(views), _MAX_VIEWS):
             pending = views[first : first + _MAX_VIEWS]
