@@ -1,4 +1,4 @@
-"""Inside the VM nothing may be skipped."""
+"""Inside the VM nothing may be skipped, nor be left out unnoticed."""
 
 import os
 import subprocess
@@ -21,9 +21,19 @@ from rdma_bed import bed
     ],
 )
 def test_what_skips_itself_fails(tmp_path: Path, text: str, status: int) -> None:
-    (tmp_path / "pytest.ini").touch()
-    (tmp_path / "test_file.py").write_text(text)
+    assert _status_of(tmp_path, text) == status
+
+
+def test_a_run_cut_short_by_its_limit_does_not_pass_for_one_in_which_tests_failed(tmp_path: Path) -> None:
+    """For those that failed are run again, and then the run is taken for whole."""
+    text = "import time\ndef test_fails(): assert False\ndef test_is_slow(): time.sleep(1.1)\ndef test_is_left(): pass"
+    assert _status_of(tmp_path, text, "-p", "pytest_timeout", "--session-timeout=1") == 2
+
+
+def _status_of(folder: Path, text: str, *options: str) -> int:
+    (folder / "pytest.ini").touch()
+    (folder / "test_file.py").write_text(text)
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(bed.REPOSITORY)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "rdma_bed.strict_pytest", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "rdma_bed.strict_pytest", *options, str(folder)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    return done.returncode
