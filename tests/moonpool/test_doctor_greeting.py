@@ -45,7 +45,7 @@ def test_a_messenger_is_told_with_its_node_and_how_it_speaks(port_of: Callable[.
     assert (seen.spoken, seen.encrypted, seen.loses_large) == (Spoken.MESSENGER, False, False)
     level, found, _ = judge_greeting("h:1", seen)
     assert level is Level.OK
-    assert found.startswith("h:1: messenger of protocol 3, node 'far' of incarnation 0x")
+    assert found.startswith(f"h:1: messenger of protocol {VERSION}, node 'far' of incarnation 0x")
     assert "in the clear, answers after" in found
     assert "path MTU" in found
 
