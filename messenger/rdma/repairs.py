@@ -195,9 +195,10 @@ class Repairs:
         lane = Lane(old.device, old.rail, self._memory)
         lane.far_rail, lane.mtu = old.far_rail, old.mtu
         self._watch.unwatch(old)
-        old.close()
+        # First, for the device may not let go of the old one, of which nothing must be polled then.
         self._courier.lanes[index] = lane
         self._watch.watch(lane)
+        old.close()
         return lane
 
     def _connect(self, lane: Lane, end: Any) -> None:

@@ -122,8 +122,9 @@ def test_reads_may_be_cancelled_and_end_with_their_messenger(pair: Any) -> None:
         assert isinstance(peer.read(key, a.region, [[0, 0, nbytes]]).exception(), MessengerClosed)
 
 
-def test_short_and_long_reads_are_held_to_the_keys_window_and_to_the_arguments_rules(pair: Any) -> None:
-    a, b = pair
+def test_short_and_long_reads_are_held_to_the_keys_window_and_to_the_arguments_rules(make_node: Any) -> None:
+    a, b = make_node("a", 3 * MIB + 4096), make_node("b", 3 * MIB + 4096)
+    b.fill(5)
     peer, _ = awake(a, b)
     key = b.messenger.grant(b.region, MIB, 2 * MIB, read=True, write=False)
     peer.read(key, a.region, [[0, MIB, 10]]).result()

@@ -103,6 +103,32 @@ def test_a_rail_that_cannot_be_built_anew_disturbs_neither_new_keys_nor_the_end_
     assert a.messenger.counters()["connects"] == 2
 
 
+def test_a_rail_of_which_the_device_does_not_let_go_is_replaced_all_the_same(
+    make_node: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, peer, key = connect(make_node)
+    link = link_of(peer)
+    broken = link.lanes[1]
+    close = Lane.close
+    refusals: list[Lane] = []
+
+    def refuse_once(lane: Lane) -> None:
+        close(lane)
+        if lane is broken and not refusals:
+            refusals.append(lane)
+            raise OSError("the device does not let go")
+
+    monkeypatch.setattr(Lane, "close", refuse_once)
+    break_lane(link, 1)
+    for fill in (1, 2):
+        a.fill(fill)
+        peer.write(key, a.region, [[0, 0, NBYTES]]).result()
+        assert np.array_equal(a.array, b.array)
+        wait_until(lambda: bool(refusals), "it is replaced", 30)
+    assert link.lanes[1] is not broken, "what is closed is polled"
+    assert link_of(peer) is link, "the connection was made again"
+
+
 def test_when_the_rail_of_the_frames_fails_the_connection_is_made_again_and_nothing_is_done_twice(
     make_node: Any,
 ) -> None:
