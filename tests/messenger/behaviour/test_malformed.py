@@ -237,5 +237,5 @@ def test_prefixes_are_twelve_bytes() -> None:
     """The wire's layout, spelled out: another implementation must find it here."""
     frame = encode(Notify(3, b"t", b"p"))
     magic, version, kind, zero, length = struct.unpack("<4sBBHI", frame[:12])
-    assert (magic, version, kind, zero, length) == (b"MPMS", 3, 5, 0, len(frame) - 12)
+    assert (magic, version, kind, zero, length) == (b"MPMS", 4, 5, 0, len(frame) - 12)
     assert frame[12:] == struct.pack("<qII", 3, 1, 1) + b"tp"
