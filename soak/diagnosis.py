@@ -26,8 +26,8 @@ def tell(what: str, member: Member, messenger: Messenger) -> None:
     _say(f"the line: {member.line()}")
     pid = member.pid()
     if pid is not None:
-        _say(f"{member.node_id} is process {pid}, in state {_state(pid)}")
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may be replaced meanwhile
+            _say(f"{member.node_id} is process {pid}, in state {_state(pid)}")
             os.kill(pid, signal.SIGUSR1)  # its answer is its stacks: see soak.peer
     if shutil.which("ss") is not None:
         shown = subprocess.run(["ss", "-tinmopH"], capture_output=True, text=True, timeout=10, check=False).stdout

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moonpool.config.sources import parse_size
 from moonpool.doctor import encryption, gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
@@ -109,11 +110,7 @@ def _show(findings: Sequence[Finding], ok: bool) -> None:
     table = Table("", "", "", box=None, show_header=False, pad_edge=False)
     for finding in findings:
         said = f"{finding.found}\n→ {finding.advice}" if finding.advice else finding.found
-        table.add_row(f"[{_STYLES[finding.level]}]{finding.level}[/]", finding.check, _plain(said))
+        table.add_row(Text(finding.level, _STYLES[finding.level]), finding.check, Text(said))
     console.print(table)
     failed = [finding.check for finding in findings if finding.level is Level.FAIL]
     console.print("This machine can serve." if ok else f"This machine cannot serve as asked: {', '.join(failed)}.")
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

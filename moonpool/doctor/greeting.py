@@ -22,6 +22,7 @@ _LARGE: Final = 16 << 10  # more than a packet of any size; the answer repeats i
 _IP_MTU: Final = 14  # ip(7)
 _HTTP2_SETTINGS: Final = 4
 _NOBODY: Final = "?"
+_MOST_SHOWN: Final = 300
 
 
 class Spoken(StrEnum):
@@ -61,16 +62,17 @@ def greet(host: str, port: int, environ: Mapping[str, str] = os.environ, within_
 
 
 def judge_greeting(address: str, seen: Greeting) -> Verdict:
+    detail = _shown(seen.detail)
     if seen.spoken is Spoken.MESSENGER and seen.loses_large:
-        found = f"{address} answers a small greeting ({seen.detail}), and not one of {_LARGE >> 10} KiB"
+        found = f"{address} answers a small greeting ({detail}), and not one of {_LARGE >> 10} KiB"
         return Level.FAIL, found, _LARGE_ADVICE
     if seen.spoken is Spoken.MESSENGER:
         how = "encrypted" if seen.encrypted else "in the clear"
         mtu = f", path MTU {seen.path_mtu}" if seen.path_mtu else ""
-        return Level.OK, f"{address}: {seen.detail}, {how}, answers after {1000 * seen.seconds:.3g} ms{mtu}", ""
+        return Level.OK, f"{address}: {detail}, {how}, answers after {1000 * seen.seconds:.3g} ms{mtu}", ""
     if seen.spoken is Spoken.GRPC:
         return Level.OK, f"{address}: gRPC, as at a role's --listen; the port of its KV is another", ""
-    return _LEVELS[seen.spoken], f"{address}: {seen.detail}", _ADVICE[seen.spoken]
+    return _LEVELS[seen.spoken], f"{address}: {detail}", _ADVICE[seen.spoken]
 
 
 _LEVELS: Final = {Spoken.CIPHER: Level.FAIL, Spoken.OTHER: Level.WARN, Spoken.NOTHING: Level.WARN}
@@ -138,6 +140,12 @@ def _understood(answer: object) -> Greeting:
         return Greeting(Spoken.CIPHER, answer.reason)
     who = answer.reason.partition(" listens here")[0] if answer.code == "restarted" else answer.reason
     return Greeting(Spoken.MESSENGER, f"messenger of protocol {VERSION}, {who}")
+
+
+def _shown(words: str) -> str:
+    """What anybody may have said, for a terminal: no more than is read, and nothing that moves its cursor."""
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words[:_MOST_SHOWN])
+    return shown if len(words) <= _MOST_SHOWN else f"{shown}…"
 
 
 def _is_http2(beginning: bytes) -> bool:

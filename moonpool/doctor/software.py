@@ -19,6 +19,7 @@ SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
 KERNELS: Final = (  # the modules whose functions numba compiles and keeps
+    "conductor/policy/kernels.py",
     "engine/kernels.py",
     "engine/sampling_kernels.py",
     "kvpool/digest_kernels.py",
@@ -31,6 +32,7 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "messenger/copying.py",
     "messenger/native/grant_slots.py",
     "messenger/native/owner_loop.py",
+    "messenger/native/row_receiver.py",
     "messenger/shm/page_kernels.py",
 )
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from messenger import Messenger, MessengerConfig
 from messenger.control import start_server
-from messenger.frames import VERSION
+from messenger.frames import VERSION, Reject, encode
 from messenger.framing import PREFIX
 from moonpool.doctor.finding import Level
 from moonpool.doctor.greeting import Spoken, greet, judge_greeting
@@ -142,3 +145,17 @@ def test_a_way_that_loses_full_packets_is_told(port_of: Callable[..., int]) -> N
     assert level is Level.FAIL
     assert "not one of 16 KiB" in found
     assert "tcp_mtu_probing" in advice
+
+
+def test_what_a_stranger_says_is_shown_as_letters_and_in_few() -> None:
+    words = "\x1b[2J\\[/x] [bold]all is well" + "x" * 50_000
+    with speaker(lambda _: encode(Reject("other", words))) as port:
+        command = [sys.executable, "-m", "moonpool", "doctor", "--peer", f"{HERE}:{port}"]
+        environ = {**os.environ, "COLUMNS": "200"}
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        found = judge_greeting("h:1", greet(HERE, port, {}, WITHIN_S))[1]
+    assert "\\[/x] [bold]all is" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert shown.stderr == ""
+    assert found.isprintable()
+    assert len(found) < 500
