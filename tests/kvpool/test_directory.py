@@ -1,5 +1,6 @@
 """The directory: matches, snapshots, gaps, restarts, sums of contents, dumps, many nodes."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from kvpool import BlockRun, Directory, DirectoryState, Match, PoolEvents, keys_from_bytes, keys_u64
 from kvpool.contents import contents_sum
+from kvpool.directory import DumpedNode, Position
 from kvpool.directory_table import Replicas
 from kvpool.errors import AddressError
 from kvpool.tiers import Tier
@@ -288,3 +290,27 @@ def test_what_a_node_held_that_was_lost_while_another_was_cleared_up_is_nobody_e
     for node in directory.nodes:
         assert directory.num_blocks(node) == 1
     assert directory.validate() == []
+
+
+def test_what_a_dump_tells_of_nodes_that_are_lost_while_it_is_read_is_nobody_elses() -> None:
+    directory = Directory()
+    numbers = [directory.restore_node(DumpedNode(f"lost-{i}", i, 0, Position(1, 5), 5)) for i in range(4)]
+    for i in range(4):
+        directory.drop_node(f"lost-{i}")
+    directory.restore(Replicas(np.repeat(short(1, 2), 4), np.array(numbers * 2, np.uint32) * 2))
+    directory.apply("later", snapshot(run(3)))
+    assert directory.match(bytes(16), short(1)) == {}
+    assert directory.num_blocks("later") == 1
+    assert directory.validate() == []
+
+
+def test_one_slice_of_clearing_up_is_short_whatever_a_lost_node_held() -> None:
+    """Its blocks lie side by side, so that a slice of the table may be nothing else."""
+    directory = Directory()
+    directory.apply("a", snapshot(run(*range(50_000))))
+    directory.drop_node("a")
+    left = [directory._table.num_keys]
+    while left[-1]:
+        directory.purge()
+        left.append(directory._table.num_keys)
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 20_000
