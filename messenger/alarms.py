@@ -64,12 +64,16 @@ class AlarmClock:
         with self._changed:
             return sum(map(len, self._buckets.values()))
 
+    def is_here(self) -> bool:
+        """Whether the calling thread is the clock's: in a callback."""
+        return self._thread is threading.current_thread()
+
     def close(self) -> None:
         """End the thread; alarms that are set never ring."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and not self.is_here():
             self._thread.join()
 
     def _run(self) -> None:

@@ -14,8 +14,8 @@ __all__ = ["Carrier", "Kind", "Notification", "Operation", "Part", "Transfer", "
 
 
 WAITS_FOR_ITSELF = (
-    "a callback waits in result() or exception() for an answer that its own thread is to receive: add a callback to "
-    "that future, or wait on another thread"
+    "a callback waits in result() or exception() for what its own thread is to send, to receive or to end in time: add "
+    "a callback to that future, or wait on another thread"
 )
 
 
@@ -57,7 +57,7 @@ class Canceller(Protocol):
     """Whoever has the operation in hand."""
 
     def cancel(self, operation: "Operation") -> bool: ...
-    def is_answered_here(self) -> bool: ...
+    def is_ended_here(self) -> bool: ...
 
 
 class Copier(Protocol):
@@ -131,10 +131,13 @@ class Operation(Completion[Any]):
         if carrier is None:
             self.awaited = True
             carrier = self.carrier
+        if carrier is not None and self.single:
+            carrier.help(self)
+            return
+        if self.canceller is not None and self.canceller.is_ended_here():
+            raise InvalidArgument(WAITS_FOR_ITSELF)
         if carrier is not None:
             carrier.help(self)
-        elif self.canceller is not None and self.canceller.is_answered_here():
-            raise InvalidArgument(WAITS_FOR_ITSELF)
 
 
 class Transfer(NamedTuple):

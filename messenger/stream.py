@@ -16,12 +16,12 @@ from messenger.backlog import Role
 from messenger.connecting import Connecting
 from messenger.counters import Counters
 from messenger.dialing import Dialer
-from messenger.errors import MemoryOutOfReach, ProtocolError
+from messenger.errors import InvalidArgument, MemoryOutOfReach, ProtocolError
 from messenger.frames import Goodbye
 from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
 from messenger.link import Link, LinkClosed
-from messenger.operation import READ, Operation, Part, Transfer
+from messenger.operation import READ, WAITS_FOR_ITSELF, Operation, Part, Transfer
 from messenger.priority import BACKGROUND
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
@@ -105,6 +105,8 @@ class Stream(Connecting):
 
     def help(self, operation: Operation) -> None:
         """The calling thread waits for the operation: it receives the answer itself if it may."""
+        if threading.current_thread() is self._sender or self._traffic.keeps_time_here():
+            raise InvalidArgument(WAITS_FOR_ITSELF)
         receiver = self._receiver
         if receiver is None:
             operation.awaited = True
@@ -118,10 +120,10 @@ class Stream(Connecting):
             with self.lock:
                 receiver.call_thread()
 
-    def receives_here(self) -> bool:
-        """Whether the calling thread receives this stream's answers."""
+    def works_here(self) -> bool:
+        """Whether the calling thread is the one that sends for this stream, or receives its answers now."""
         receiver = self._receiver
-        return receiver is not None and receiver.is_receiving_here()
+        return threading.current_thread() is self._sender or (receiver is not None and receiver.is_receiving_here())
 
     # Sending: whoever submitted, and the thread.
 
@@ -162,7 +164,7 @@ class Stream(Connecting):
                 self.wake_locked()
                 return
             ended = self._sent_locked(part, sent)
-            if self._link_ended or self._closing or self._traffic.waits_locked(self):
+            if self._link_ended or self._closing or self.flight.again or self._traffic.waits_locked(self):
                 self.wake_locked()
         self._traffic.settle(ended)
 

@@ -113,9 +113,13 @@ class Traffic:
         self.settle(ended)
         return True
 
-    def is_answered_here(self) -> bool:
-        """Whether the calling thread receives answers, and calls back in the middle of that."""
-        return any(stream.receives_here() for stream in self._streams)
+    def keeps_time_here(self) -> bool:
+        """Whether the calling thread is the one on which deadlines ring, and calls back in the middle of that."""
+        return self._clock.is_here()
+
+    def is_ended_here(self) -> bool:
+        """Whether operations end by the calling thread, which calls back in the middle of that."""
+        return self.keeps_time_here() or any(stream.works_here() for stream in self._streams)
 
     def pending(self) -> int:
         """Requests queued or in flight."""
