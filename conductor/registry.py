@@ -11,6 +11,7 @@ from moonpool_proto.v1 import conductor_pb2
 __all__ = ["Member", "Registry"]
 
 _MAX_MODELS_ASKED = 1000  # names come from clients
+_LARGEST = 1 << 31  # the bytes of a block, which are a product of two such sizes, go into an int64
 
 
 @dataclass(eq=False)
@@ -102,6 +103,14 @@ class Registry:
             missing += [] if node.spec.block_tokens else ["spec.block_tokens"]
         if missing:
             raise JoinRefused(f"node {node.node_id!r} joined without {', '.join(missing)}")
+        sizes = {
+            "capacity_tokens": node.capacity_tokens,
+            "kv_bytes_per_token": node.kv_bytes_per_token,
+            "spec.block_tokens": node.spec.block_tokens,
+        }
+        for name, size in sizes.items():
+            if size > _LARGEST:
+                raise JoinRefused(f"node {node.node_id!r} joined with {name} {size}: expected at most {_LARGEST}")
         peer = self._find_worker(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
         if peer is not None:
             _check_same_kv(node, peer)

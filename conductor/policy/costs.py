@@ -6,7 +6,7 @@ The priors describe a small model on a CPU or a large one on a GPU about equally
 from typing import Any
 
 from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
-from conductor.policy.regression import CostFit
+from conductor.policy.regression import LONGEST_S, CostFit
 
 __all__ = ["MeanDuration", "ModelCosts", "TransferCosts", "fetch_s", "prefill_s", "read_s", "tbt_s"]
 
@@ -50,7 +50,9 @@ class MeanDuration:
         self.mean_s: float | None = None
 
     def add(self, seconds: float) -> None:
-        """Learn from one measurement."""
+        """Learn from one measurement that can be true."""
+        if not 0 <= seconds < LONGEST_S:
+            return
         self.num_samples += 1
         memory = min(_MEMORY, 1 - 1 / self.num_samples)
         self.mean_s = seconds if self.mean_s is None else memory * self.mean_s + (1 - memory) * seconds

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from math import exp, log, sqrt
 
-__all__ = ["CostFit"]
+__all__ = ["LONGEST_S", "CostFit"]
+
+LONGEST_S = 1e4  # nothing that is measured here takes hours: whoever says so, or says that it took no number, is wrong
 
 _FORGETTING = 0.995  # weight of the past per sample: about 200 samples are remembered
 _PRIOR_WEIGHT = 0.05  # samples that the prior's shape is worth, per coefficient
@@ -51,9 +53,9 @@ class CostFit:
         return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement; those without duration or without work are ignored."""
+        """Learn from one measurement; those without a credible duration or without work are ignored."""
         shape = sum(p * x for p, x in zip(self._prior, features, strict=True))
-        if not (0 < seconds < float("inf")) or shape <= 0:
+        if not 0 < seconds < LONGEST_S or shape <= 0:
             return
         seconds, predicted = max(seconds, _FLOOR_S), max(self.predict(features), _FLOOR_S)
         # Errors are relative to what is usual for such work: relative to the measured time, short ones would rule.

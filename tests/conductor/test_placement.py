@@ -3,7 +3,15 @@
 import pytest
 
 from conductor.policy.decisions import Copy, Holder, Place, Reject
-from conductor.policy.events import CopyFinished, NodeLost, NodeReported, RequestCompleted
+from conductor.policy.events import (
+    CopyFinished,
+    DecodeSample,
+    NodeLost,
+    NodeReported,
+    PrefillSample,
+    RequestCompleted,
+    TransferSample,
+)
 
 
 def placed(decisions):
@@ -180,3 +188,13 @@ def test_an_explained_decision_shows_every_candidates_terms(cluster, make):
     scores = placed(cluster(explain=True).send(make.request(matches=(("pool-1", 4),)))).scores
     assert [score.node_id for score in scores] == ["prefill-0", "prefill-1"]
     assert scores[0].transfer_s > scores[1].transfer_s > 0
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_worker_that_measures_nonsense_keeps_nobody_from_being_placed(cluster, make, seconds):
+    many = cluster()
+    samples = {"prefills": (PrefillSample(100, 0, seconds),), "decodes": (DecodeSample(1, 100, seconds),)}
+    many.send(NodeReported("decode-0", **samples, transfers=(TransferSample(1 << 20, seconds, "fetch"),)))
+    place = placed(many.send(make.request()))
+    assert 0 < place.predicted_ttft_s < 10
+    assert 0 < place.predicted_tbt_s < 10

@@ -31,6 +31,13 @@ def test_a_worker_that_does_not_describe_itself_is_refused_by_field(field):
         Registry().admit(incomplete)
 
 
+@pytest.mark.parametrize("field", ["capacity_tokens", "kv_bytes_per_token"])
+def test_a_worker_with_a_size_that_no_sum_can_take_is_refused(field):
+    Registry().admit(node(**{field: 1 << 30}))
+    with pytest.raises(JoinRefused, match=f"{field} {1 << 62}: expected at most"):
+        Registry().admit(node(**{field: 1 << 62}))
+
+
 def test_an_unknown_role_is_refused():
     with pytest.raises(JoinRefused, match="role 0"):
         Registry().admit(node(role=common_pb2.ROLE_UNSPECIFIED))
