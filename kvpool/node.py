@@ -128,7 +128,7 @@ class PoolNode:
         )
         self.tell()
         if allocation.new_blocks:
-            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks))
+            self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks) + spec.block_nbytes)
         return allocation
 
     def write_key(self, allocation: Allocation) -> RemoteKey:

@@ -96,7 +96,8 @@ class SharedMemory:
         Where huge pages are wanted, those that the range touches are made. Runs without the GIL. False where the kernel
         cannot commit: an old kernel, too little memory.
         """
-        address = int(self.array.ctypes.data)
+        array = self.array  # stays mapped until the kernel is done, whoever closes the memory meanwhile
+        address = int(array.ctypes.data)
         if self._joins:
             first = start // HUGE_NBYTES * HUGE_NBYTES
             end = min(-(-(start + nbytes) // HUGE_NBYTES), self.nbytes // HUGE_NBYTES) * HUGE_NBYTES

@@ -135,6 +135,23 @@ def test_committed_memory_keeps_what_is_in_it() -> None:
     memory.close()
 
 
+def test_memory_that_is_closed_while_it_is_committed_stays_mapped_until_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SharedMemory.create(1 << 20, "ending")
+    mappings: list[int] = []
+
+    def closed_meanwhile(_address: int, _nbytes: int) -> bool:
+        memory.close()
+        mappings.append(Path("/proc/self/maps").read_text().count("/memfd:ending "))
+        return True
+
+    monkeypatch.setattr("messenger.memory.populate", closed_meanwhile)
+    assert memory.try_commit(0, memory.nbytes)
+    assert mappings == [1]
+    assert "/memfd:ending " not in Path("/proc/self/maps").read_text()
+
+
 def test_memory_closed_by_its_owner_stays_until_the_last_view_is_gone() -> None:
     memory = SharedMemory.create(4096, "short")
     view = memory.array
