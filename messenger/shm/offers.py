@@ -18,6 +18,7 @@ __all__ = ["MAX_OFFERED", "Offers", "PeerMemories"]
 
 MAX_OFFERED = 1024
 """Regions that stay offered on a link; the oldest are withdrawn for others, and offered again when they are used."""
+_MAX_NUMBER = (1 << 63) - 1
 
 
 class Offers:
@@ -74,6 +75,8 @@ class PeerMemories:
             self._mapped.pop(number, None)
             return
         memory = PeerMemory(self._link.take_fd(), offer.nbytes)
+        if not 0 < number <= _MAX_NUMBER:
+            raise ProtocolError(f"{self._link.address} offers region {number}, which is no number of a region")
         if number in self._mapped or len(self._mapped) >= MAX_OFFERED:
             raise ProtocolError(
                 f"{self._link.address} offers region {number} twice, or more than {MAX_OFFERED} regions"

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from messenger import SharedMemory
 from messenger.frames import (
     MAGIC,
     MAX_BODY_NBYTES,
@@ -211,6 +212,37 @@ def test_a_descriptor_that_is_no_sealed_memory_is_refused(owner: Any, greet: Any
     link.send(Offer(1, 8192 if what == "memory of another size" else 4096), fd=fd)
     os.close(fd)
     assert "offered" in ends(link)
+
+
+@pytest.fixture
+def offered_fd() -> Iterator[int]:
+    """4096 bytes that may be offered."""
+    memory = SharedMemory.create(4096, "offered")
+    yield memory.fd
+    memory.close()
+
+
+@pytest.mark.transports("shm")
+@pytest.mark.parametrize("number", [0, -1, 1 << 63])
+def test_an_offer_under_no_number_of_a_region_is_refused(owner: Any, greet: Any, offered_fd: int, number: int) -> None:
+    link = greet(owner)
+    link.send(Offer(number, 4096), fd=offered_fd)
+    assert "no number of a region" in ends(link)
+
+
+@pytest.mark.transports("shm")
+def test_nothing_is_written_from_memory_that_was_withdrawn(owner: Any, greet: Any, offered_fd: int) -> None:
+    key = owner.grant()
+    link = greet(owner)
+    row = struct.pack("<3q", 0, 0, 4096)
+    link.send(Offer(7, 4096), fd=offered_fd)
+    link.send(Write(1, 1, key.region_id, key.token, 7, 4096, row, False, b"", b""))
+    assert link.receive() == Ack(1, 4096)
+    owner.array[:] = 9
+    link.send(Offer(7, 0))
+    link.send(Write(2, 2, key.region_id, key.token, 7, 4096, row, False, b"", b""))
+    assert "never offered" in ends(link)
+    assert (owner.array == 9).all()
 
 
 @pytest.mark.transports("shm")
