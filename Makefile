@@ -20,13 +20,13 @@ STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check static format proto train bench clients compare test-rdma test-rdma-core soak-messenger soak-rdma clean distclean
+.PHONY: help setup demo test check static format proto train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
-	@echo "make test-rdma-core  what of it takes minutes only: what .ci/run runs"
+	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make check   format, lint, import rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
@@ -55,8 +55,8 @@ test: $(STAMP) static
 test-rdma: $(STAMP)
 	$(BIN)/python -m rdma_bed test
 
-test-rdma-core: $(STAMP)
-	$(BIN)/python -m rdma_bed test --core
+test-rdma-one: $(STAMP)
+	$(BIN)/python -m rdma_bed test --one
 
 check: static
 	$(BIN)/python -m pytest --collect-only -q >/dev/null || $(BIN)/python -m pytest --collect-only -q

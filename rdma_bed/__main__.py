@@ -25,7 +25,7 @@ def main() -> int:
             return bed.run(options.command, shape, deadline)
         if options.action == "soak":
             return suite.soak(bed, deadline, options.seconds, options.seed)
-        return suite.run(bed, deadline, core=options.core) if options.action == "test" else 0
+        return suite.run(bed, deadline, one=options.one) if options.action == "test" else 0
     except BedError as error:
         say(f"{type(error).__name__}: {error}")
         return qemu.STATUS_NONE
@@ -36,9 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     build = actions.add_parser("build", help="build and cache the image, if it is not there")
     test = actions.add_parser("test", help="the messenger's tests over rdma, in one VM and between two")
-    test.add_argument(
-        "--core", action="store_true", help="in minutes: bytes, order, rights, fences, peers and rails that fail"
-    )
+    test.add_argument("--one", action="store_true", help="in one VM only")
     soak = actions.add_parser("soak", help="load and faults for the messenger over rdma, in one VM")
     soak.add_argument("--seconds", type=float, default=600.0, help="of load (%(default)g)")
     soak.add_argument("--seed", type=int, help="of sizes, shapes and trouble; drawn if not given")
