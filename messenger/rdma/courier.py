@@ -93,11 +93,6 @@ class Courier:
         return self.unsent_frames < _MAX_UNSENT_FRAMES and self._moving_nbytes < _MAX_MOVING_NBYTES
 
     @property
-    def is_moving(self) -> bool:
-        """Whether bytes are on their way, or will be."""
-        return self._moving_nbytes > 0
-
-    @property
     def is_held_up(self) -> bool:
         """Whether something is to be sent that waits for a completion or a credit."""
         return bool(self._leaving) or self.rails.is_held_up

@@ -21,7 +21,6 @@ from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
 from messenger.rdma.lane import Lane
 from messenger.rdma.memory import FrameMemory
-from messenger.rdma.poster import Poster
 from messenger.rdma.repairs import Repairs
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
@@ -65,7 +64,6 @@ class RdmaLink(Link):
         self._windows: list[Window] = []
         self._failure: Exception | None = None
         self._peer_left = False
-        self._poster = Poster(self._ring_slow, f"rdma-{sock.address}")
         self._watch = Watch(sock.fileno())
         for lane in lanes:
             self.watch(lane)
@@ -110,7 +108,6 @@ class RdmaLink(Link):
                 rest.callback(lane.close)
             for window in self._windows:
                 rest.callback(window.close)
-            rest.callback(self._poster.close)
             with self._changed:
                 self._end(LinkClosed(f"the connection to {self.address} was closed"))
                 self._drain()
@@ -207,23 +204,12 @@ class RdmaLink(Link):
     # Handing over what was posted under the lock, without it: soft devices send within the call.
 
     def _ring(self) -> None:
-        for lane in self.lanes:
-            if lane.pair.is_behind:
-                if lane.pair.is_slow and self._courier.is_moving:
-                    self._poster.wake()
-                    return
-                self._ring_at(lane)
-
-    def _ring_slow(self) -> None:
         for lane in list(self.lanes):
-            self._ring_at(lane)
-
-    def _ring_at(self, lane: Lane) -> None:
-        try:
-            lane.pair.ring()
-        except OSError as error:
-            with self._changed:
-                self._end(error)
+            try:
+                lane.pair.ring()
+            except OSError as error:
+                with self._changed:
+                    self._end(error)
 
     # Waiting, with the lock held.
 

@@ -9,15 +9,11 @@ import ctypes
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 _NEXT_AT: Final = 8  # in struct ibv_send_wr
-_SLOW_NS: Final = 200_000
-"""An adapter takes a chain within microseconds, and its thread may be interrupted in that now and then."""
-_SLOW_IN_A_ROW: Final = 3
 
 
 class Doorbell:
@@ -29,17 +25,6 @@ class Doorbell:
         self._made: deque[tuple[int, int, object]] = deque()
         self._ringing = threading.Lock()
         self._closed = False
-        self._slow_in_a_row = 0
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether something was added that is not posted yet."""
-        return bool(self._made)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the device works within the call that posts."""
-        return self._slow_in_a_row >= _SLOW_IN_A_ROW
 
     def add(self, first: int, last: int, memory: object) -> None:
         """A chain, from the address of its first request to that of its last; the memory lives until it was posted."""
@@ -78,9 +63,6 @@ class Doorbell:
             return
         for (_, last, _), (following, _, _) in itertools.pairwise(chains):
             ctypes.c_uint64.from_address(last + _NEXT_AT).value = following
-        started_ns = time.monotonic_ns()
         code = self._post(chains[0][0])
-        took_ns = time.monotonic_ns() - started_ns
-        self._slow_in_a_row = self._slow_in_a_row + 1 if took_ns >= _SLOW_NS else 0
         if code:
             raise OSError(code, f"{self._device} takes no more work: {os.strerror(code)}")

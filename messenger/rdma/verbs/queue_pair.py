@@ -142,16 +142,6 @@ class QueuePair:
         """Hand what was posted to the device, or leave that to the thread that does so now. Raises OSError."""
         self._doorbell.ring()
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether something waits for `ring`."""
-        return self._doorbell.is_behind
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the device works within `ring`."""
-        return self._doorbell.is_slow
-
     def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
         """Post the binding of a memory window: (the key that it has then, the number of the request)."""
         from pyverbs.mr import MWBindInfo
