@@ -7,6 +7,7 @@ import logging
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +106,8 @@ class Device:
     def register(self, region: AnyRegion) -> Registered:
         """The region's registration, made at its first use; that of GPU memory was given to `keep`.
 
-        It gives peers nothing: they come through windows. It lives as long as it is known here or referred to by
-        others. Raises OSError.
+        It gives peers nothing: they come through windows. It lives as long as it is known here, or referred to by
+        others; for no longer than the region. Raises OSError.
         """
         with self._lock:
             registered = self._registered.get(region.region_id)
@@ -117,6 +118,9 @@ class Device:
                 region.memory.try_commit(0, region.nbytes)  # pinned pages cannot be joined to huge ones any more
                 mr = self.register_memory(region.address, region.nbytes, REGION_ACCESS)
                 registered = self._registered[region.region_id] = Registered(mr, region.address)
+                # What was under way when the region was deregistered comes after it. Without the lock, which whoever
+                # sets off the garbage collector may hold.
+                weakref.finalize(region, self._registered.pop, region.region_id, None).atexit = False
                 self._count(region, time.monotonic() - started_s)
             return registered
 
@@ -169,7 +173,7 @@ class Device:
     def _close_if_unused(self) -> None:
         if not self._is_closing or self._shares.num_members:
             return
-        for registered in self._registered.values():
+        for registered in list(self._registered.values()):
             registered.close()
         self._registered.clear()
         self.srq.close()

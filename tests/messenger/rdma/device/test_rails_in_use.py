@@ -1,5 +1,7 @@
 """Rails that fail under transfers: others take over, the failed one is built anew, and every byte arrives once."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from pyverbs.qp import QPAttr
 
+from messenger.memory import SharedMemory
 from messenger.rdma.lane import Lane
 from messenger.rdma.verbs.abi import QP_STATE, QPS_ERR
 
@@ -141,6 +144,25 @@ def test_when_the_rail_of_the_frames_fails_the_connection_is_made_again_and_noth
     assert np.array_equal(a.array, b.array)
     assert [tag for _, tag, _ in b.notes] == [b"0", b"1", b"2"]
     assert a.messenger.counters()["connects"] >= 2
+
+
+def test_memory_deregistered_under_operations_is_pinned_for_no_longer_than_they_take(make_node: Any) -> None:
+    a, b, peer, key = connect(make_node)
+    memory = SharedMemory.create(NBYTES, "lent")
+    memory.array[:] = 7
+    region = a.messenger.register(memory)
+    futures = [peer.write(key, region, [[0, 0, NBYTES]]) for _ in range(8)]
+    a.messenger.deregister(region)
+    for future in futures:
+        future.result()
+    assert (b.array == 7).all()
+    devices = {lane.device for lane in link_of(peer).lanes}
+    region_id, gone = region.region_id, weakref.ref(region)
+    memory.close()
+    del futures, future, region
+    gc.collect()
+    assert gone() is None
+    assert not any(region_id in device._registered for device in devices)
 
 
 def test_bytes_of_a_write_whose_answer_was_lost_are_not_moved_again(make_node: Any) -> None:
