@@ -21,7 +21,7 @@ from messenger.errors import RdmaUnavailable
 from soak.diagnosis import tell
 from soak.fleet import Member, PeerGone, Settings, Trouble
 from soak.peer import configured
-from soak.watch import growth, usage, verbs_resources
+from soak.watch import growth, open_descriptors, running_threads, usage, verbs_resources
 from soak.worker import DEADLINE_S, PATIENCE_S, SLACK_S, Worker
 
 TRANSPORTS = {
@@ -117,9 +117,11 @@ class Soak:
             worker.close()
         self._failures += growth("the caller", self._samples) + growth(members[0].node_id, self._steady_samples)
         after = self._usage_at_rest(before)
-        for what in ("descriptors", "threads"):
+        for what, opened in (("descriptors", open_descriptors), ("threads", running_threads)):
             if after[what] > before[what]:
-                self._failures.append(f"{after[what]} {what} are open at the end, {before[what]} were at the start")
+                self._failures.append(
+                    f"{after[what]} {what} at the end, {before[what]} at the start; now there are {opened()}"
+                )
         verbs_after = verbs_resources()
         if verbs_after != verbs_before:
             self._failures.append(f"verbs resources were {verbs_before} and are {verbs_after}")

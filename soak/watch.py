@@ -6,6 +6,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,20 @@ def usage() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")) - 1,
         "threads": int(status["Threads"]),
     }
+
+
+def open_descriptors() -> list[str]:
+    """What this process's descriptors are."""
+    found = []
+    for number in sorted(os.listdir("/proc/self/fd"), key=int):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+def running_threads() -> list[str]:
+    """Python's threads."""
+    return [thread.name for thread in threading.enumerate()]
 
 
 def verbs_resources() -> dict[str, int]:
