@@ -6,6 +6,7 @@ it. All state is under one lock, which nobody holds while it sleeps; only the le
 """
 
 import contextlib
+import copy
 import logging
 import threading
 import time
@@ -230,7 +231,7 @@ class RdmaLink(Link):
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)  # what is raised keeps the frames it passed, and what they refer to
         if self._peer_left:
             raise LinkClosed(f"{self.address} closed the connection")
 
@@ -341,7 +342,7 @@ class RdmaLink(Link):
     def _end(self, failure: Exception) -> None:
         """The hardware moves nothing of this link any more when this returns, or, should it refuse, after `close`."""
         if self._failure is None:
-            self._failure = failure
+            self._failure = copy.copy(failure)
             self._sock.cut()
         for lane in self.lanes:
             try:
