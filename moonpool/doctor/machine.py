@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from messenger.mapping import can_collapse
 from moonpool.doctor.finding import Check, Level, Needs, Verdict, size_text
 from moonpool.threads import usable_cores
 
@@ -148,6 +147,8 @@ class HugePages:
 
 
 def observe_huge_pages() -> HugePages:
+    from messenger.mapping import can_collapse
+
     info = meminfo(Path("/proc/meminfo").read_text())
     text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
