@@ -66,7 +66,9 @@ class Connecting(ABC):
         self._flows: dict[Kind, Flow] = {}
         self._closing = False
         self._answered = False
+        self._was_cut_here = False  # for the sake of an operation that was to end early
         self._barren_links = 0
+        self._barren_number = 0  # of the operation that was the oldest over them
 
     @abstractmethod
     def _has_work_locked(self) -> bool:
@@ -90,8 +92,9 @@ class Connecting(ABC):
         self._counters.add(name)
 
     def cut_locked(self) -> None:
-        """End the link: whoever uses it lets go of it soon."""
+        """End the link for the sake of what is to end early: whoever uses it lets go of it soon."""
         if self._link is not None:
+            self._was_cut_here = True
             self._link.cut()
 
     def cut_if_idle_locked(self) -> None:
@@ -167,7 +170,7 @@ class Connecting(ABC):
                 self._receiver = receiver
                 self._requester = requester
                 self._flows = flows
-                self._link_ended = self._answered = False
+                self._link_ended = self._answered = self._was_cut_here = False
         except RuntimeError as error:
             link.close()
             raise OSError(f"the system gives this process no thread: {error}") from error
@@ -217,11 +220,16 @@ class Connecting(ABC):
         if self._answered or not self.flight.in_flight:
             self._barren_links = 0
             return
+        if self._was_cut_here:
+            return
+        oldest = self.flight.in_flight[0].operation
+        if oldest.number != self._barren_number:
+            self._barren_links, self._barren_number = 0, oldest.number
         self._barren_links += 1
         if self._barren_links >= _MAX_BARREN_LINKS:
             self._barren_links = 0
             reason = f"{_MAX_BARREN_LINKS} connections in a row broke over it, at last because {self.cause}"
-            self._traffic.give_up_locked(self.flight.in_flight[0].operation, reason)
+            self._traffic.give_up_locked(oldest, reason)
 
     def _lose(self, kind: type[PeerLost], reason: str) -> None:
         self._on_lost(reason)
