@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from moonpool.doctor.finding import Check, Level, Needs, Verdict, size_text
+from moonpool.doctor.importing import ONE_AT_A_TIME
 from moonpool.threads import usable_cores
 
 GIB: Final = 1 << 30
@@ -147,8 +148,8 @@ class HugePages:
 
 
 def observe_huge_pages() -> HugePages:
-    from messenger.mapping import can_collapse
-
+    with ONE_AT_A_TIME:
+        from messenger.mapping import can_collapse
     info = meminfo(Path("/proc/meminfo").read_text())
     text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
