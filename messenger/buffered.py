@@ -16,6 +16,7 @@ from messenger.frames import ACK_NBYTES, Frame, Message, ack_at, decode_body, de
 from messenger.framing import PREFIX
 from messenger.link import Link, LinkClosed
 from messenger.memory import Region
+from messenger.views import views
 
 __all__ = ["BufferedLink"]
 
@@ -109,8 +110,7 @@ class BufferedLink(Link):
 
     def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
         """As `receive_into`: `nbytes` bytes into the region's rows, int64 [n, 2] of (offset, bytes)."""
-        view = region.view
-        self.receive_into([view[offset : offset + count] for offset, count in _ROW.iter_unpack(rows)])
+        self.receive_into(views(region, _ROW.iter_unpack(rows)))
 
     def lend_buffer(self, nbytes: int = 0) -> tuple[memoryview, int, int]:
         """The buffer, of at least so many bytes, and where in it what was received and not taken starts and ends.

@@ -9,8 +9,8 @@ from messenger.gpu import in_host
 from messenger.operation import READ, Part, Transfer
 from messenger.requests import notify_request, read_request, write_request
 from messenger.slices import LOCAL, REMOTE
-from messenger.tcp.views import views
 from messenger.transport import PARTLY, WHOLE, Requester, Sent
+from messenger.views import views
 
 
 class TcpRequester(Requester):

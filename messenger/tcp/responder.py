@@ -7,8 +7,8 @@ from messenger.frames import Ack, Read, Write
 from messenger.gpu import AnyRegion
 from messenger.slices import Rows
 from messenger.sockets import SocketLink
-from messenger.tcp.views import views
 from messenger.transport import FloatSums, Responder, parse_rows
+from messenger.views import views
 
 if TYPE_CHECKING:
     from messenger.grants import Cuttable, GrantTable
