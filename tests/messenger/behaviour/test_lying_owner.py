@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from messenger import Endpoint, PeerLost, RemoteAccessError, RemoteKey, TransferDeadlineExceeded, TransferError
+from messenger import (
+    Endpoint,
+    PeerLost,
+    RemoteAccessError,
+    RemoteKey,
+    TransferCancelled,
+    TransferDeadlineExceeded,
+    TransferError,
+)
 from messenger.config import boot_id
 from messenger.frames import (
     Ack,
@@ -225,6 +233,35 @@ def test_a_request_over_which_each_connection_breaks_is_given_up_and_holds_up_no
         futures[1].result(60)
     assert futures[2].result(60) is None
     assert len(asked) == 5, "over the first connection something was answered"
+
+
+def test_connections_cut_for_operations_that_end_early_are_not_held_against_what_they_carried(
+    caller: Any, liar: Liar
+) -> None:
+    asked, may_answer = threading.Semaphore(0), threading.Event()
+
+    def answer_late(link: SocketLink) -> None:
+        both = link.receive(), link.receive()
+        asked.release()
+        while not may_answer.wait(0.005) and not link.peer_is_gone():
+            pass
+        for message in both:
+            assert isinstance(message, Notify)
+            link.send(Ack(message.seq, 0))
+        honest(link)
+
+    liar.serve = answer_late
+    peer = caller.messenger.connect(liar.endpoint)
+    patient = peer.notify(b"patient", b"", deadline_s=600)
+    for number in range(8):
+        hasty = peer.notify(b"hasty", b"%d" % number, deadline_s=600)
+        assert asked.acquire(timeout=60)
+        assert hasty.cancel()
+        assert isinstance(hasty.exception(60), TransferCancelled)
+    last = peer.notify(b"last", b"", deadline_s=600)
+    may_answer.set()
+    assert patient.result(60) is None
+    assert last.result(60) is None
 
 
 def memfd(nbytes: int, *, sealed: bool) -> int:
