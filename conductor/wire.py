@@ -101,6 +101,8 @@ def arrived(
         ttft_objective_s=request.ttft_objective_s,
         tbt_objective_s=request.tpot_objective_s,
         tenant=request.tenant,
+        slo_class=request.slo_class,
+        priority=request.priority,
     )
 
 

@@ -10,6 +10,7 @@ from frontend.errors import (
     ApiError,
     ContextLengthExceeded,
     GenerationFailed,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServiceUnavailable,
@@ -20,8 +21,10 @@ from telemetry import RequestMetrics
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
-_REASONS: Final = frozenset({"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "too_long"})
-_FINAL_REASONS: Final = frozenset({"unknown_model", "too_long"})
+_REASONS: Final = frozenset(
+    {"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long"}
+)
+_FINAL_REASONS: Final = frozenset({"unknown_model", "unknown_class", "too_long"})
 
 
 class Placer:
@@ -112,6 +115,8 @@ class Placer:
             ttft_objective_s=request.ttft_objective_s,
             tpot_objective_s=request.tpot_objective_s,
             tenant=request.tenant,
+            slo_class=request.slo_class,
+            priority=request.priority,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
@@ -132,6 +137,8 @@ class Placer:
         self._metrics.rejected(reason if reason in _REASONS else "other")
         if reason == "too_long":
             return ContextLengthExceeded(text)
+        if reason == "unknown_class":
+            return InvalidRequest(text, param="slo_class", code="unknown_class")
         if reason == "unknown_model":
             return ModelNotFound(text, param="model")
         if reason == "no_nodes":

@@ -1,9 +1,8 @@
 """From what a client sent to requests for the cluster, off the event loop: limits, templates, tokens, chain keys."""
 
-import math
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -16,6 +15,7 @@ from frontend.api.models import (
     GenerationBody,
     TokenizeBody,
 )
+from frontend.arrival import Arrival
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
@@ -28,22 +28,6 @@ from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
 from telemetry import RequestMetrics
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """What came with a request beside its body. `at_s` is of the monotonic clock."""
-
-    at_s: float
-    tenant: str
-    ttft_objective_s: float = 0.0
-    tpot_objective_s: float = 0.0
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str], *, at_s: float, tenant: str) -> "Arrival":
-        """Reads x-slo-ttft-ms and x-slo-tpot-ms. Raises InvalidRequest."""
-        objectives = [_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")]
-        return cls(at_s, tenant, *objectives)
 
 
 class Preparer:
@@ -187,6 +171,8 @@ class Preparer:
             ttft_objective_s=arrival.ttft_objective_s,
             tpot_objective_s=arrival.tpot_objective_s,
             tenant=arrival.tenant,
+            slo_class=arrival.class_beside(body.slo_class),
+            priority=body.priority or 0,
             text=text_options(body),
         )
         further = range(1, body.num_choices)
@@ -239,16 +225,3 @@ class Preparer:
                 ),
                 param=param,
             )
-
-
-def _milliseconds(headers: Mapping[str, str], name: str) -> float:
-    text = headers.get(name)
-    if text is None:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise InvalidRequest(f"{name} is {text!r}: expected a positive number of milliseconds", param=name)
-    return value / 1000

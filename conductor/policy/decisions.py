@@ -5,7 +5,7 @@ from typing import Literal
 
 __all__ = ["Copy", "Decision", "Holder", "Place", "PrefillScore", "Reason", "Reject", "ReleaseOrphan", "Shrink"]
 
-Reason = Literal["ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "too_long"]
+Reason = Literal["ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long"]
 
 
 @dataclass(frozen=True, slots=True)

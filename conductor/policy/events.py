@@ -146,6 +146,8 @@ class RequestArrived:
     ttft_objective_s: float = 0.0  # 0 = the cluster's
     tbt_objective_s: float = 0.0
     tenant: str = ""
+    slo_class: str = ""  # "" = that of its tenant, or the default one
+    priority: int = 0  # among the requests of its class: lower goes first, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)

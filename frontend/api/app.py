@@ -16,8 +16,8 @@ from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer, given_request_id
 from frontend.api.openapi import describe
 from frontend.api.stream import encode
+from frontend.arrival import Arrival
 from frontend.errors import ApiError, ClientGone
-from frontend.prepare import Arrival
 from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import exposition

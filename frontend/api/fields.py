@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 MAX_TOKEN_ID: Final = 2**31 - 1
+MAX_PRIORITY: Final = 2**31 - 1
+CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # of a class of objectives
 MAX_TOP: Final = 20  # of the likeliest tokens told beside each token
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 

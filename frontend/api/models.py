@@ -12,7 +12,17 @@ from pydantic import (
     field_validator,
 )
 
-from frontend.api.fields import MAX_TOKEN_ID, LogitBias, NumTop, Prompts, RequestModel, Stops, TokenId
+from frontend.api.fields import (
+    CLASS_NAME,
+    MAX_PRIORITY,
+    MAX_TOKEN_ID,
+    LogitBias,
+    NumTop,
+    Prompts,
+    RequestModel,
+    Stops,
+    TokenId,
+)
 from frontend.api.structured import GuidedChoice, JsonSchema, ResponseFormat, Structured
 from frontend.api.tool_models import Tool, ToolCall, ToolChoice
 from frontend.api.unsupported import unsupported_field
@@ -64,6 +74,8 @@ class GenerationBody(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
+    slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     add_special_tokens: bool | None = None
 
     @property

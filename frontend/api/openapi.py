@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from frontend.api import answer_models, models
+from frontend.api.fields import CLASS_NAME
 from frontend.api.unsupported import refused_fields
 
 _ERRORS: Final = {
@@ -24,14 +25,23 @@ _ERRORS: Final = {
 _GENERATION: Final = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 _TEXT: Final = (400, 401, 404, 405, 408, 413)
 _OBJECTIVES: Final = [
+    *(
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "description": f"Objective in milliseconds, at most a day: {what}.",
+            "schema": {"type": "number", "minimum": 0.001, "maximum": 24 * 3600 * 1000},
+        }
+        for name, what in (("x-slo-ttft-ms", "time to the first token"), ("x-slo-tpot-ms", "time between tokens"))
+    ),
     {
-        "name": name,
+        "name": "x-slo-class",
         "in": "header",
         "required": False,
-        "description": f"Objective in milliseconds: {what}.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    }
-    for name, what in (("x-slo-ttft-ms", "time to the first token"), ("x-slo-tpot-ms", "time between tokens"))
+        "description": "Class of objectives; the field slo_class is the same.",
+        "schema": {"type": "string", "pattern": CLASS_NAME},
+    },
 ]
 _NAME: Final = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
 

@@ -18,7 +18,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "spaces_between_special_tokens": (True,),

@@ -61,8 +61,10 @@ async def test_the_cluster_is_asked_with_chain_keys_and_sampling(
         "seed": -1,
         "stop_token_ids": [30],
         "cache_salt": "tenant-a",
+        "priority": -3,
     }
-    status, _ = await front.post("/v1/completions", body, headers={"x-slo-ttft-ms": "1500"})
+    headers = {"x-slo-ttft-ms": "1500", "x-slo-class": "batch"}
+    status, _ = await front.post("/v1/completions", body, headers=headers)
     assert status == 200
     submit, schedule = seen[0], cluster.conductor.scheduled[0]
     assert prompt_of(submit) == list(range(10, 21))
@@ -74,6 +76,7 @@ async def test_the_cluster_is_asked_with_chain_keys_and_sampling(
     assert sampling.seed == 2**64 - 1
     assert list(sampling.stop_token_ids) == [1, 3, 30]
     assert (schedule.prompt_tokens, schedule.max_new_tokens, schedule.ttft_objective_s) == (11, 1, 1.5)
+    assert (schedule.slo_class, schedule.priority) == ("batch", -3)
     assert schedule.chain == submit.chain
 
 

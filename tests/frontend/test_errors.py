@@ -254,10 +254,29 @@ async def test_a_body_that_never_ends_is_given_up(start_front: Any) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
-@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "86400001", "0.0001", "9" * 400])
 async def test_an_objective_that_is_no_time_is_refused(front: Any, header: str, value: str) -> None:
     status, body = await front.post(COMPLETIONS, PROMPT, headers={header: value})
     check_error(status, body, header)
+
+
+@pytest.mark.parametrize("name", ["two words", "-first", "a" * 65, "a/b"])
+async def test_a_class_whose_name_cannot_be_is_refused(front: Any, name: str) -> None:
+    status, body = await front.post(COMPLETIONS, PROMPT, headers={"x-slo-class": name})
+    check_error(status, body, "x-slo-class")
+    status, body = await front.post(COMPLETIONS, {**PROMPT, "slo_class": name})
+    check_error(status, body, "slo_class")
+
+
+async def test_two_classes_for_one_request_are_refused(front: Any) -> None:
+    status, body = await front.post(COMPLETIONS, {**PROMPT, "slo_class": "a"}, headers={"x-slo-class": "b"})
+    check_error(status, body, "slo_class")
+
+
+@pytest.mark.parametrize("priority", [2**31, -(2**31), 1.5, "1", True])
+async def test_a_priority_that_is_no_whole_number_of_32_bits_is_refused(front: Any, priority: object) -> None:
+    status, body = await front.post(COMPLETIONS, {**PROMPT, "priority": priority})
+    check_error(status, body, "priority")
 
 
 async def test_api_keys_are_asked_for_except_by_probes_and_metrics(cluster: Any, start_front: Any) -> None:
@@ -291,6 +310,7 @@ async def test_api_keys_are_asked_for_except_by_probes_and_metrics(cluster: Any,
         ("decode_capacity", 429, "decode_capacity"),
         ("no_nodes", 503, "no_nodes"),
         ("unknown_model", 404, "model_not_found"),
+        ("unknown_class", 400, "unknown_class"),
         ("too_long", 400, "context_length_exceeded"),
     ],
 )
@@ -304,7 +324,7 @@ async def test_rejection_is_told_with_its_status(cluster: Any, front: Any, reaso
                 "message": f"because of {reason}",
                 "type": "",
                 "code": code,
-                "param": "model" if reason == "unknown_model" else None,
+                "param": {"unknown_model": "model", "unknown_class": "slo_class"}.get(reason),
             }
             assert response.headers.get("retry-after") == ("3" if status in (429, 503) else None)
     _, metrics = await front.get("/metrics")

@@ -228,10 +228,17 @@ class Held(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     REMAINING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_NODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     committed_tokens: _builtins.int
     remaining_prefill_tokens: _builtins.int
+    prompt_tokens: _builtins.int
+    max_new_tokens: _builtins.int
+    decode_node: _builtins.str
+    """of a prefill node's: where the request decodes next"""
     def __init__(
         self,
         *,
@@ -239,10 +246,13 @@ class Held(_message.Message):
         attempt: _builtins.int = ...,
         committed_tokens: _builtins.int = ...,
         remaining_prefill_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_new_tokens: _builtins.int = ...,
+        decode_node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_tokens", b"committed_tokens", "remaining_prefill_tokens", b"remaining_prefill_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_tokens", b"committed_tokens", "decode_node", b"decode_node", "max_new_tokens", b"max_new_tokens", "prompt_tokens", b"prompt_tokens", "remaining_prefill_tokens", b"remaining_prefill_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,6 +414,8 @@ class ScheduleRequest(_message.Message):
     TTFT_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
     TPOT_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -420,6 +432,10 @@ class ScheduleRequest(_message.Message):
     """0 = the cluster's"""
     tpot_objective_s: _builtins.float
     tenant: _builtins.str
+    slo_class: _builtins.str
+    """"" = that of its tenant, or the default one"""
+    priority: _builtins.int
+    """among the requests of its class: lower goes first"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -437,10 +453,12 @@ class ScheduleRequest(_message.Message):
         ttft_objective_s: _builtins.float = ...,
         tpot_objective_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -557,7 +575,7 @@ class Rejection(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     MAY_RETURN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"ttft" | "tbt" | "decode_capacity" | "queue" | "no_nodes" | "unknown_model" | "too_long" """
+    """"ttft" | "tbt" | "decode_capacity" | "queue" | "no_nodes" | "unknown_model" | "unknown_class" | "too_long" """
     message: _builtins.str
     retry_after_s: _builtins.float
     may_return: _builtins.bool
