@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conductor.errors import ConfigError
-from conductor.policy.config import Objectives, PolicyConfig
+from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig
 from conductor.redis_url import check_redis_url
 
 __all__ = ["ConductorConfig", "Objectives"]
@@ -21,6 +21,9 @@ class ConductorConfig:
     model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
+    admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted
+    admission_mode: AdmissionMode = "predicted-uniform"  # what requests are judged by
+    overrun_probability: float = 0.0  # that an answer takes more pages than the ledger holds for it
     max_copies: int = 8  # hot-spot copies under way at once; 0 = none are made
     replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
     replica_idle_s: float = 180.0  # a copied prefix that was not used for so long is given up again
@@ -65,6 +68,9 @@ class ConductorConfig:
             model_objectives=self.model_objectives,
             balancing_threshold=self.balancing_threshold,
             max_queue_s=self.max_queue_s,
+            admission=self.admission,
+            admission_mode=self.admission_mode,
+            overrun_probability=self.overrun_probability,
             max_copies=self.max_copies,
             replication_horizon_s=self.replication_horizon_s,
             replica_idle_s=self.replica_idle_s,

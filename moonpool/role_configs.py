@@ -15,6 +15,7 @@ from moonpool.run_dir import default_run_dir, make_run_dir
 from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
+    from conductor.policy.config import Admission, AdmissionMode
     from conductor.server import ConductorConfig
     from engine.model import Dtype
     from frontend import FrontendConfig
@@ -41,6 +42,9 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
             entry.name: Objectives(*entry.objectives(config.scheduling)) for entry in config.further.models
         },
         balancing_threshold=config.scheduling.balancing_threshold,
+        admission=cast("Admission", config.scheduling.admission),
+        admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),
+        overrun_probability=config.scheduling.overrun_probability,
         max_copies=config.scheduling.max_copies,
         replication_horizon_s=config.scheduling.replication_horizon,
         replica_idle_s=config.scheduling.replica_idle,

@@ -3,12 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
+from typing import Literal, get_args
 
 from conductor.errors import ConfigError
 
-__all__ = ["NS", "Objectives", "PolicyConfig"]
+__all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig"]
 
 NS = 1_000_000_000
+# What becomes of requests that are predicted to miss their objectives: all are served, as many are, they are refused.
+Admission = Literal["off", "shadow", "enforce"]
+# By what: nothing; TTFT at arrival and decode load once the prefill has ended; both at arrival, by decode load as it is
+# then; or as it will be when the prefill ends, with answers that all decode equally long, or as long as was learned.
+AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
+_MOST_OVERRUN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,9 @@ class PolicyConfig:
     recent_s: float = 30.0  # how long a completed request is remembered, so that late reports do not revive it
     report_timeout_s: float = 0.0  # a node that has not reported for longer is suspect and gets no work; 0 = off
     settle_s: float = 5.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
+    admission: Admission = "enforce"
+    admission_mode: AdmissionMode = "predicted-uniform"
+    overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
     explain: bool = False  # put every candidate's score into the decision
 
     def __post_init__(self) -> None:
@@ -49,6 +59,14 @@ class PolicyConfig:
             value = getattr(self, each.name)
             if isinstance(value, int | float) and (not isfinite(value) or value < 0):
                 raise ConfigError(f"{each.name} is {value}: must be a finite number of at least 0")
+        if self.admission not in get_args(Admission):
+            raise ConfigError(f"admission is {self.admission!r}: expected one of {', '.join(get_args(Admission))}")
+        if self.admission_mode not in get_args(AdmissionMode):
+            modes = ", ".join(get_args(AdmissionMode))
+            raise ConfigError(f"admission_mode is {self.admission_mode!r}: expected one of {modes}")
+        if self.overrun_probability > _MOST_OVERRUN:
+            text = f"must lie between 0 and {_MOST_OVERRUN:g}"
+            raise ConfigError(f"overrun_probability is {self.overrun_probability}: {text}")
         if self.balancing_threshold < 1:
             raise ConfigError(f"balancing_threshold is {self.balancing_threshold}: must be at least 1")
         for name in ("max_queue_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):

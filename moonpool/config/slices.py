@@ -185,6 +185,30 @@ class SchedulingSettings(Slice):
     max_queue: Annotated[
         float, Key("Longest predicted wait, seconds, with which a request is still admitted", low=0.1, high=86400)
     ] = 60.0
+    admission: Annotated[
+        str,
+        Key(
+            "Requests predicted to miss their objectives: off serves them, shadow too but counts them, enforce refuses",
+            choices=("off", "shadow", "enforce"),
+        ),
+    ] = "enforce"
+    admission_mode: Annotated[
+        str,
+        Key(
+            "What admission goes by: load when the request comes (early), load when its prefill ends, with answers of "
+            "equal (predicted-uniform) or learned lengths (predicted)",
+            choices=("none", "early", "predicted-uniform", "predicted"),
+        ),
+    ] = "predicted-uniform"
+    overrun_probability: Annotated[
+        float,
+        Key(
+            "How often an answer may take more pages than the conductor reserved, by the lengths it learned; "
+            "0 reserves for max_tokens",
+            low=0,
+            high=0.5,
+        ),
+    ] = 0.0
     report_timeout: Annotated[
         float,
         Key(

@@ -96,6 +96,8 @@ def _converted(declared: Setting, value: Any, source: str) -> Any:
         return tuple(declared.key.item.parse(item, source) for item in items)
     if isinstance(value, str):
         return _from_text(declared, value)
+    if declared.kind is str and value is False and "off" in declared.key.choices:
+        return "off"  # which YAML takes for a false
     if declared.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if declared.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
