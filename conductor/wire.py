@@ -109,7 +109,13 @@ def arrived(
 def completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
     """The frontend's last word."""
     return RequestCompleted(
-        request.request_id, request.attempt, request.outcome, request.ttft_s, request.mean_tbt_s, request.generated
+        request.request_id,
+        request.attempt,
+        request.outcome,
+        request.ttft_s,
+        request.mean_tbt_s,
+        request.generated,
+        request.cached_tokens,
     )
 
 

@@ -160,6 +160,7 @@ class RequestCompleted:
     ttft_s: float = 0.0
     mean_tbt_s: float = 0.0
     generated: int = 0
+    cached_tokens: int = 0  # of the prompt, not computed
 
 
 @dataclass(frozen=True, slots=True)

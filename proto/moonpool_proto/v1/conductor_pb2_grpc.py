@@ -70,6 +70,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/moonpool.v1.Conductor/Explain',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -121,6 +126,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What the decision log has on a request: JSON, as conductor.decision_log tells it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -157,6 +169,11 @@ def add_ConductorServicer_to_server(servicer, server):
             'Validate': grpc.unary_unary_rpc_method_handler(
                     servicer.Validate,
                     request_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ExplainRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
             ),
     }
@@ -348,6 +365,33 @@ class Conductor:
             target,
             '/moonpool.v1.Conductor/Validate',
             moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Explain',
+            moonpool__proto_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
             options,
             channel_credentials,

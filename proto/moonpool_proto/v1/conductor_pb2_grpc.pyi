@@ -43,6 +43,8 @@ class ConductorStub:
     """Ask a node to take no new work, finish what it has and leave."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
+    Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]
+    """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -58,6 +60,8 @@ class ConductorAsyncStub(ConductorStub):
     """Ask a node to take no new work, finish what it has and leave."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -112,5 +116,13 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.JsonRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _conductor_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
+        """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
