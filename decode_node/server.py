@@ -27,7 +27,7 @@ from moonpool_proto.v1.worker_pb2 import (
     ReserveRequest,
 )
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker.choosing import append
+from worker.chosen import append
 from worker.config import WorkerConfig
 from worker.errors import RequestFailed, RequestRefused
 from worker.keeping import Kept

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from engine.distribution import LogProbs, log_probs
     from engine.model import Model, load_model
     from engine.sampling import SamplingRow, noisy_scores, sample
-    from engine.steering import Bias, LogitSteering, Penalties, steer
+    from engine.steered_row import Bias, LogitSteering, Penalties
+    from engine.steering import steer
 
 __all__ = [
     "Bias",
@@ -66,13 +67,13 @@ __all__ = [
 ]
 
 _COMPUTING = {
-    "Bias": "steering",
+    "Bias": "steered_row",
     "ForwardBatch": "batch",
     "LogProbs": "distribution",
-    "LogitSteering": "steering",
+    "LogitSteering": "steered_row",
     "Model": "model",
     "PagedCache": "cache",
-    "Penalties": "steering",
+    "Penalties": "steered_row",
     "SamplingRow": "sampling",
     "SequenceChunk": "batch",
     "load_model": "model",

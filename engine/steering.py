@@ -5,50 +5,13 @@ operation at a time, so that CPU and CUDA agree. Rows without any of it cost not
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.errors import SamplingError
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """Lower (or, where negative, raise) the logits of ids that were seen. `ids` are distinct.
-
-    `repetition` divides positive logits of all `ids` and multiplies negative ones; 1 = off. Then `frequency` is
-    subtracted once per time that an id was generated, and `presence` once if it was; 0 = off.
-    """
-
-    ids: Ids  # [n]
-    counts: Floats  # [n]: times generated; 0 for ids that only the prompt holds
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
-
-
-@dataclass(frozen=True)
-class Bias:
-    """Added to the logits of `ids`, which are distinct."""
-
-    ids: Ids  # [n]
-    values: Floats  # [n]
-
-
-@dataclass(frozen=True)
-class LogitSteering:
-    """What is done to one row's logits, in order of the fields."""
-
-    allowed: Bools | None = None  # [V]; all other ids are excluded
-    barred: Ids | None = None
-    bias: Bias | None = None
-    penalties: Penalties | None = None
+from engine.steered_row import Ids, LogitSteering, Penalties
 
 
 def steer(logits: torch.Tensor, rows: Sequence[LogitSteering | None]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from messenger import Peer, Priority, RemoteKey, TransferResult
 from worker.counters import Counters
 from worker.errors import RequestFailed
-from worker.kv_memory import KvMemory
+from worker.engine_memory import EngineMemory
 
 KV_TAG = b"kv"
 
@@ -29,7 +29,7 @@ class Pusher:
 
     def __init__(
         self,
-        memory: KvMemory,
+        memory: EngineMemory,
         peer: Peer,
         executor: ThreadPoolExecutor,
         counters: Counters,

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine import LogitSteering, SamplingError, sample, steer
-from moonpool_proto.v1.worker_pb2 import LogProbs
-from worker.errors import GrammarError, RequestFailed, RequestRefused, WorkerError
+from engine import LogitSteering, SamplingError, SamplingRow, sample, steer
+from worker.chosen import Chosen, named
 from worker.policy import PrefillChunk
 from worker.request import Sequence
 from worker.scores import score_tokens
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A row's next token, with its log-probabilities if they were asked for."""
-
-    token: int
-    logprobs: LogProbs | None
 
 
 def score_prompts(logits: torch.Tensor, num_decoding: int, chunks: Rows[tuple[Sequence, PrefillChunk]]) -> torch.Tensor:
@@ -41,7 +28,7 @@ def score_prompts(logits: torch.Tensor, num_decoding: int, chunks: Rows[tuple[Se
             try:
                 sequence.prompt_scores.take(logits[begin:end], chunk.start)
             except Exception as error:
-                sequence.error = _named(error)
+                sequence.error = named(error)
         if chunk.last:
             chosen_from.append(end - 1)
         begin = end
@@ -60,18 +47,9 @@ def choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Chosen | Non
     ]
 
 
-def append(sequence: Sequence, token: int) -> bool:
-    """Let the sequence go on with its token. False if it cannot; its `error` says why."""
-    try:
-        sequence.append(token)
-    except Exception as error:
-        sequence.error = _named(error)
-    return sequence.error is None
-
-
 def _sampled(logits: torch.Tensor, sequences: Rows[Sequence]) -> NDArray[np.int64]:
     """One id per row; any id for a sequence whose logits are damaged. Raises SamplingError if those of all are."""
-    rows = [sequence.sampling_row() for sequence in sequences]
+    rows = [_row(sequence) for sequence in sequences]
     try:
         return sample(logits, rows)
     except SamplingError as error:
@@ -79,7 +57,7 @@ def _sampled(logits: torch.Tensor, sequences: Rows[Sequence]) -> NDArray[np.int6
         if not 0 < len(sound) < len(rows):
             raise
         for i in set(range(len(rows))).difference(sound):
-            sequences[i].error = sequences[i].error or _named(error)
+            sequences[i].error = sequences[i].error or named(error)
     tokens = np.zeros(len(rows), np.int64)
     tokens[sound] = sample(logits[sound], [rows[i] for i in sound])
     return tokens
@@ -91,12 +69,10 @@ def _steering(sequence: Sequence) -> LogitSteering | None:
     try:
         return sequence.steering.row(sequence.next_index)
     except Exception as error:
-        sequence.error = _named(error)
+        sequence.error = named(error)
         return None
 
 
-def _named(error: Exception) -> WorkerError:
-    if isinstance(error, GrammarError):  # it would end so on any node
-        return RequestRefused("grammar", f"the answer cannot be held to its grammar any further: {error}")
-    log.error("a sequence failed alone", exc_info=error)
-    return RequestFailed("engine", f"its logits could not be used: {type(error).__name__}: {error}")
+def _row(sequence: Sequence) -> SamplingRow:
+    s = sequence.request.sampling
+    return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, sequence.next_index, s.min_p)

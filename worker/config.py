@@ -20,6 +20,7 @@ class WorkerConfig:
     pool_target: str  # gRPC target of this host's pool node
     model_path: Path  # Hugging Face folder
     served_model_name: str  # the name that requests use
+    engine: Literal["transformer", "paced"] = "transformer"  # what computes; paced: delays of a cost profile
     device: str = "cpu"  # torch device
     dtype: Dtype = "auto"  # weights and KV: auto = float32 on CPU, the checkpoint's on a GPU
     block_tokens: int = 16  # tokens in a block (= an engine slot)

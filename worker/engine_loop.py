@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
-from engine import ForwardBatch, Model, PagedCache, SequenceChunk
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
-from worker.choosing import append, choose, score_prompts
+from worker.chosen import append
+from worker.engines import StepRunner
 from worker.policy import BatchLimits, BatchPlan, PrefillChunk, plan_step
 from worker.request import Sequence
 
@@ -55,20 +53,18 @@ LayerHook = Callable[[int, list[tuple[Sequence, int, int]]], None]
 
 
 class EngineLoop:
-    """Runs the model over the sequences it was given, until closed."""
+    """Runs the engine over the sequences it was given, until closed."""
 
     def __init__(
         self,
-        model: Model,
-        cache: PagedCache,
+        steps: StepRunner,
         limits: BatchLimits,
         on_step: Callable[[StepResult], None],
         on_layer: LayerHook | None = None,
     ) -> None:
         """`on_layer(layer, chunks)` is called on the engine thread once the KV of a layer is written for the prompt
         chunks (sequence, start, end) of the running step."""
-        self._model = model
-        self._cache = cache
+        self._steps = steps
         self._limits = limits
         self._on_step = on_step
         self._on_layer = on_layer
@@ -119,16 +115,15 @@ class EngineLoop:
             self._on_step(StepResult(error=error, left=left, is_end=True))
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self._take_commands():
-                self._drop_cancelled()
-                plan = plan_step(
-                    [s.remaining for s in self._decoding],
-                    [(s.num_computed, s.prompt_len) for s in self._prefilling],
-                    self._limits,
-                )
-                if not plan.is_empty:
-                    self._step(plan)
+        while self._take_commands():
+            self._drop_cancelled()
+            plan = plan_step(
+                [s.remaining for s in self._decoding],
+                [(s.num_computed, s.prompt_len) for s in self._prefilling],
+                self._limits,
+            )
+            if not plan.is_empty:
+                self._step(plan)
 
     def _take_commands(self) -> bool:
         with self._wake:
@@ -170,10 +165,6 @@ class EngineLoop:
             sequence.first_step_at = sequence.first_step_at or began
         result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
-        batch = ForwardBatch(
-            [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
-            + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
-        )
         hook = None
         if self._on_layer is not None and chunks:
             report, spans = self._on_layer, [(s, c.start, c.end) for s, c in chunks]
@@ -181,8 +172,7 @@ class EngineLoop:
             def hook(layer: int) -> None:
                 report(layer, spans)
 
-        logits = self._model.forward(batch, self._cache, hook)
-        chosen = choose(score_prompts(logits, len(decoding), chunks), rows)
+        chosen = self._steps.run(decoding, chunks, hook)
         ended = time.monotonic()
         result.seconds = ended - began
         for sequence in decoding:
@@ -203,13 +193,3 @@ class EngineLoop:
         result.left = [s for s in decoding if s.has_ended]
         result.left += [s for s, c in chunks if (c.last and s.prefill_only) or s.has_ended]
         return result
-
-    def _chunk(self, sequence: Sequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
-        used = -(-end // self._limits.block_tokens)
-        return SequenceChunk(
-            token_ids=sequence.tokens[start:end],
-            start=start,
-            slot_tables=(sequence.table[:used],) * len(self._model.kv_groups),
-            want_logits=want_logits or sequence.prompt_scores is not None,
-            every=sequence.prompt_scores is not None and start < sequence.prompt_len,
-        )

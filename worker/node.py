@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine import EngineError, Model, load_model
-from kvpool import Provenance, digest, kv_namespace
+from kvpool import digest, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
@@ -25,19 +24,17 @@ from moonpool_proto.v1.worker_pb2 import Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
-from worker.errors import RequestFailed, RequestRefused, StartupError, WorkerError
+from worker.engines import Engine, load_engine
+from worker.errors import RequestFailed, RequestRefused, WorkerError
 from worker.jobs import Jobs
-from worker.kv_memory import KvMemory
 from worker.matchers import Matcher, Matchers
 from worker.parity import Parity
 from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.pool_glue import PoolGlue
-from worker.quantised import QuantisedMemory
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
 from worker.settle import settled
-from worker.slot_memory import SlotMemory
 from worker.streams import TokenStreams
 
 log = logging.getLogger(__name__)
@@ -53,25 +50,18 @@ class WorkerNode:
         self.config = config
         self.role = role
         self.incarnation = secrets.randbits(63)
-        try:
-            self.model: Model = load_model(
-                config.model_path, device=config.device, dtype=config.dtype, threads=config.threads
-            )
-        except EngineError as error:
-            raise StartupError(str(error)) from error
+        self.model: Engine = load_engine(config)
         own = self.model.config.max_model_len
         self.matchers = Matchers(config.model_path, self.model.config.vocab_size, self.model.config.eos_token_ids)
         self.max_model_len = min(own, config.max_model_len or own, config.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
-        self.memory = KvMemory(self.model, self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens)
+        self.memory = self.model.new_memory(
+            self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
+        )
         self.slots = SlotPool(config.num_slots)
         self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
-        self.stored: SlotMemory = self.memory  # the slots as the pool has them
-        provenance = Provenance.EXACT
-        if config.kv_storage == "int8":
-            self.stored = QuantisedMemory(self.memory, self.messenger, num_slots=config.num_slots)
-            provenance = Provenance.QUANTISED
+        self.stored, provenance = self.model.new_stored(self.memory, self.messenger)  # the slots as the pool has them
         self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
         self.pool = PoolGlue(
             self.stored,
@@ -88,7 +78,7 @@ class WorkerNode:
         self.parity = Parity(self.memory, config.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
-        self.engine = EngineLoop(self.model, self.memory.cache, limits, self._on_step_thread, on_layer)
+        self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread, on_layer)
         self.draining = asyncio.Event()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the engine is past hope
         self._health = EngineHealth()
@@ -333,6 +323,8 @@ class WorkerNode:
         report.draining = self.draining.is_set()
         report.held.extend(self.held.values())
         for name, value in self.counters.snapshot().items():
+            report.counters[name] = value
+        for name, value in self.model.counters().items():
             report.counters[name] = value
         for name, count in self.messenger.reported().items():
             report.counters[f"messenger_{name}"] = count

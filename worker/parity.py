@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
-import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from kvpool import KvGroup, KvSpec
-from worker.kv_memory import KvMemory
-
-# Of the largest value of a block's layer, K and V apart. Chunks and decode steps take sums in another order: with the
-# bundled model they differ by up to 7e-6, 3e-3 and 2e-2 of it, and errors grow with a model's depth.
-TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+from worker.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +30,7 @@ class Aside:
 class Parity:
     """Chooses requests, and compares."""
 
-    def __init__(self, memory: KvMemory, share: float) -> None:
+    def __init__(self, memory: EngineMemory, share: float) -> None:
         """`share`: of all requests, 0 to 1."""
         self._memory = memory
         self._share = share
@@ -60,24 +53,7 @@ class Parity:
     def wrong_blocks(self, aside: Aside) -> list[int]:
         """The places in the prompt of blocks that are not what was computed in their slots since. Blocking."""
         self._memory.to_host(aside.slots)
-        spec = self._memory.spec
         wrong = np.zeros(len(aside.slots), dtype=bool)
-        for g, group in enumerate(spec.groups):
-            wrong |= _differ(spec, group, aside.content[g], self._memory.slot_bytes(g, aside.slots), aside.valid)
+        for g in range(self._memory.num_groups):
+            wrong |= self._memory.differ(g, aside.content[g], self._memory.slot_bytes(g, aside.slots), aside.valid)
         return [aside.first + int(i) for i in np.flatnonzero(wrong)]
-
-
-def _differ(
-    spec: KvSpec, group: KvGroup, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
-) -> NDArray[np.bool_]:
-    """Which slots, uint8 [n, slot_nbytes], differ by more than the tolerance in their valid tokens."""
-    shape = (len(given), len(group.layers), group.kv_heads, 2, spec.block_tokens, group.head_dim)
-    dtype: torch.dtype = getattr(torch, group.dtype)
-    a, b = (torch.from_numpy(each).view(dtype).reshape(shape).float() for each in (given, computed))
-    counts = torch.arange(spec.block_tokens) < torch.from_numpy(valid)[:, None]
-    mask = counts[:, None, None, None, :, None]
-    zero = torch.zeros(())
-    scale = torch.where(mask, b.abs(), zero).amax(dim=(2, 4, 5), keepdim=True)
-    close = (a - b).abs() <= TOLERANCE[group.dtype] * scale  # false for what is not a number
-    found: NDArray[np.bool_] = (~(close | ~mask)).flatten(1).any(dim=1).numpy()
-    return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import SamplingRow
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
 from worker.errors import RequestRefused, WorkerError
@@ -197,7 +196,3 @@ class Sequence:
             self.finish = finish
         elif self.remaining <= 0:
             self.finish = FINISH_LENGTH
-
-    def sampling_row(self) -> SamplingRow:
-        s = self.request.sampling
-        return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, self.next_index, s.min_p)

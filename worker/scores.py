@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine import log_probs
+import engine
 from moonpool_proto.v1.worker_pb2 import LogProbs, PromptLogProbs
+
+if TYPE_CHECKING:
+    import torch
+
+# What computes is taken from `engine` when it is called: an engine that gives no logits never loads torch.
 
 
 def score_tokens(
@@ -20,7 +25,7 @@ def score_tokens(
     told: list[LogProbs | None] = [None] * len(num_top)
     if not wanted:
         return told
-    found = log_probs(logits[wanted], tokens[wanted], max(number or 0 for number in num_top))
+    found = engine.log_probs(logits[wanted], tokens[wanted], max(number or 0 for number in num_top))
     for place, i in enumerate(wanted):
         number = num_top[i]
         told[i] = LogProbs(
@@ -47,7 +52,7 @@ class PromptScores:
     def take(self, logits: torch.Tensor, start: int) -> None:
         """The logits after prompt tokens `start` and on, [n, V]; those after the last one are about the answer."""
         followers = self._prompt[start + 1 : start + 1 + len(logits)]
-        found = log_probs(logits[: len(followers)], followers, self._num_top)
+        found = engine.log_probs(logits[: len(followers)], followers, self._num_top)
         at = slice(start, start + len(followers))
         self._logprobs[at] = found.logprobs
         self._ranks[at] = found.ranks

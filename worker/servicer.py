@@ -122,12 +122,14 @@ class WorkerFace(WorkerServicer):
                 "unknown_model",
                 f"{node.config.node_id} serves {node.config.served_model_name!r}, not {submit.model!r}",
             )
-        return Request.from_proto(
+        request = Request.from_proto(
             submit,
             vocab_size=node.model.config.vocab_size,
             max_model_len=node.max_model_len,
             block_tokens=node.config.block_tokens,
         )
+        node.model.check(request)
+        return request
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -20,6 +20,7 @@ class SlotMemory(ABC):
     def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger, *, name: str) -> None:
         """Raises OSError when there is not enough memory."""
         self.spec = spec
+        self.num_slots = num_slots
         self.block_tokens = spec.block_tokens
         self.num_groups = spec.num_groups
         self._slot_nbytes = [spec.slot_nbytes(g) for g in range(spec.num_groups)]

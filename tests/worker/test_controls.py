@@ -23,6 +23,7 @@ from worker.errors import GrammarError, RequestFailed, RequestRefused
 from worker.matchers import Matcher, Matchers
 from worker.policy import BatchLimits, SlotPool
 from worker.request import Request, Sequence
+from worker.transformer import ModelSteps
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 VOCAB, BLOCK, END = 2048, 8, 1
@@ -65,8 +66,8 @@ class Worker:
         self.matchers = Matchers(folder, VOCAB, (END,))
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(256)
-        cache = PagedCache(model.kv_groups, (256,) * len(model.kv_groups), block_tokens=BLOCK)
-        self.loop = EngineLoop(model, cache, BatchLimits(8, 24, BLOCK), self.steps.put)
+        self.cache = PagedCache(model.kv_groups, (256,) * len(model.kv_groups), block_tokens=BLOCK)
+        self.loop = EngineLoop(ModelSteps(model, self.cache), BatchLimits(8, 24, BLOCK), self.steps.put)
         self.loop.start()
 
     def sequence(self, ids: NDArray[np.int32], generated: int = 0, **sampling: Any) -> Sequence:
@@ -265,7 +266,7 @@ def with_damaged_kv(worker: Worker, **sampling: Any) -> Sequence:
     """Its first two blocks are said to be computed, and hold no numbers."""
     sequence = worker.sequence(PROMPT, **sampling)
     sequence.num_computed = 2 * BLOCK
-    for view in worker.loop._cache.views:
+    for view in worker.cache.views:
         view[sequence.slots[:2]] = torch.nan
     return sequence
 

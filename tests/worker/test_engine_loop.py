@@ -13,6 +13,7 @@ from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.policy import BatchLimits, SlotPool
 from worker.request import Request, Sequence
+from worker.transformer import ModelSteps
 
 BLOCK = 8
 
@@ -26,7 +27,7 @@ class Harness:
         self.slots = SlotPool(64)
         cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
         limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK)
-        self.loop = EngineLoop(model, cache, limits, self.steps.put, hook)
+        self.loop = EngineLoop(ModelSteps(model, cache), limits, self.steps.put, hook)
         self.loop.start()
 
     def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:

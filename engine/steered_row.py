@@ -1,0 +1,43 @@
+"""What may be done to one row of logits before it is sampled: plain data, no torch. `engine.steering` does it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Lower (or, where negative, raise) the logits of ids that were seen. `ids` are distinct.
+
+    `repetition` divides positive logits of all `ids` and multiplies negative ones; 1 = off. Then `frequency` is
+    subtracted once per time that an id was generated, and `presence` once if it was; 0 = off.
+    """
+
+    ids: Ids  # [n]
+    counts: Floats  # [n]: times generated; 0 for ids that only the prompt holds
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Added to the logits of `ids`, which are distinct."""
+
+    ids: Ids  # [n]
+    values: Floats  # [n]
+
+
+@dataclass(frozen=True)
+class LogitSteering:
+    """What is done to one row's logits, in order of the fields."""
+
+    allowed: Bools | None = None  # [V]; all other ids are excluded
+    barred: Ids | None = None
+    bias: Bias | None = None
+    penalties: Penalties | None = None
