@@ -76,5 +76,5 @@ class ConductorConfig:
             replica_idle_s=self.replica_idle_s,
             orphan_timeout_s=self.orphan_timeout_s,
             report_timeout_s=self.report_timeout_s,
-            explain=self.decision_log is not None,
+            explain=8 if self.decision_log is not None else 0,
         )

@@ -132,6 +132,9 @@ class ConductorService(ConductorServicer):
         ]
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
 
+    async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> common_pb2.JsonReply:
+        return common_pb2.JsonReply(json=json.dumps({"log": "", "request": None}))
+
     def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
         node = member.node
         log.info("node %s joined as %s at %s", node.node_id, wire.ROLES[node.role], node.target)

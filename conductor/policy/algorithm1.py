@@ -53,10 +53,13 @@ class PrefillScores:
         row: Floats = self.seconds[1]
         return row
 
-    def explain(self, ids: tuple[str, ...]) -> tuple[PrefillScore, ...]:
-        """Every candidate's terms."""
-        columns = (self.transfer_s, self.queue_s, self.prefill_s, self.reuse_blocks)
-        return tuple(PrefillScore(*row) for row in zip(ids, *(column.tolist() for column in columns), strict=True))
+    def explain(self, ids: tuple[str, ...], count: int) -> tuple[PrefillScore, ...]:
+        """The terms of the `count` best candidates, best first; of equals the first."""
+        best = np.empty(min(count, len(ids)), np.int64)
+        kernels().best(self.seconds, self.queue_s, best)
+        columns = (self.transfer_s[best], self.queue_s[best], self.prefill_s[best], self.reuse_blocks[best])
+        rows = zip(best.tolist(), *(column.tolist() for column in columns), strict=True)
+        return tuple(PrefillScore(ids[index], *terms) for index, *terms in rows)
 
 
 def score_prefill(

@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Literal, get_args
 
 from conductor.errors import ConfigError
+from conductor.policy.objectives import SloRecord, record_of_seconds
 
 __all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig"]
 
@@ -52,7 +53,7 @@ class PolicyConfig:
     admission: Admission = "enforce"
     admission_mode: AdmissionMode = "predicted-uniform"
     overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
-    explain: bool = False  # put every candidate's score into the decision
+    explain: int = 0  # candidates of each phase whose scores go into a decision, the best ones
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -73,7 +74,10 @@ class PolicyConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
 
-    def objectives_of(self, model: str) -> Objectives:
-        """The model's own objectives, or the cluster's."""
-        own = self.model_objectives.get(model)
-        return own if own is not None else Objectives(self.ttft_objective_s, self.tbt_objective_s)
+    @property
+    def record(self) -> SloRecord:
+        """The objectives as a record: what holds until an ObjectivesChanged comes."""
+        return record_of_seconds(
+            (self.ttft_objective_s, self.tbt_objective_s),
+            {model: (own.ttft_s, own.tbt_s) for model, own in self.model_objectives.items()},
+        )

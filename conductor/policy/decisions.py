@@ -3,7 +3,19 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Copy", "Decision", "Holder", "Place", "PrefillScore", "Reason", "Reject", "ReleaseOrphan", "Shrink"]
+__all__ = [
+    "Considered",
+    "Copy",
+    "Decision",
+    "DecodeScore",
+    "Holder",
+    "Place",
+    "PrefillScore",
+    "Reason",
+    "Reject",
+    "ReleaseOrphan",
+    "Shrink",
+]
 
 Reason = Literal["ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long"]
 
@@ -30,10 +42,44 @@ class PrefillScore:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeScore:
+    """One candidate for the decode: predicted time between tokens with this request in its batch, and room before."""
+
+    node_id: str
+    tbt_s: float
+    free_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """What a decision was made of: the best candidates, what was predicted at the best of each, what had to be met.
+
+    Empty where the policy does not explain, or no node came into question. Objectives of 0 are off; `ttft_from` and
+    `tbt_from` say whose they are. Candidates come best first, so that the first of each is the one chosen.
+    """
+
+    prefill: tuple[PrefillScore, ...] = ()
+    num_prefill: int = 0  # candidates that there were
+    decode: tuple[DecodeScore, ...] = ()
+    num_decode: int = 0
+    ttft_s: float = 0.0  # predicted, with the wait for decode pages
+    tbt_s: float = 0.0
+    room_wait_s: float = 0.0  # until the decode node has the pages
+    need_tokens: int = 0  # pages reserved there, in tokens
+    ttft_objective_s: float = 0.0
+    tbt_objective_s: float = 0.0
+    ttft_from: str = ""
+    tbt_from: str = ""
+
+
+NOTHING_CONSIDERED = Considered()
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Run the request here. `decode` "" means that the prefill node goes on to the end.
 
-    `holders` cover [0, reuse_blocks) without gap or overlap, in order. `scores` is filled when the policy explains.
+    `holders` cover [0, reuse_blocks) without gap or overlap, in order.
     """
 
     request_id: str
@@ -44,7 +90,7 @@ class Place:
     holders: tuple[Holder, ...]
     predicted_ttft_s: float
     predicted_tbt_s: float
-    scores: tuple[PrefillScore, ...] = ()
+    considered: Considered = NOTHING_CONSIDERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +106,7 @@ class Reject:
     message: str
     retry_after_s: float
     may_return: bool = False
+    considered: Considered = NOTHING_CONSIDERED
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts, tbt_s
+from conductor.policy.decisions import DecodeScore
 from conductor.policy.kernels import kernels
 from conductor.policy.nodes import Candidates
 from conductor.policy.requests import Pace, RequestTable
@@ -20,6 +21,10 @@ class DecodeChoice:
     index: int
     tbt_s: float
     free_tokens: int
+
+    def explain(self, ids: tuple[str, ...]) -> tuple[DecodeScore, ...]:
+        """The candidate chosen."""
+        return (DecodeScore(ids[self.index], self.tbt_s, self.free_tokens),)
 
 
 def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """The compiled loops of placement: over live requests, over what pool nodes hold, over candidates. They only compute.
 
-Formulas are those of `costs`, in the same order of operations, so that a prediction is the same number wherever it is
+Formulas are those of `cost_formulas`, in the same order of operations, so that a prediction is the same number wherever it is
 made. Nothing here checks its arguments.
 """
 
@@ -11,7 +11,6 @@ import numba
 import numpy as np
 from numba import types
 
-from conductor.policy import costs
 from conductor.policy.requests import (
     COMMITTED,
     DECODE_NODE,
@@ -26,13 +25,14 @@ from conductor.policy.requests import (
     STARTED,
 )
 from messenger.native.compiling import compiled
+from worker.policy import cost_formulas
 
 __all__ = ["Kernels", "kernels"]
 
-_read_s: Any = numba.njit(costs.read_s)
-_fetch_s: Any = numba.njit(costs.fetch_s)
-_prefill_s: Any = numba.njit(costs.prefill_s)
-_tbt_s: Any = numba.njit(costs.tbt_s)
+_read_s: Any = numba.njit(cost_formulas.read_s)
+_fetch_s: Any = numba.njit(cost_formulas.fetch_s)
+_prefill_s: Any = numba.njit(cost_formulas.prefill_s)
+_tbt_s: Any = numba.njit(cost_formulas.tbt_s)
 
 
 def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
@@ -139,6 +139,25 @@ def score_prefill(
     return chosen, least_s
 
 
+def best(seconds: Any, queue_s: Any, found: Any) -> None:
+    """Into `found` the numbers of the candidates that reach the first token soonest, soonest first, of equals the
+    first: as many as it has room for."""
+    count = 0
+    for c in range(len(queue_s)):
+        ttft_s = seconds[0, c] + queue_s[c] + seconds[1, c]
+        at = count
+        while at > 0:
+            other = found[at - 1]
+            if seconds[0, other] + queue_s[other] + seconds[1, other] <= ttft_s:
+                break
+            if at < len(found):
+                found[at] = other
+            at -= 1
+        if at < len(found):
+            found[at] = c
+            count = min(count + 1, len(found))
+
+
 def choose_decode(
     table: Any,
     rows: Any,
@@ -200,6 +219,7 @@ class Kernels(NamedTuple):
     queues: Any
     prefixes: Any
     score_prefill: Any
+    best: Any
     choose_decode: Any
 
 
@@ -220,5 +240,6 @@ def kernels() -> Kernels:
             score_prefill,
             scored(wide, floats, n, n, n, n, n, n, f, three, two, two, two, seconds, ints, flags),
         ),
+        compiled(best, types.void(seconds, floats, ints)),
         compiled(choose_decode, chosen(wide, n, n, n, n, wide, ints, ints, ints, n, n, three)),
     )

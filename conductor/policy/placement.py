@@ -11,13 +11,14 @@ from conductor.policy.algorithm1 import PrefillScores, Prefixes, holders, score_
 from conductor.policy.candidates import Places, find_places
 from conductor.policy.config import NS
 from conductor.policy.copying import copy_after
-from conductor.policy.costs import ModelCosts
-from conductor.policy.decisions import Decision, Place, Reject
+from conductor.policy.costs import ModelCosts, tbt_s
+from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reject
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, wait_for_room_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.kernels import kernels
 from conductor.policy.matches import PoolMatch, PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
@@ -71,11 +72,15 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         has_room=decode is None or decode.choice.free_tokens >= places.need_tokens,
         decode_nodes=decode.nodes if decode is not None else None,
         decode_index=decode.choice.index if decode is not None else 0,
+        objectives=_objectives(state, request, scores, costs, places),
+    )
+    considered = (
+        _considered(state, request, places, scores, decode, ttft_s) if state.config.explain else NOTHING_CONSIDERED
     )
     rejection = judge(now_ns, state, request, verdict, costs)
     if rejection is not None:
-        return [rejection]
-    placed = _placed(state, request, places.prefill, prefixes, scores, chosen, decode, ttft_s)
+        return [replace(rejection, considered=considered)]
+    placed = _placed(request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
     replicas = _replicas(state, request, model)
@@ -87,6 +92,17 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         saved_s = max(0.0, alone.ttft_s - scores.ttft_s)
         state.replication.use(now_ns, replicas[places.prefill.pools[chosen]], saved_s)
     return [placed] if copy is None else [placed, copy]
+
+
+def _objectives(
+    state: ClusterState, request: RequestArrived, scores: PrefillScores, costs: ModelCosts, places: Places
+) -> EffectiveObjectives:
+    """What the request is to meet. Unloaded: no queue, at the best node, with what it can reuse; a batch of its own."""
+    wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
+    ttft_s = float((scores.transfer_s + scores.prefill_s).min()) if wanted.ttft.times else 0.0
+    batch_room = int(places.decode.max_batch.max(initial=1))
+    step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, batch_room) if wanted.tbt.times else 0.0
+    return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, ttft_s, step_s)
 
 
 def _limit(request: RequestArrived, model: ModelNodes) -> int:
@@ -223,8 +239,32 @@ def _plan_decode(
     return _DecodePlan(nodes, choice, wait_s)
 
 
-def _placed(
+def _considered(
     state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    scores: PrefillScores,
+    decode: _DecodePlan | None,
+    ttft_s: float,
+) -> Considered:
+    of_model = state.objectives_of(request.model)
+    return Considered(
+        prefill=scores.explain(places.prefill.ids, state.config.explain),
+        num_prefill=len(places.prefill),
+        decode=() if decode is None else decode.choice.explain(decode.nodes.ids),
+        num_decode=0 if decode is None else len(decode.nodes),
+        ttft_s=ttft_s,
+        tbt_s=0.0 if decode is None else decode.choice.tbt_s,
+        room_wait_s=0.0 if decode is None else decode.wait_s,
+        need_tokens=0 if decode is None else places.need_tokens,
+        ttft_objective_s=request.ttft_objective_s or of_model.ttft_s,
+        tbt_objective_s=request.tbt_objective_s or of_model.tbt_s,
+        ttft_from="request" if request.ttft_objective_s else "model",
+        tbt_from="request" if request.tbt_objective_s else "model",
+    )
+
+
+def _placed(
     request: RequestArrived,
     nodes: Candidates,
     prefixes: Prefixes,
@@ -232,6 +272,7 @@ def _placed(
     chosen: int,
     decode: _DecodePlan | None,
     ttft_s: float,
+    considered: Considered,
 ) -> Place:
     return Place(
         request_id=request.request_id,
@@ -242,7 +283,7 @@ def _placed(
         holders=holders(nodes.pools[chosen], chosen, prefixes, bool(scores.fetches[chosen])),
         predicted_ttft_s=ttft_s,
         predicted_tbt_s=decode.choice.tbt_s if decode is not None else 0.0,
-        scores=scores.explain(nodes.ids) if state.config.explain else (),
+        considered=considered,
     )
 
 

@@ -107,12 +107,12 @@ def test_copies_are_bounded(cluster, make):
 
 
 def test_a_pool_node_that_sends_already_makes_fetching_slower_until_it_has_sent(cluster, make):
-    c = cluster(explain=True, max_copies=0)
+    c = cluster(explain=8, max_copies=0)
     ask = {"prompt": 4000, "matches": (("pool-0", 240),), "excluded": ("prefill-0",)}
-    alone, beside = (placed(c.send(make.request(name, **ask))).scores[0].transfer_s for name in "ab")
+    alone, beside = (placed(c.send(make.request(name, **ask))).considered.prefill[0].transfer_s for name in "ab")
     c.progress("prefill-1", "prefill_started", "a")
     c.progress("prefill-1", "prefill_started", "b")
-    again = placed(c.send(make.request("c", **ask))).scores[0].transfer_s
+    again = placed(c.send(make.request("c", **ask))).considered.prefill[0].transfer_s
     assert alone == again
     assert 1.5 < beside / alone <= 2
 
@@ -184,10 +184,27 @@ def test_requests_that_decode_longer_than_usual_are_expected_to_be_gone(cluster,
     assert alone == pytest.approx(0.01, rel=0.1)
 
 
-def test_an_explained_decision_shows_every_candidates_terms(cluster, make):
-    scores = placed(cluster(explain=True).send(make.request(matches=(("pool-1", 4),)))).scores
-    assert [score.node_id for score in scores] == ["prefill-0", "prefill-1"]
-    assert scores[0].transfer_s > scores[1].transfer_s > 0
+def test_an_explained_decision_shows_the_best_candidates_terms_best_first(cluster, make):
+    nodes = [make.node(f"prefill-{i}", "prefill") for i in range(6)] + [make.node("decode-0", "decode")]
+    c = cluster(*nodes, *(make.node(f"pool-{i}", "pool") for i in range(6)), explain=4, max_copies=0)
+    place = placed(c.send(make.request(matches=(("pool-4", 8), ("pool-2", 4)))))
+    seen = place.considered
+    assert [score.node_id for score in seen.prefill] == ["prefill-4", "prefill-0", "prefill-1", "prefill-3"]
+    totals = [score.transfer_s + score.queue_s + score.prefill_s for score in seen.prefill]
+    assert totals == sorted(totals)
+    assert totals[0] == seen.ttft_s == place.predicted_ttft_s
+    assert (seen.num_prefill, seen.num_decode, seen.decode[0].node_id) == (6, 1, "decode-0")
+
+
+def test_a_rejection_says_what_was_predicted_and_what_had_to_be_met(cluster, make):
+    c = cluster(explain=1, tbt_objective_s=3.0)
+    reject = c.send(make.request(ttft_objective_s=1e-9))[0]
+    seen = reject.considered
+    assert reject.reason == "ttft"
+    assert (seen.ttft_objective_s, seen.ttft_from) == (1e-9, "request")
+    assert (seen.tbt_objective_s, seen.tbt_from) == (3.0, "model")
+    assert seen.ttft_s > 1e-9
+    assert [score.node_id for score in seen.prefill] == ["prefill-0"]
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])

@@ -106,7 +106,7 @@ of_another_model = st.one_of(
 
 
 def start(**config):
-    conductor = Conductor(PolicyConfig(explain=True, **config))
+    conductor = Conductor(PolicyConfig(explain=8, **config))
     for node_id in POOLS + WORKERS + OTHERS:
         conductor.on_event(0, NodeJoined(view(node_id, 1)))
     return conductor
@@ -152,8 +152,8 @@ def check_place(event, place):
         assert held.blocks >= covered
         assert holder.ssd_blocks <= min(held.ssd_blocks, holder.num_blocks)
     assert covered == place.reuse_blocks
-    chosen = next(score for score in place.scores if score.node_id == place.prefill)
-    totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.scores]
+    chosen = next(score for score in place.considered.prefill if score.node_id == place.prefill)
+    totals = [(s.transfer_s + s.queue_s + s.prefill_s, s.node_id) for s in place.considered.prefill]
     assert (chosen.transfer_s + chosen.queue_s + chosen.prefill_s, chosen.node_id) == min(totals)
 
 

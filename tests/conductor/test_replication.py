@@ -183,11 +183,11 @@ def test_when_one_of_the_two_holders_is_lost_nothing_is_given_up(cluster, make, 
 
 
 def test_blocks_on_ssd_are_waited_for_in_the_prediction(cluster, make):
-    c = cluster(explain=True)
+    c = cluster(explain=8)
     samples = tuple(TransferSample(n, n / 1e6, "ssd_read") for n in (1 << 14, 1 << 17, 1 << 20)) * 20
     c.send(NodeReported("pool-0", transfers=samples))
-    in_memory = c.send(make.request("a", matches=(("pool-0", 12),)))[0].scores[0].transfer_s
-    on_ssd = c.send(make.request("b", matches=(("pool-0", 12, 6),)))[0].scores[0].transfer_s
+    in_memory = c.send(make.request("a", matches=(("pool-0", 12),)))[0].considered.prefill[0].transfer_s
+    on_ssd = c.send(make.request("b", matches=(("pool-0", 12, 6),)))[0].considered.prefill[0].transfer_s
     assert on_ssd - in_memory == pytest.approx(6 * 16 * 1024 / 1e6, rel=0.1)
 
 

@@ -492,7 +492,7 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     assert all(logged == now for _, _, logged, now in rows)
     decisions = [decision for row in rows for decision in row[2]]
     assert {type(decision).__name__ for decision in decisions} == {"Place", "Reject"}
-    assert next(len(decision.scores) for decision in decisions if isinstance(decision, Place)) == 2
+    assert next(len(decision.considered.prefill) for decision in decisions if isinstance(decision, Place)) == 2
     arrivals = [json.loads(line) for line in path.read_text().splitlines() if '"RequestArrived"' in line]
     assert arrivals[0]["keys"] == keys_u64(chain).tolist()
 
