@@ -171,7 +171,7 @@ def device(rail: Rail) -> dict[str, Any]:
     from messenger.rdma.verbs.device import Device
     from messenger.rdma.verbs.queue_pair import QueuePair
 
-    opened = Device(rail.device, Counters())
+    opened = Device(rail.device, Counters(), silence_s=10.0)
     queue = CompletionQueue(opened, 4096)
     near, far = QueuePair(opened, queue), QueuePair(opened, queue)
     near.connect(rail, rail, far.near, rail.mtu or 1024)

@@ -40,6 +40,8 @@ class MessengerConfig:
     """Of these, those of one incarnation of one peer."""
     rdma_devices: tuple[str, ...] = ()
     """Names of the RDMA devices to use; empty: chosen by topology."""
+    rdma_silence_s: float = 10.0
+    """A rail that completes nothing of what is under way for so long is stopped; what it carried goes by others."""
     gpu: int | None = None
     """CUDA's number of the GPU that this process computes on: the RDMA devices nearest to it are taken."""
     tls_cert: Path | None = None
@@ -62,7 +64,8 @@ class MessengerConfig:
             raise InvalidArgument(f"transport {self.transport!r} is none of {', '.join(get_args(TransportChoice))}")
         if not 0 <= self.tcp_port <= 65535:
             raise InvalidArgument(f"tcp_port {self.tcp_port} is no port")
-        for name in ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s"):
+        times = ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s", "rdma_silence_s")
+        for name in times:
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgument(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
         for name in ("streams_per_peer", "max_connections", "max_connections_per_peer"):

@@ -25,6 +25,7 @@ from messenger.rdma.memory import FrameMemory
 from messenger.rdma.repairs import Repairs
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
+from messenger.rdma.vigil import Vigil
 from messenger.rdma.watching import Seen, Watch
 from messenger.rdma.windows import Window
 from messenger.transport import NoPath
@@ -59,9 +60,11 @@ class RdmaLink(Link):
         self._is_led = False
         self._num_waiting = 0
         self._hears_frames_only = False
+        self._sleeps_on = False  # the leader, for as long as nothing happens
         self._overslept = False
         self._courier = Courier(lanes, memory, far_address, counters, self._trouble)
         self._repairs = Repairs(self._courier, memory, self, counters, self._renewed, leads=caller)
+        self._vigil = Vigil(self._courier, self._fails)
         self._windows: list[Window] = []
         self._failure: Exception | None = None
         self._peer_left = False
@@ -275,8 +278,8 @@ class RdmaLink(Link):
         return self._num_waiting > 0 or self._courier.is_held_up
 
     def _listen_for_all(self) -> None:
-        """Have the leader, should it sleep for frames alone, wake up for what is waited for now."""
-        if self._hears_frames_only and self._needs_all():
+        """Have the leader, should it sleep for frames alone or for good, wake up for what is under way now."""
+        if self._sleeps_on or (self._hears_frames_only and self._needs_all()):
             self._watch.wake()
 
     def _pump(self, timeout_s: float | None = None, *, frames_only: bool = False) -> None:
@@ -288,11 +291,12 @@ class RdmaLink(Link):
             self._changed.wait(timeout_s)
             return
         self._act(self._repairs.work)
+        self._act(self._vigil.look)
         if self._failure is not None:
             return
-        waits_s = [wait_s for wait_s in (timeout_s, self._repairs.wait_s()) if wait_s is not None]
+        waits_s = [one for one in (timeout_s, self._repairs.wait_s(), self._vigil.wait_s()) if one is not None]
         self._hears_frames_only = frames_only and not self._overslept and not self._needs_all()
-        self._is_led = True
+        self._is_led, self._sleeps_on = True, not waits_s
         self._changed.release()
         seen = Seen([])
         trouble: OSError | None = None
@@ -303,7 +307,7 @@ class RdmaLink(Link):
             trouble = error
         finally:
             self._changed.acquire()
-            self._is_led = self._hears_frames_only = False
+            self._is_led = self._hears_frames_only = self._sleeps_on = False
         self._overslept = seen.overslept
         self._peer_left = self._peer_left or seen.peer_left
         self._act(lambda: self._digest(seen.found, trouble))
@@ -332,9 +336,13 @@ class RdmaLink(Link):
         lane = self.lanes[index]
         if self._failure is not None or lane.pair.failed:
             return  # flushed, as it should be
+        self._fails(index, abi.status_name(status), is_denied=status == abi.WC_REM_ACCESS_ERR)
+
+    def _fails(self, index: int, reason: str, *, is_denied: bool = False) -> None:
+        """The lane does not work; or `is_denied`: what was done there is no lane's fault."""
         self._counters.add("rdma_rail_errors")
-        if not self._repairs.failed(index, status):
-            self._end(LinkClosed(f"rail {lane.rail.name} to {self.address}: {abi.status_name(status)}"))
+        if is_denied or not self._repairs.failed(index, reason):
+            self._end(LinkClosed(f"rail {self.lanes[index].rail.name} to {self.address}: {reason}"))
 
     def _renewed(self) -> None:
         self.generation += 1

@@ -1,10 +1,11 @@
 """Lanes that fail under a connection that goes on: given up at both ends, built anew when their rest is over.
 
-The caller leads. It says DOWN for a lane whose requests failed; the owner stops its queue pair and says IS_DOWN: from
-then on nothing that was under way there can land, and what was unfinished is posted on the other lanes. After the rest
-it says UP with a new end, the owner answers IS_UP with its own, an empty write is tried, and the lane is used again for
-what is submitted from then on: earlier batches have no keys for it. The lane that carries the frames cannot be given up
-so: nobody knows then which frames arrived, and the connection is made again, where the owner's session knows.
+The caller leads. It says DOWN for a lane whose requests failed, or that fell silent; the owner stops its queue pair and
+says IS_DOWN: from then on nothing that was under way there can land, and what was unfinished is posted on the other
+lanes. After the rest it says UP with a new end, the owner answers IS_UP with its own, an empty write is tried, and the
+lane is used again for what is submitted from then on: earlier batches have no keys for it. The lane that carries the
+frames cannot be given up so: nobody knows then which frames arrived, and the connection is made again, where the
+owner's session knows.
 
 Every method is called with the link's lock held.
 """
@@ -25,7 +26,6 @@ from messenger.rdma.courier import Courier
 from messenger.rdma.lane import Lane
 from messenger.rdma.memory import FrameMemory
 from messenger.rdma.policy.resting import RailState
-from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.queue_pair import Far
 
 _log = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ class Repairs:
         self._returning: dict[int, int] = {}  # lane: the last batch without keys for it
         self._heard: deque[tuple[Step, int, tuple[int, int, int] | None]] = deque()
 
-    def failed(self, index: int, status: int) -> bool:
-        """A request failed on the lane. False: the connection cannot go on."""
+    def failed(self, index: int, reason: str) -> bool:
+        """The lane does not work. False: the connection cannot go on."""
         rails = self._courier.rails
-        if not self._leads or status == abi.WC_REM_ACCESS_ERR:
+        if not self._leads:
             return False
         if rails.state(index) is RailState.UP and rails.frame_rail == index:
             return False
@@ -84,7 +84,7 @@ class Repairs:
         else:
             self._going.add(index)
             self._say(Step.DOWN, index)
-            self._tell_of(index, abi.status_name(status))
+            self._tell_of(index, reason)
         return True
 
     def give_up(self, index: int) -> None:

@@ -47,7 +47,7 @@ class RdmaTransport(Transport):
         rails: list[Rail] = []
         try:
             for rail in choice.rails:
-                device = self._devices.get(rail.device) or Device(rail.device, counters)
+                device = self._devices.get(rail.device) or Device(rail.device, counters, config.rdma_silence_s)
                 self._devices[rail.device] = device
                 rails.append(rail if rail.mtu else replace(rail, mtu=device.port_mtu(rail.port)))
         except BaseException:

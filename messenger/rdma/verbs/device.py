@@ -38,13 +38,17 @@ class DeviceLimits:
 class Device:
     """Open until `close`. Any thread."""
 
-    def __init__(self, name: str, counters: Counters) -> None:
-        """Raises RdmaUnavailable."""
+    def __init__(self, name: str, counters: Counters, silence_s: float) -> None:
+        """`silence_s`: after so long without a completion a connection does without the device.
+
+        Raises RdmaUnavailable.
+        """
         from pyverbs.device import Context
         from pyverbs.pd import PD
         from pyverbs.pyverbs_error import PyverbsError
 
         self.name = name
+        self.silence_s = silence_s
         self._counters = counters
         self._lock = threading.Lock()
         self._registered: dict[int, Registered] = {}

@@ -17,9 +17,9 @@ from messenger.rdma.verbs.functions import check_layout, post_send_of
 from messenger.rdma.work import Singles, Work
 
 DEPTH = 1024
-_TIMEOUT_CODE = 18
-"""4.096 us * 2^18 = 1.07 s without an answer, and the packets are sent again: _RETRIES times, then the rail is dead."""
-_RETRIES = 7
+_RETRIES = 6
+"""How often packets without an answer are sent again before the rail is dead; soft-RoCE takes 7 for "for ever"."""
+_TIMEOUT_UNIT_S = 4.096e-6
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
 """Credits see to it that no receive request is missing; a peer that lacks them all the same is not waited for long."""
@@ -70,6 +70,11 @@ class QueuePair:
         return self.connected and not self.failed
 
     @property
+    def asked(self) -> int:
+        """The number of the last request that tells of its completion."""
+        return self._signalled
+
+    @property
     def room(self) -> int:
         """Work requests that may be posted now."""
         return self.depth - (self.posted - self.done)
@@ -92,7 +97,7 @@ class QueuePair:
             attributes.rq_psn, attributes.sq_psn = far.psn, self.near.psn
             attributes.max_rd_atomic = attributes.max_dest_rd_atomic = self.device.limits.max_reads
             attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER_CODE, _RNR_RETRIES
-            attributes.timeout, attributes.retry_cnt = _TIMEOUT_CODE, _RETRIES
+            attributes.timeout, attributes.retry_cnt = timeout_code(self.device.silence_s), _RETRIES
             self._qp.to_rts(attributes)
         self.connected = True
 
@@ -197,6 +202,12 @@ class QueuePair:
         """Nothing of it touches memory after this."""
         self._doorbell.close()
         self._qp.close()
+
+
+def timeout_code(silence_s: float) -> int:
+    """The longest wait for an answer, as 4.096 us * 2^code, of which all tries together take no longer than this."""
+    tries = silence_s / (_RETRIES + 1) / _TIMEOUT_UNIT_S
+    return min(max(int(tries).bit_length() - 1, 1), 31)
 
 
 def _gid_text(gid: bytes) -> str:

@@ -82,7 +82,7 @@ def test_slices_of_a_rail_that_falls_silent_go_by_the_other_and_the_rail_returns
     peer.write(far.key, near.region, SLICES).result()
     heal = drop_rail(1)
     near.fill(4)
-    peer.write(far.key, near.region, SLICES, deadline_s=250).result()
+    peer.write(far.key, near.region, SLICES, deadline_s=120).result()
     assert far.ask("digest") == _digest(near)
     heal()
     silent = _nbytes_by_rail(near)
