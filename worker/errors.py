@@ -4,6 +4,7 @@ WorkerError
 ├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may do better
 ├── GrammarError          a grammar that cannot be compiled: says what is wrong with it
+├── ProfileError          a cost profile that cannot be read, or does not have what is asked
 ├── EngineBroken          the engine computes nothing any more; only another process may do better
 └── StartupError          the node cannot start with this configuration
 """
@@ -32,6 +33,10 @@ class RequestFailed(WorkerError):
 
 class GrammarError(WorkerError):
     """A grammar that is malformed, not supported or too large."""
+
+
+class ProfileError(WorkerError):
+    """A file that is no cost profile of this version, or a profile without what it was asked for."""
 
 
 class EngineBroken(WorkerError):

@@ -7,6 +7,7 @@ from typing import Any
 
 from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
 from conductor.policy.regression import LONGEST_S, CostFit
+from worker.policy.cost_formulas import fetch_s, prefill_s, read_s, tbt_s
 
 __all__ = ["MeanDuration", "ModelCosts", "TransferCosts", "fetch_s", "prefill_s", "read_s", "tbt_s"]
 
@@ -15,31 +16,8 @@ _DECODE_PRIOR = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of conte
 _TRANSFER_PRIOR = (5e-4, 1e-9)  # per batch, per byte
 _LOAD_PRIOR = (1e-4, 2e-10)  # likewise, within a host
 _SSD_PRIOR = (1e-3, 2e-9)
-_LEAST_FETCH = 1.25  # times a load: noise in what was measured must not move a conversation from where its KV is
 _FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
-
-
-def read_s(fixed: float, per_byte: float, nbytes: float, num_concurrent: int) -> float:
-    """Seconds to read `nbytes` from somebody who sends to `num_concurrent` others."""
-    return fixed * (nbytes > 0) + per_byte * nbytes * (1 + num_concurrent)
-
-
-def fetch_s(over_network_s: float, from_memory_s: float) -> float:
-    """Seconds to read what `read_s` says takes so long over the network, and so long from the host's own memory."""
-    return max(over_network_s, _LEAST_FETCH * from_memory_s)
-
-
-def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: int, reused_tokens: float) -> float:
-    """Seconds to prefill a prompt of which `reused_tokens` need not be computed."""
-    new = prompt_tokens - reused_tokens
-    return fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
-
-
-def tbt_s(fixed: float, per_sequence: float, per_token: float, batch: float, context: float, max_batch: int) -> float:
-    """Seconds between tokens of `batch` sequences; beyond the largest batch they take turns."""
-    turns = max(1.0, batch / max_batch)
-    return (fixed + per_sequence * (batch / turns) + per_token * (context / turns)) * turns
 
 
 class MeanDuration:

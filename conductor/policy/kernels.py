@@ -1,7 +1,7 @@
 """The compiled loops of placement: over live requests, over what pool nodes hold, over candidates. They only compute.
 
-Formulas are those of `cost_formulas`, in the same order of operations, so that a prediction is the same number wherever it is
-made. Nothing here checks its arguments.
+Formulas are those of `cost_formulas`, in the same order of operations, so that a prediction is the same number wherever
+it is made. Nothing here checks its arguments.
 """
 
 import functools

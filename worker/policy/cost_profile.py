@@ -1,0 +1,224 @@
+"""What work costs with one model on one kind of machine, as data: coefficients, where they were measured, how they fit.
+
+Predictions are pure arithmetic (`cost_formulas`); beyond the measured range they are lengthened by a stated margin
+(`cost_formulas.margin`), and the `covers_` methods say where that is. The file is JSON, read strictly.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import ConfigDict, Field, RootModel, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from worker.errors import ProfileError
+from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_s
+
+__all__ = [
+    "BUNDLED_PROFILES",
+    "MOONCAKE",
+    "CostProfile",
+    "DecodeCost",
+    "FitError",
+    "PrefillCost",
+    "Range",
+    "TransferCost",
+    "load_profile",
+    "save_profile",
+]
+
+BUNDLED_PROFILES: Final = Path(__file__).resolve().parent.parent / "profiles"
+MOONCAKE: Final = BUNDLED_PROFILES / "mooncake-70b-8xa800.json"  # analytic: `analytic_costs` says from what
+
+_FORMAT: Final = "moonpool-cost-profile"
+_VERSION: Final = 1
+_STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Seconds = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Range:
+    """What was measured: nothing less than `least`, nothing more than `most`."""
+
+    least: Annotated[float, Field(ge=0)]
+    most: Annotated[float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Range":
+        if self.least > self.most:
+            raise ValueError(f"least {self.least:g} is more than most {self.most:g}")
+        return self
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class FitError:
+    """How far the formula lies from what it was fitted to: |predicted - measured| / measured over `points` points."""
+
+    points: Annotated[int, Field(ge=1)]
+    median: Annotated[float, Field(ge=0)]
+    p90: Annotated[float, Field(ge=0)]
+    worst: Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class PrefillCost:
+    """One prompt: per_pair_s is for each (new token, token that it attends to). No `error`: it was not measured."""
+
+    fixed_s: Seconds
+    per_token_s: Seconds
+    per_pair_s: Seconds
+    new_tokens: Range
+    prompt_tokens: Range  # new and reused ones
+    error: FitError | None = None
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class DecodeCost:
+    """One step that gives each sequence of a batch one token."""
+
+    fixed_s: Seconds
+    per_sequence_s: Seconds
+    per_token_s: Seconds  # of context, over all sequences
+    batch: Range
+    context_tokens: Range  # over all sequences
+    error: FitError | None = None
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class TransferCost:
+    """One batch of bytes over one path."""
+
+    fixed_s: Seconds
+    per_byte_s: Seconds
+    nbytes: Range
+    error: FitError | None = None
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class CostProfile:
+    """Everything that a placement, a simulated node or a paced engine asks. All times are in seconds.
+
+    `transfers` by path: "fetch" (from another host's pool), "load" (from the own host's), "ssd_read" (within a pool
+    node), "push" (prefill to decode), and "messenger_TRANSPORT" where that was measured apart.
+    """
+
+    name: str
+    kind: Literal["measured", "analytic"]
+    made: str  # date, ISO 8601
+    model: str
+    model_fingerprint: str  # as nodes report it; "" = of no weights in particular
+    hardware: str  # as nodes report it, or in words
+    kv_bytes_per_token: Count
+    engine: Mapping[str, str | int | float | bool]  # settings that the figures hold for: max_batch, threads, dtype, ...
+    prefill: PrefillCost
+    decode: DecodeCost
+    transfers: Mapping[str, TransferCost]
+    notes: tuple[str, ...] = ()
+
+    def prefill_s(self, new_tokens: int, reused_tokens: int = 0) -> float:
+        """Seconds to compute `new_tokens` that follow `reused_tokens`; grows with both. Raises ValueError below 0."""
+        _not_negative(new_tokens=new_tokens, reused_tokens=reused_tokens)
+        cost, prompt = self.prefill, new_tokens + reused_tokens
+        seconds = prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused_tokens)
+        return seconds * margin(new_tokens, cost.new_tokens.most, prompt, cost.prompt_tokens.most)
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        """Seconds for one step of `batch` sequences with so many tokens of context together. Raises ValueError."""
+        return self.tbt_s(batch, context_tokens, max(1, batch))
+
+    def tbt_s(self, batch: int, context_tokens: int, max_batch: int) -> float:
+        """Seconds between tokens on a node that decodes at most `max_batch` at once: more take turns."""
+        _not_negative(batch=batch, context_tokens=context_tokens, max_batch=max_batch - 1)
+        cost, turns = self.decode, max(1.0, batch / max_batch)
+        seconds = tbt_s(cost.fixed_s, cost.per_sequence_s, cost.per_token_s, batch, context_tokens, max_batch)
+        return seconds * margin(batch / turns, cost.batch.most, context_tokens / turns, cost.context_tokens.most)
+
+    def transfer_s(self, path: str, nbytes: int, num_concurrent: int = 0) -> float:
+        """Seconds to move `nbytes` over a path whose sender serves so many others; 0 for nothing.
+
+        Time per byte is a bandwidth: it takes no margin beyond the measured range. Raises ProfileError for a path
+        that the profile does not have, ValueError below 0.
+        """
+        _not_negative(nbytes=nbytes, num_concurrent=num_concurrent)
+        cost = self._path(path)
+        return read_s(cost.fixed_s, cost.per_byte_s, nbytes, num_concurrent)
+
+    def fetch_s(self, nbytes: int, num_concurrent: int = 0) -> float:
+        """From another host's pool node that sends to `num_concurrent` others; never quicker than from the own host."""
+        return fetch_s(self.transfer_s("fetch", nbytes, num_concurrent), self.load_s(nbytes))
+
+    def load_s(self, nbytes: int) -> float:
+        """From the memory of the own host's pool node."""
+        return self.transfer_s("load", nbytes)
+
+    def ssd_read_s(self, nbytes: int) -> float:
+        """For a pool node, from its SSD to its memory."""
+        return self.transfer_s("ssd_read", nbytes)
+
+    def covers_prefill(self, new_tokens: int, reused_tokens: int = 0) -> bool:
+        """Is `prefill_s` of these made without a margin for lying beyond what was measured?"""
+        cost = self.prefill
+        return new_tokens <= cost.new_tokens.most and new_tokens + reused_tokens <= cost.prompt_tokens.most
+
+    def covers_decode(self, batch: int, context_tokens: int) -> bool:
+        """Likewise of `decode_s`."""
+        return batch <= self.decode.batch.most and context_tokens <= self.decode.context_tokens.most
+
+    def covers_transfer(self, path: str, nbytes: int) -> bool:
+        """Was as much measured in one batch? Raises ProfileError."""
+        return nbytes <= self._path(path).nbytes.most
+
+    def _path(self, path: str) -> TransferCost:
+        if path not in self.transfers:
+            raise ProfileError(f"cost profile {self.name!r} has no path {path!r}: it has {', '.join(self.transfers)}")
+        return self.transfers[path]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class _File:
+    format: Literal["moonpool-cost-profile"]
+    version: Literal[1]
+    profile: CostProfile
+
+
+def load_profile(path: Path) -> CostProfile:
+    """Read a profile. Raises ProfileError that names the file, the field, what is there and what was expected."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cost profile {path} cannot be read: {error}") from error
+    try:
+        return RootModel[_File].model_validate_json(text).root.profile
+    except ValidationError as error:
+        raise ProfileError(f"cost profile {path}: {_first_problem(error)}") from None
+
+
+def save_profile(profile: CostProfile, path: Path) -> None:
+    """Write a profile; what `load_profile` reads back compares equal. Raises ProfileError."""
+    text = RootModel[_File](_File(_FORMAT, _VERSION, profile)).model_dump_json(indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(f"cost profile {path} cannot be written: {error}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return f"not JSON ({first['msg']}); make a profile with `moonpool profile`"
+    found = "" if first["type"] == "missing" else f"; found {str(first['input'])[:60]!r}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {first['msg']}{found}{more}"
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: must be at least {1 if name == 'max_batch' else 0}")
