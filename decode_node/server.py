@@ -15,7 +15,7 @@ from decode_node.reservation import Reservation
 from messenger import Endpoint
 from messenger.control import start_server
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE
-from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED, Held
+from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
 from moonpool_proto.v1.worker_pb2 import (
     AbortReply,
     AbortRequest,
@@ -169,11 +169,7 @@ class DecodeFace(WorkerFace):
         )
         self._open[reservation.epoch] = reservation
         self._arrivals.open(reservation)
-        node.held[request.request_id] = Held(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            committed_tokens=len(slots) * node.config.block_tokens,
-        )
+        node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
         return reservation
 
     async def _receive(self, reservation: Reservation, reserve: ReserveRequest) -> tuple[int, int] | None:

@@ -1,9 +1,14 @@
-"""The front door's view of the conductor: calls with deadlines, repeated while it is away."""
+"""The front door's view of the conductors: calls with deadlines, repeated elsewhere or later while one is away.
+
+Any conductor places any request. A front door asks one of them, which its name chooses, as long as it answers.
+"""
 
 import asyncio
 import logging
+import zlib
+from collections.abc import Awaitable, Sequence
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 from frontend.errors import GenerationFailed, RequestDeadline
 from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call, open_channel
@@ -11,67 +16,159 @@ from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _CALL_S: Final = 5.0  # one try of one call
+_ONE_OF_SEVERAL_S: Final = 2.0  # the same, where somebody else can be asked instead
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _COMPLETE_S: Final = 15.0  # a restarted conductor takes seconds; its ledger outlives a lost Complete anyway
+_STAY_AWAY_S: Final = 5.0  # from a conductor that failed, before it is asked again by choice
+_ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})  # a conductor cut off from the nodes says so, too
+
+T = TypeVar("T")
 
 
-class ConductorClient:
-    """One channel to the conductor."""
+class Line:
+    """One channel to one conductor."""
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._channel = open_channel(target)
-        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self._channel)
+        self.channel = open_channel(target)
+        self.stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self.channel)
+        self.failed_s: float | None = None  # when it last failed a call; None since it answered
+
+
+class ConductorClient:
+    """One line to each conductor."""
+
+    def __init__(self, targets: Sequence[str], *, asked_by: str) -> None:
+        """Front doors of different names `asked_by` prefer different conductors."""
+        first = zlib.crc32(asked_by.encode()) % len(targets)
+        ordered = [*targets[first:], *targets[:first]]
+        self._lines = [Line(target) for target in ordered]  # the preferred one first
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def target(self) -> str:
+        """Of the conductor that is asked now."""
+        return self._by_choice()[0].target
 
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, *, deadline_s: float
-    ) -> conductor_pb2.Placement | conductor_pb2.Rejection:
-        """Ask for a place until the conductor answers. Raises RequestDeadline at `deadline_s` (the monotonic clock)."""
+    ) -> tuple[conductor_pb2.Placement | conductor_pb2.Rejection, Line]:
+        """Ask for a place until a conductor answers: its answer, and who to tell what became of the request.
+
+        Raises RequestDeadline at `deadline_s` (the monotonic clock).
+        """
         pause_s = _FIRST_PAUSE_S
         while True:
-            left_s = deadline_s - monotonic()
-            try:
-                reply = await call(
-                    self._stub.Schedule(request, wait_for_ready=True),
-                    what="Conductor.Schedule",
-                    target=self.target,
-                    deadline_s=max(0.0, min(left_s, _CALL_S)),
-                )
-                break
-            except Refused as error:
-                raise GenerationFailed(
-                    f"the conductor refused the request: {error}", code="schedule_refused"
-                ) from error
-            except (Unavailable, DeadlineExceeded) as error:
-                if monotonic() + pause_s >= deadline_s:
-                    raise RequestDeadline(f"no placement before the request's deadline: {error}") from error
-                _log.warning("conductor away, trying again: %s", error)
+            refusal: tuple[conductor_pb2.Rejection, Line] | None = None
+            trouble: ControlError | None = None
+            for line in self._by_choice():
+                left_s = max(0.0, deadline_s - monotonic())
+                try:
+                    asked = line.stub.Schedule(request, wait_for_ready=self._is_only)
+                    limit_s = min(left_s, self._patience_s)
+                    reply = await _answer(
+                        line, call(asked, what="Conductor.Schedule", target=line.target, deadline_s=limit_s)
+                    )
+                except Refused as error:
+                    raise GenerationFailed(
+                        f"the conductor refused the request: {error}", code="schedule_refused"
+                    ) from error
+                except (Unavailable, DeadlineExceeded) as error:
+                    _log.warning("conductor away, trying again: %s", error)
+                    trouble = error
+                    if isinstance(error, DeadlineExceeded) and not self._is_only:
+                        self._give_up(line, request)
+                    continue
+                if reply.WhichOneof("result") != "rejection":
+                    return reply.placement, line
+                if reply.rejection.reason not in _ELSEWHERE_REASONS:
+                    return reply.rejection, line
+                refusal = refusal or (reply.rejection, line)
+            if refusal is not None:
+                return refusal
+            if monotonic() + pause_s >= deadline_s:
+                raise RequestDeadline(f"no placement before the request's deadline: {trouble}") from trouble
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return reply.rejection if reply.WhichOneof("result") == "rejection" else reply.placement
 
-    async def complete(self, request: conductor_pb2.CompleteRequest) -> None:
-        """The last word on a request or an attempt. Given up with a warning when the conductor stays away."""
-        try:
-            await call(
-                self._stub.Complete(request, wait_for_ready=True),
-                what="Conductor.Complete",
-                target=self.target,
-                deadline_s=_COMPLETE_S,
-            )
-        except ControlError as error:
-            _log.warning("outcome %s of %s not delivered: %s", request.outcome, request.request_id, error)
+    async def complete(self, request: conductor_pb2.CompleteRequest, line: Line | None) -> None:
+        """The last word on a request or an attempt, to the conductor that placed it; None: to all, for any may have.
+
+        Given up with a warning when one stays away: what it held is gone with it, and the others go by what workers
+        hold.
+        """
+        await asyncio.gather(*(_complete(request, each) for each in (self._lines if line is None else [line])))
 
     async def cluster(self, *, deadline_s: float) -> conductor_pb2.ClusterReply:
-        """The cluster's state; `deadline_s` is a duration. Raises ControlError."""
-        return await call(
-            self._stub.Cluster(conductor_pb2.ClusterRequest()),
-            what="Conductor.Cluster",
-            target=self.target,
-            deadline_s=deadline_s,
-        )
+        """The cluster's state as the first conductor that answers sees it; `deadline_s` is a duration of each try.
+
+        Raises ControlError.
+        """
+        trouble: ControlError | None = None
+        for line in self._by_choice():
+            try:
+                asked = line.stub.Cluster(conductor_pb2.ClusterRequest())
+                return await _answer(
+                    line, call(asked, what="Conductor.Cluster", target=line.target, deadline_s=deadline_s)
+                )
+            except (Unavailable, DeadlineExceeded) as error:
+                trouble = trouble or error
+        assert trouble is not None  # there is one line at least
+        raise trouble
 
     async def close(self) -> None:
-        """Close the channel; running calls fail."""
-        await self._channel.close()
+        """Close the channels; running calls fail."""
+        for telling in self._telling:
+            telling.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        for line in self._lines:
+            await line.channel.close()
+
+    @property
+    def _is_only(self) -> bool:
+        return len(self._lines) == 1
+
+    @property
+    def _patience_s(self) -> float:
+        return _CALL_S if self._is_only else _ONE_OF_SEVERAL_S
+
+    def _by_choice(self) -> list[Line]:
+        """Those that answer, the preferred one first; then those that failed of late, the one longest ago first."""
+        now_s = monotonic()
+
+        def rank(line: Line) -> tuple[float, int]:
+            failed_s = line.failed_s
+            away = failed_s is not None and now_s < failed_s + _STAY_AWAY_S
+            return (failed_s or 0.0) if away else -1.0, self._lines.index(line)
+
+        return sorted(self._lines, key=rank)
+
+    def _give_up(self, line: Line, request: conductor_pb2.ScheduleRequest) -> None:
+        """The conductor was too slow to be waited for: it may have placed the attempt, which goes elsewhere now."""
+        void = conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
+        telling = asyncio.create_task(self.complete(void, line))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+
+async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
+    try:
+        await call(
+            line.stub.Complete(request, wait_for_ready=True),
+            what="Conductor.Complete",
+            target=line.target,
+            deadline_s=_COMPLETE_S,
+        )
+    except ControlError as error:
+        _log.warning("outcome %s of %s not delivered: %s", request.outcome, request.request_id, error)
+
+
+async def _answer(line: Line, asking: Awaitable[T]) -> T:
+    try:
+        reply = await asking
+    except (Unavailable, DeadlineExceeded):
+        line.failed_s = monotonic()
+        raise
+    line.failed_s = None
+    return reply

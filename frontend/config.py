@@ -32,7 +32,7 @@ class FrontendConfig:
     """Everything `serve_frontend` needs. Raises ConfigError naming the field that cannot be right."""
 
     models: tuple[ModelConfig, ...]  # a request that names none goes to the first
-    conductor_target: str  # gRPC target of the conductor
+    conductor_targets: tuple[str, ...]  # gRPC targets of all conductors: any of them places a request
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     node_id: str = "frontend-0"
@@ -67,8 +67,8 @@ class FrontendConfig:
             raise ConfigError("models is empty: the front door needs one at least")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"models: the name {twice[0]!r} is given twice; names and aliases must be unique")
-        if not self.conductor_target:
-            raise ConfigError("conductor_target is empty: the front door needs a conductor")
+        if not all(self.conductor_targets) or not self.conductor_targets:
+            raise ConfigError("conductor_targets is empty, or one of them: the front door needs a conductor")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 0 and 65535")
         if any(not key for key in self.api_keys):

@@ -5,7 +5,7 @@ from time import monotonic
 from typing import Final
 
 from frontend.avoiding import Avoided
-from frontend.conductor import ConductorClient
+from frontend.conductor import ConductorClient, Line
 from frontend.errors import (
     ApiError,
     ContextLengthExceeded,
@@ -50,6 +50,7 @@ class Placer:
         self._frontend_id = frontend_id
         self._grace_s = grace_s
         self._asked_s: float | None = None  # when first asked for a placement
+        self._line: Line | None = None  # to the conductor that answered; None while any of them may have
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
 
     async def place(self) -> conductor_pb2.Placement:
@@ -59,8 +60,10 @@ class Placer:
         self._asked_s = started_s if self._asked_s is None else self._asked_s
         excluded = self._avoided.nodes()
         while True:
-            self.is_known = True
-            reply = await self._conductor.schedule(self._schedule(excluded), deadline_s=self._request.deadline_s)
+            self.is_known, self._line = True, None
+            reply, self._line = await self._conductor.schedule(
+                self._schedule(excluded), deadline_s=self._request.deadline_s
+            )
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
@@ -95,7 +98,8 @@ class Placer:
                 mean_tbt_s=facts.mean_tbt_s,
                 generated=len(facts.token_ids),
                 cached_tokens=facts.cached_tokens,
-            )
+            ),
+            self._line,
         )
         self.is_known = False
 

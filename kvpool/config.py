@@ -29,8 +29,8 @@ class PoolNodeConfig:
     """gRPC target to serve at: "unix:/dir/name.sock" or "host:port"."""
     advertise: str = ""
     """gRPC target that others dial, port 0 being the port listened at; empty: `listen`."""
-    conductor_target: str = ""
-    """The conductor to join; empty: none."""
+    conductor_targets: tuple[str, ...] = ()
+    """The conductors to join, all of them; empty: none."""
     arena_bytes: int = 256 << 20
     """Memory for blocks. Committed by the kernel as it is used, not at the start."""
     hugepages: HugePages = "auto"

@@ -1,4 +1,4 @@
-"""A pool node's place in the cluster: joins the conductor, reports every second, joins again for ever."""
+"""A pool node's place in the cluster: joins a conductor, reports every second, joins again for ever."""
 
 import asyncio
 import logging
@@ -17,9 +17,8 @@ __all__ = ["stay_joined"]
 _log = logging.getLogger(__name__)
 
 
-async def stay_joined(node: PoolNode, target: str) -> None:
-    """Be a member of the conductor at `node.config.conductor_target`, reachable at `target`, until cancelled."""
-    conductor = node.config.conductor_target
+async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
+    """Be a member of the conductor at `conductor`, reachable at `target`, until cancelled."""
     last_trouble = ""
     backoff = Backoff()
     while True:

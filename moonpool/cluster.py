@@ -35,6 +35,7 @@ class Cluster(TerminalView):
         self._url = local_url(config.http.host, port)
         planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
         plans = planner.cluster()
+        self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}
         self._conductor = plans[0].target
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
         runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
@@ -91,7 +92,7 @@ class Cluster(TerminalView):
         """Look after the cluster and take orders; raises RoleFailed when a process is given up."""
         timeout_s = self._config.supervisor.hang_timeout
         guarding = asyncio.create_task(
-            guard(self._supervisor, conductor=self._conductor, url=self._url, timeout_s=timeout_s)
+            guard(self._supervisor, conductors=self._conductors, url=self._url, timeout_s=timeout_s)
         )
         service = SupervisorService(self._scaler, self._supervisor)
         server = await service.serve(self._run_dir)

@@ -1,9 +1,10 @@
-"""Has processes that hang, instead of dying, started again: asks the conductor who is silent, and the two front ends of
-the cluster, conductor and frontend, for a sign of life.
+"""Has processes that hang, instead of dying, started again: asks the conductors who is silent, and the front ends of the
+cluster, conductors and frontend, for a sign of life.
 """
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from messenger.control import ControlError
 from moonpool.hang_watch import HangWatch
@@ -18,12 +19,12 @@ _ANSWER_S = 5.0
 _LONGEST_LOOK_S = 3 * (_EVERY_S + _ANSWER_S)
 
 
-async def guard(supervisor: Supervisor[RolePlan], *, conductor: str, url: str, timeout_s: float) -> None:
-    """Until cancelled. A process that was silent for `timeout_s` (0: however long) is killed, and so comes back."""
+async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, str], url: str, timeout_s: float) -> None:
+    """`conductors`: targets by node id. Until cancelled. A process that was silent for `timeout_s` (0: however long) is killed, and so comes back."""
     watch = HangWatch(timeout_s, _LONGEST_LOOK_S)
     while True:
         await asyncio.sleep(_EVERY_S)
-        silent = await _silent(supervisor.states(), conductor, url)
+        silent = await _silent(supervisor.states(), conductors, url)
         serving = {state.node_id for state in supervisor.states() if _serves(state)}
         for node_id, seconds in watch.look(time.monotonic(), silent & serving).items():
             supervisor.restart(node_id, f"it hung: silent for {seconds:.0f} s")
@@ -34,13 +35,16 @@ def _serves(state: NodeState) -> bool:
     return state.announcement is not None and not state.leaving
 
 
-async def _silent(states: list[NodeState], conductor: str, url: str) -> set[str]:
+async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
     workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
-    joined, frontend_lives = await asyncio.gather(_heard(conductor), is_alive(url, _ANSWER_S))
-    silent = set() if frontend_lives else {"frontend"}
-    if joined is None:  # what became of the others, nobody knows
-        return silent | {"conductor"}
-    return silent | (workers - joined)
+    told, frontend_lives = await asyncio.gather(
+        asyncio.gather(*map(_heard, conductors.values())), is_alive(url, _ANSWER_S)
+    )
+    heard = dict(zip(conductors, told, strict=True))
+    silent = {name for name, joined in heard.items() if joined is None} | (set() if frontend_lives else {"frontend"})
+    if len(silent & heard.keys()) == len(heard):  # what became of the others, nobody knows
+        return silent
+    return silent | workers.difference(*(joined for joined in heard.values() if joined is not None))
 
 
 async def _heard(conductor: str) -> set[str] | None:

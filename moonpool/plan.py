@@ -49,7 +49,8 @@ class Planner:
         self._port = port
         self._cores = cores
         self._spread = bool(conductor)
-        self._conductor = conductor or self._target("conductor")
+        names = ["conductor", *(f"conductor-{i}" for i in range(1, config.topology.conductors))]
+        self._conductors = {name: conductor or self._target(name) for name in names}
         self._base = flatten(config)
         self._num_workers = 0
         self._next_index: dict[str, int] = {}
@@ -64,14 +65,21 @@ class Planner:
 
     def cluster(self) -> list[RolePlan]:
         """The processes to begin with, in order of start."""
-        own = {"listen": self._conductor, **self._models}
-        conductor = self._plan("conductor", "conductor", ConductorRole, CONDUCTOR_TIER, own)
+        conductors = [self._one_conductor(name) for name in self._conductors]
         pools = [] if self._spread else [self.pool(index) for index in range(self._config.topology.pool_nodes)]
         workers = [self.next_worker(group) for group, count in self._initial_counts() for _ in range(count)]
         drain_s = self._config.http.drain_grace
         own = {**self._models, "port": self._port}
         frontend = self._plan("frontend", "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
-        return [conductor, *pools, *workers, frontend]
+        return [*conductors, *pools, *workers, frontend]
+
+    def _one_conductor(self, name: str) -> RolePlan:
+        own = {"listen": self._conductors[name], **self._models}
+        if name != "conductor":  # each keeps files of its own
+            folder, log = self._base["state_dir"], self._base["decision_log"]
+            own["state_dir"] = str(Path(folder) / name) if folder else None
+            own["decision_log"] = str(Path(log).with_name(f"{name}-{Path(log).name}")) if log else None
+        return self._plan(name, "conductor", ConductorRole, CONDUCTOR_TIER, own)
 
     def pool(self, index: int) -> RolePlan:
         """The pool node of the `index`-th host."""
@@ -125,7 +133,7 @@ class Planner:
         drain_s: float = 0.0,
         model: str = "",
     ) -> RolePlan:
-        defaults = {"node_id": node_id, "socket_dir": str(self._run_dir), "conductor": self._conductor}
+        defaults = {"node_id": node_id, "socket_dir": str(self._run_dir), "conductor": list(self._conductors.values())}
         own = {**defaults, "listen": self._target(node_id), **own}
         declared = composite_settings(composite)
         settings = {key: own.get(key, self._base.get(key, declared[key].default)) for key in declared}

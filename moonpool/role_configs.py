@@ -64,7 +64,7 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
         node_id=node_id,
         listen=config.listen.listen,
         advertise=config.host.advertise,
-        conductor_target=config.conductor.conductor,
+        conductor_targets=config.conductor.conductor,
         arena_bytes=config.pool.pool_bytes,
         hugepages=cast("HugePages", config.pool.pool_hugepages),
         policy=config.pool.pool_policy,
@@ -85,7 +85,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         node_id=node_id,
         listen=config.listen.listen,
         advertise=config.host.advertise,
-        conductor_target=config.conductor.conductor,
+        conductor_targets=config.conductor.conductor,
         pool_target=config.worker.pool,
         model_path=config.model.path,
         served_model_name=config.model.name,
@@ -117,7 +117,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
 
     return FrontendConfig(
         models=tuple(ModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
-        conductor_target=config.conductor.conductor,
+        conductor_targets=config.conductor.conductor,
         host=config.http.host,
         port=config.http.port,
         node_id=node_id,

@@ -12,7 +12,7 @@ import grpc
 from messenger import RemoteKey
 from messenger.control import open_channel, start_server
 from moonpool_proto.v1.common_pb2 import ROLE_PREFILL
-from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.handoff import Handoff
 from prefill_node.push import Pusher
@@ -56,9 +56,8 @@ class PrefillFace(WorkerFace):
 
     async def _serve(self, request: Request) -> None:
         node = self.node
-        node.held[request.request_id] = Held(
-            request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
-        )
+        next_node = request.placement.decode.node_id
+        node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
         try:
             if self._turns.must_wait:
                 node.pool.prefetch(request, reusable_blocks(request, node.config.block_tokens))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from messenger.control import start_server
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED
-from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED, Held
+from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
@@ -26,9 +26,7 @@ class AggregatedFace(WorkerFace):
     async def _serve(self, request: Request) -> None:
         node = self.node
         report = node.reporter
-        held = node.held[request.request_id] = Held(
-            request_id=request.request_id, attempt=request.attempt, remaining_prefill_tokens=len(request.prompt)
-        )
+        held = node.hold(request, remaining_prefill_tokens=len(request.prompt))
         try:
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
             async with prepared(node, request, peak_tokens=request.peak_tokens) as work:

@@ -16,7 +16,7 @@ class WorkerConfig:
 
     node_id: str  # name in the cluster, kept over restarts
     listen: str  # gRPC target to serve on
-    conductor_target: str  # gRPC target of the conductor
+    conductor_targets: tuple[str, ...]  # gRPC targets of all conductors
     pool_target: str  # gRPC target of this host's pool node
     model_path: Path  # Hugging Face folder
     served_model_name: str  # the name that requests use
@@ -44,6 +44,8 @@ class WorkerConfig:
         for name in ("block_tokens", "capacity_tokens", "max_batch", "prefill_chunk_tokens", "prefill_lookahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.conductor_targets:
+            raise ValueError("conductor_targets is empty; a worker needs at least one conductor")
         if self.kv_load_wait_s < 0:
             raise ValueError(f"kv_load_wait_s is {self.kv_load_wait_s}; it must be at least 0")
         if not 0 <= self.kv_parity_sample <= 1:

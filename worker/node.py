@@ -123,7 +123,7 @@ class WorkerNode:
             kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
         )
-        self.reporter = Reporter(node, self.config.conductor_target, self._fill_report, self.draining.set)
+        self.reporter = Reporter(node, self.config.conductor_targets, self._fill_report, self.draining.set)
         self._reporting = asyncio.create_task(self.reporter.run())
 
     async def close(self) -> None:
@@ -142,6 +142,22 @@ class WorkerNode:
             self.stored.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
+
+    def hold(
+        self, request: Request, *, committed_tokens: int = 0, remaining_prefill_tokens: int = 0, decode_node: str = ""
+    ) -> Held:
+        """From now on, until its job is over, the request is reported as held here. What is returned may be changed."""
+        held = self.held[request.request_id] = Held(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            committed_tokens=committed_tokens,
+            remaining_prefill_tokens=remaining_prefill_tokens,
+            prompt_tokens=len(request.prompt),
+            max_new_tokens=request.max_tokens - request.generated,
+            decode_node=decode_node,
+        )
+        self.reporter.took()
+        return held
 
     def _job_over(self, request: Request) -> None:
         held = self.held.get(request.request_id)

@@ -1,138 +1,76 @@
-"""Keeps a node joined to the conductor: registers, reports load and measurements, reconnects for ever."""
+"""Keeps a node joined to every conductor, and tells all of them the same: any of them may place a request here."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import grpc
-
-from messenger.backoff import Backoff
-from messenger.control import control_error, open_channel
-from moonpool_proto.v1.conductor_pb2 import (
-    DecodeSample,
-    Node,
-    NodeReport,
-    Phase,
-    PrefillSample,
-    Progress,
-    TransferSample,
-)
-from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from moonpool_proto.v1.conductor_pb2 import Node, NodeReport, Phase
 from worker.errors import StartupError
-
-log = logging.getLogger(__name__)
-
-REPORT_EVERY_S = 1.0
-COALESCE_S = 0.02
-MAX_SAMPLES = 256
+from worker.join_stream import JoinStream
 
 
 class Reporter:
-    """Collects what happened between two reports and sends it; lives on the event loop."""
+    """One stream per conductor; a conductor that is away keeps none of the others waiting."""
 
     def __init__(
-        self, node: Node, conductor_target: str, fill: Callable[[NodeReport], None], on_drain: Callable[[], None]
+        self,
+        node: Node,
+        conductor_targets: Sequence[str],
+        fill: Callable[[NodeReport], None],
+        on_drain: Callable[[], None],
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters."""
-        self._node = node
-        self._target = conductor_target
-        self._fill = fill
-        self._on_drain = on_drain
-        self._news = asyncio.Event()
-        self._pending = NodeReport()
-        self._streams = 0  # begun so far
-        self._streaming = False  # what happens now can be told
-        self._last_refusal = self._last_trouble = ""
-        self.joined = asyncio.Event()
-        self.refused = asyncio.Event()
+        """`fill(report)` adds the current load, held requests and counters. Any conductor may call `on_drain`."""
+        self._streams = [JoinStream(node, target, fill, on_drain) for target in conductor_targets]
 
     def hurry(self) -> None:
         """Report now."""
-        self._news.set()
+        for stream in self._streams:
+            stream.hurry()
+
+    def took(self) -> None:
+        """A request was taken in, of which only the conductor that placed it knows: the others learn of it now."""
+        if len(self._streams) > 1:
+            self.hurry()
 
     def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
-        if not self._streaming:  # kept for nobody: the next stream begins with all that is held
-            return
-        self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
-        self._news.set()
+        for stream in self._streams:
+            stream.progress(request_id, attempt, phase)
 
     def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
-        if len(self._pending.prefills) < MAX_SAMPLES:
-            self._pending.prefills.append(
-                PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
-            )
+        for stream in self._streams:
+            stream.prefill(new_tokens, reused_tokens, seconds)
 
     def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
-        if len(self._pending.decodes) < MAX_SAMPLES:
-            self._pending.decodes.append(DecodeSample(batch=batch, context_tokens=context_tokens, seconds=seconds))
+        for stream in self._streams:
+            stream.decode(batch, context_tokens, seconds)
 
     def transfer(self, path: str, nbytes: int, seconds: float) -> None:
-        if len(self._pending.transfers) < MAX_SAMPLES:
-            self._pending.transfers.append(TransferSample(bytes=nbytes, seconds=seconds, path=path))
+        for stream in self._streams:
+            stream.transfer(path, nbytes, seconds)
 
     async def run(self) -> None:
-        """Join, and join again whenever the stream ends, until cancelled."""
-        backoff = Backoff()
-        while True:
-            channel = open_channel(self._target)
-            try:
-                call = ConductorStub(channel).Join(self._reports())
-                async for command in call:
-                    if command.HasField("accepted"):
-                        log.info("joined conductor at %s", self._target)
-                        self.joined.set()
-                        self._last_refusal = self._last_trouble = ""
-                        backoff.succeeded()
-                    elif command.HasField("drain"):
-                        self._on_drain()
-            except grpc.aio.AioRpcError as error:
-                refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-                if refused and error.details() != self._last_refusal:
-                    self._last_refusal = error.details() or ""
-                    log.error("conductor at %s refused this node: %s", self._target, self._last_refusal)
-                    self.refused.set()
-                trouble = control_error(error, what="Conductor.Join", target=self._target).reason
-                if not refused and trouble != self._last_trouble:
-                    self._last_trouble = trouble
-                    log.warning("not joined to the conductor at %s, trying on: %s", self._target, trouble)
-            except Exception:
-                log.exception("reporting to the conductor at %s failed", self._target)
-            finally:
-                self.joined.clear()
-                self._streaming = False
-                await channel.close()
-            await asyncio.sleep(backoff.failed())
+        """Join all, and join again whenever a stream ends, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for stream in self._streams:
+                tasks.create_task(stream.run(), name=f"reports to {stream.target}")
 
     async def first_join(self) -> None:
-        """Wait for the first join. Raises StartupError when the conductor refuses this node instead."""
-        waits = [asyncio.ensure_future(self.joined.wait()), asyncio.ensure_future(self.refused.wait())]
+        """Wait until one conductor has taken this node in. Raises StartupError when every one of them refuses it."""
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(event.wait()) for each in self._streams for event in (each.joined, each.refused)
+        ]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            pending = set(waits)
+            while pending and not any(stream.has_joined for stream in self._streams):
+                if all(stream.is_kept_out for stream in self._streams):
+                    told = (
+                        f"the conductor at {each.target} refused this node: {each.last_refusal}"
+                        for each in self._streams
+                    )
+                    raise StartupError("; ".join(told))
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if not self.joined.is_set():
-            raise StartupError(f"the conductor at {self._target} refused this node: {self._last_refusal}")
-
-    async def _reports(self) -> AsyncIterator[NodeReport]:
-        self._streams += 1
-        number = self._streams
-        self._pending = NodeReport()  # what the conductor missed is in `held`
-        self._streaming = True
-        first = NodeReport(node=self._node)
-        self._fill(first)
-        yield first
-        while True:
-            try:
-                await asyncio.wait_for(self._news.wait(), REPORT_EVERY_S)
-                await asyncio.sleep(COALESCE_S)  # one report for what happens together
-            except TimeoutError:
-                pass
-            if number != self._streams:  # gRPC asks on after a broken stream: the news are its successor's
-                return
-            self._news.clear()
-            report, self._pending = self._pending, NodeReport()
-            self._fill(report)
-            yield report

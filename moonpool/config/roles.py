@@ -57,6 +57,11 @@ class ServeConfig:
                 f"pool_nodes is {self.topology.pool_nodes} with the runtime ray, which starts one pool node on each "
                 "host that has workers: leave --pool-nodes out"
             )
+        if self.runtime.is_ray and self.topology.conductors > 1:
+            raise ConfigError(
+                f"conductors is {self.topology.conductors} with the runtime ray, whose one conductor runs beside "
+                "`serve`: leave --conductors out, or start each role by its own command"
+            )
         if is_wildcard(self.transport.data_host) and self.transport.transport != "shm":
             raise ConfigError(
                 f"--data-host is {self.transport.data_host!r}, a wildcard, which peers cannot dial: "

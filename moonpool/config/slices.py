@@ -127,6 +127,10 @@ class TopologySettings(Slice):
         int, Key("KV pool nodes; each stands for a host of its own, workers take turns over them", low=1, high=64)
     ] = 1
 
+    conductors: Annotated[
+        int, Key("Conductors; each knows all nodes, any of them places any request", low=1, high=8)
+    ] = 1
+
     @property
     def num_prefill(self) -> int:
         return (0 if self.aggregated else 1) if self.prefill_nodes is None else self.prefill_nodes
@@ -339,11 +343,15 @@ class WorkerSettings(Slice):
 
 @dataclass(frozen=True)
 class ConductorTarget(Slice):
-    """The conductor, for a node that cannot do without."""
+    """The conductors, for a node that cannot do without."""
 
     panel: ClassVar[str] = "This node"
-    conductor: Annotated[str, Key("gRPC address of the conductor", default_text="required")] = ""
+    conductor: Annotated[
+        tuple[str, ...], Key("gRPC address of the conductor; where there are several, of all", default_text="required")
+    ] = ()
 
     def check(self) -> None:
         if not self.conductor:
             raise ConfigError("--conductor is required: the gRPC address that `moonpool conductor` printed")
+        if twice := sorted({each for each in self.conductor if self.conductor.count(each) > 1}):
+            raise ConfigError(f"--conductor names {twice[0]!r} twice: name each conductor once")

@@ -365,7 +365,7 @@ async def test_a_stored_prefix_is_reused_and_a_hot_one_copied_to_the_node_that_h
             config = PoolNodeConfig(
                 name,
                 f"unix:{tmp_path}/{name}.sock",
-                conductor_target=f"unix:{tmp_path}/c.sock",
+                conductor_targets=(f"unix:{tmp_path}/c.sock",),
                 arena_bytes=4 << 20,
                 messenger=MessengerConfig(transport="tcp"),
             )
@@ -434,7 +434,7 @@ async def test_a_prefix_of_one_model_is_none_for_another_with_the_same_chain_but
     """Two models with one tokenizer have equal chains; a model served under a second name has equal KV too."""
     _, client = await conductor()
     config = PoolNodeConfig(
-        "pool-0", f"unix:{tmp_path}/pool-0.sock", conductor_target=f"unix:{tmp_path}/c.sock", arena_bytes=4 << 20
+        "pool-0", f"unix:{tmp_path}/pool-0.sock", conductor_targets=(f"unix:{tmp_path}/c.sock",), arena_bytes=4 << 20
     )
     pool = Service(lambda stop, ready: serve_pool_node(config, stop, ready))
     await pool.start()
@@ -549,7 +549,7 @@ async def test_a_pool_node_leaves_on_request_only_when_no_worker_needs_it(conduc
     config = PoolNodeConfig(
         "pool-0",
         f"unix:{tmp_path}/pool-0.sock",
-        conductor_target=f"unix:{tmp_path}/c.sock",
+        conductor_targets=(f"unix:{tmp_path}/c.sock",),
         arena_bytes=4 << 20,
         messenger=MessengerConfig(transport="tcp"),
     )

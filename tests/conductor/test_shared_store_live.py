@@ -97,7 +97,7 @@ class World:
         config = PoolNodeConfig(
             name,
             f"unix:{self.folder}/{name}.sock",
-            conductor_target=f"unix:{self.folder}/{conductor}.sock",
+            conductor_targets=(f"unix:{self.folder}/{conductor}.sock",),
             arena_bytes=4 << 20,
             messenger=MessengerConfig(transport="tcp"),
         )

@@ -232,7 +232,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             return WorkerConfig(
                 node_id=name,
                 listen=f"unix:{tmp_path}/{name}.sock",
-                conductor_target=f"unix:{tmp_path}/nobody.sock",
+                conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
                 model_path=model_path,
                 served_model_name="m",
                 block_tokens=BLOCK,

@@ -44,7 +44,7 @@ async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Pa
     config = WorkerConfig(
         node_id="lonely",
         listen=f"unix:{tmp_path}/lonely.sock",
-        conductor_target=f"unix:{tmp_path}/nobody.sock",
+        conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
         pool_target=f"unix:{tmp_path}/nobody.sock",
         model_path=model_path,
         served_model_name="m",
@@ -62,7 +62,7 @@ async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: P
     config = WorkerConfig(
         node_id="leaver",
         listen=f"unix:{tmp_path}/leaver.sock",
-        conductor_target=conductor,
+        conductor_targets=(conductor,),
         pool_target="",
         model_path=model_path,
         served_model_name="m",

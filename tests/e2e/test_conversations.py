@@ -126,7 +126,7 @@ async def front_without_memory(live: Live) -> AsyncIterator[str]:
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = FrontendConfig(
         models=(ModelConfig(MODEL, live.cluster.ready["model"]),),
-        conductor_target=live.cluster.ready["conductor"],
+        conductor_targets=(live.cluster.ready["conductor"],),
         port=0,
         node_id="front-without-memory",
         block_tokens=live.block,

@@ -371,7 +371,7 @@ class Front:
 def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
     return FrontendConfig(
         models=(ModelConfig(model_path, "tiny"),),
-        conductor_target=cluster.conductor_target,
+        conductor_targets=(cluster.conductor_target,),
         port=0,
         node_id="fe-0",
         block_tokens=BLOCK_TOKENS,

@@ -27,7 +27,7 @@ from frontend import FrontendConfig, ModelConfig, serve_frontend
 from messenger.control import run
 
 async def main(stop):
-    config = FrontendConfig(models=(ModelConfig(Path(sys.argv[1]), "tiny"),), conductor_target=sys.argv[2], port=0)
+    config = FrontendConfig(models=(ModelConfig(Path(sys.argv[1]), "tiny"),), conductor_targets=(sys.argv[2],), port=0)
     await serve_frontend(config, stop, lambda url: print(url, flush=True))
 
 stop = asyncio.Event()
@@ -74,7 +74,7 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
     ("change", "named"),
     [
         ({"port": 70000}, "port"),
-        ({"conductor_target": ""}, "conductor_target"),
+        ({"conductor_targets": ("",)}, "conductor_targets"),
         ({"block_tokens": 0}, "block_tokens"),
         ({"request_timeout_s": float("nan")}, "request_timeout_s"),
         ({"drain_grace_s": -1.0}, "drain_grace_s"),

@@ -192,7 +192,7 @@ async def test_a_node_joins_reports_and_joins_again_after_the_conductor_restarts
     start_pool, worker, chain_of, tmp_path, until
 ) -> None:
     listen = f"unix:{tmp_path}/c.sock"
-    pool = await start_pool(conductor_target=listen)
+    pool = await start_pool(conductor_targets=(listen,))
     client = worker.client(pool.target)
     await worker.put(client, chain_of(3))
     description = await client.describe()
@@ -224,7 +224,7 @@ async def test_leases_puts_and_fill_are_reported_but_no_running_requests(
     listen = f"unix:{tmp_path}/c.sock"
     conductor = RecordingConductor()
     server = await start_server(listen, lambda s: conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, s))
-    pool = await start_pool(conductor_target=listen)
+    pool = await start_pool(conductor_targets=(listen,))
     client = worker.client(pool.target)
     await worker.put(client, chain_of(3))
     lease = await client.pin(worker.ns, chain_of(2), lease_s=30)
@@ -258,7 +258,9 @@ async def test_a_node_that_listens_at_a_wildcard_joins_as_what_it_advertises(
     conductor = RecordingConductor()
     server = await start_server(listen, lambda s: conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, s))
     messenger = MessengerConfig(listen_host="0.0.0.0", advertise_host="127.0.0.1", transport="tcp")
-    pool = await start_pool(listen="0.0.0.0:0", advertise="127.0.0.1:0", conductor_target=listen, messenger=messenger)
+    pool = await start_pool(
+        listen="0.0.0.0:0", advertise="127.0.0.1:0", conductor_targets=(listen,), messenger=messenger
+    )
     assert pool.target.startswith("127.0.0.1:")
 
     async def reported() -> bool:

@@ -128,7 +128,7 @@ def test_an_unknown_key_is_its_own_error() -> None:
 def test_a_role_passes_over_the_keys_of_others_in_a_shared_file(config_file: Path) -> None:
     flags = {"conductor": "head:7000", "pool": "here:7001"}
     config = loaded(WorkerRole, flags=flags, environ={"MOONPOOL_PORT": "5"}, config_file=config_file)
-    assert config.conductor.conductor == "head:7000"
+    assert config.conductor.conductor == ("head:7000",)
 
 
 def test_a_worker_without_a_conductor_is_told_what_it_lacks() -> None:

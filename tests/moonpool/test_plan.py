@@ -65,9 +65,22 @@ def test_addresses_are_distinct_unix_sockets_in_the_run_directory() -> None:
     targets = Counter(plan.target for plan in planned.values())
     assert max(targets.values()) == 1
     assert all(target.startswith(f"unix:{RUN_DIR}/") for target in targets)
-    assert {plan.settings["conductor"] for plan in planned.values() if "conductor" in plan.settings} == {
-        planned["conductor"].target
-    }
+    told = [plan.settings["conductor"] for plan in planned.values() if "conductor" in plan.settings]
+    assert told == [[planned["conductor"].target]] * 10
+
+
+def test_every_node_is_told_of_all_conductors_and_each_of_them_keeps_files_of_its_own() -> None:
+    flags: dict[str, Any] = {"conductors": 3, "state_dir": "/s", "decision_log": "/l/d.jsonl"}
+    planned = plans(**flags)
+    conductors = [plan for plan in planned.values() if plan.role == "conductor"]
+    assert [plan.node_id for plan in conductors] == ["conductor", "conductor-1", "conductor-2"]
+    targets = [plan.target for plan in conductors]
+    assert len(set(targets)) == 3
+    told = [plan.settings["conductor"] for plan in planned.values() if "conductor" in plan.settings]
+    assert told == [targets] * 4
+    assert [plan.settings["listen"] for plan in conductors] == targets
+    assert [plan.settings["state_dir"] for plan in conductors] == ["/s", "/s/conductor-1", "/s/conductor-2"]
+    assert len({plan.settings["decision_log"] for plan in conductors}) == 3
 
 
 def test_every_planned_role_starts_from_its_file_as_planned(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None
         "10.0.0.2:0",
         "10.0.0.2",
         "10.0.0.2:7001",
-        "10.0.0.1:7000",
+        ["10.0.0.1:7000"],
         "decode-1",
     ]
     assert own["threads"] == 2

@@ -29,7 +29,7 @@ async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: P
     config = WorkerConfig(
         node_id="both",
         listen=f"unix:{tmp_path}/both.sock",
-        conductor_target=f"unix:{tmp_path}/nobody.sock",
+        conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
         pool_target="",
         model_path=folder,
         served_model_name="m",

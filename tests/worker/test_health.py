@@ -85,7 +85,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
         settings = WorkerConfig(
             node_id="w",
             listen=f"unix:{tmp_path}/w.sock",
-            conductor_target=await conductor,
+            conductor_targets=(await conductor,),
             pool_target="",
             model_path=model_path,
             served_model_name="m",

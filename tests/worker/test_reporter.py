@@ -7,18 +7,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
-from worker.reporter import MAX_SAMPLES, Reporter
+from worker.errors import StartupError
+from worker.join_stream import MAX_SAMPLES, JoinStream
+from worker.reporter import Reporter
 
 
 class Conductor(ConductorServicer):
     """Keeps what it is told; ends each Join stream when `hang_up` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.reports = 0
         self.joins = 0
         self.told: list[str] = []
         self.heard = asyncio.Event()
@@ -26,6 +31,8 @@ class Conductor(ConductorServicer):
 
     async def Join(self, request_iterator: AsyncIterator[NodeReport], context: Any) -> AsyncIterator[NodeCommand]:
         await anext(request_iterator)
+        if self.refuses:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuses)
         self.joins += 1
         reading = asyncio.ensure_future(self._read(request_iterator))
         yield NodeCommand(accepted=JoinAccepted(conductor_incarnation=self.joins))
@@ -35,25 +42,28 @@ class Conductor(ConductorServicer):
 
     async def _read(self, reports: AsyncIterator[NodeReport]) -> None:
         async for report in reports:
+            self.reports += 1
             for progress in report.progress:
                 self.told.append(progress.request_id)
                 self.heard.set()
 
 
-async def _serve(folder: Path) -> tuple[Conductor, ControlServer]:
-    conductor = Conductor()
-    server = await start_server(
-        f"unix:{folder}/conductor.sock", lambda s: add_ConductorServicer_to_server(conductor, s)
-    )
+async def _serve(folder: Path, name: str = "conductor", refuses: str = "") -> tuple[Conductor, ControlServer]:
+    conductor = Conductor(refuses)
+    server = await start_server(f"unix:{folder}/{name}.sock", lambda s: add_ConductorServicer_to_server(conductor, s))
     return conductor, server
 
 
-def _reporter(target: str) -> Reporter:
-    return Reporter(Node(node_id="n"), target, lambda report: None, lambda: None)
+def _reporter(*targets: str) -> Reporter:
+    return Reporter(Node(node_id="n"), targets, lambda report: None, lambda: None)
+
+
+def _stream(target: str) -> JoinStream:
+    return JoinStream(Node(node_id="n"), target, lambda report: None, lambda: None)
 
 
 async def test_nothing_is_kept_for_a_conductor_that_is_away(tmp_path: Path) -> None:
-    reporter = _reporter(f"unix:{tmp_path}/nobody.sock")
+    reporter = _stream(f"unix:{tmp_path}/nobody.sock")
     for i in range(2 * MAX_SAMPLES):
         reporter.progress(str(i), 0, PHASE_ENDED)
         reporter.prefill(1, 0, 0.1)
@@ -66,7 +76,7 @@ async def test_nothing_is_kept_for_a_conductor_that_is_away(tmp_path: Path) -> N
 
 async def test_news_after_a_broken_stream_go_to_the_next_one(tmp_path: Path) -> None:
     conductor, server = await _serve(tmp_path)
-    reporter = _reporter(server.target)
+    reporter = _stream(server.target)
     running = asyncio.create_task(reporter.run())
     try:
         async with asyncio.timeout(20):
@@ -98,3 +108,45 @@ async def test_a_conductor_that_cannot_be_reached_is_told_once(
     await asyncio.wait([running])
     (told,) = caplog.records
     assert told.getMessage().startswith(f"not joined to the conductor at {target}, trying on: failed to connect")
+
+
+async def test_every_conductor_is_told_the_same_also_while_another_is_away(tmp_path: Path) -> None:
+    served = [await _serve(tmp_path, name) for name in ("a", "b")]
+    away = f"unix:{tmp_path}/nobody.sock"
+    reporter = _reporter(served[0][1].target, away, served[1][1].target)
+    running = asyncio.create_task(reporter.run())
+    try:
+        async with asyncio.timeout(60):
+            await reporter.first_join()
+            while not all(conductor.joins for conductor, _ in served):
+                await asyncio.sleep(0.005)
+            reporter.progress("r", 0, PHASE_ENDED)
+            for conductor, _ in served:
+                await conductor.heard.wait()
+        assert [conductor.told for conductor, _ in served] == [["r"], ["r"]]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for _, server in served:
+            await server.stop(0)
+
+
+async def test_a_node_goes_on_with_the_conductors_that_take_it_in_and_gives_up_when_none_does(tmp_path: Path) -> None:
+    _, willing = await _serve(tmp_path, "willing")
+    _, first = await _serve(tmp_path, "first", refuses="another KvSpec")
+    _, second = await _serve(tmp_path, "second", refuses="another block size")
+    try:
+        for targets, is_welcome in (((first, willing), True), ((first, second), False)):
+            reporter = _reporter(*(server.target for server in targets))
+            running = asyncio.create_task(reporter.run())
+            async with asyncio.timeout(60):
+                if is_welcome:
+                    await reporter.first_join()
+                else:
+                    with pytest.raises(StartupError, match=r"another KvSpec; .* another block size"):
+                        await reporter.first_join()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        for server in (willing, first, second):
+            await server.stop(0)

@@ -1,0 +1,133 @@
+"""A worker's stream to one conductor: joins, tells what happened since the last report, joins again for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from messenger.backoff import Backoff
+from messenger.control import control_error, open_channel
+from moonpool_proto.v1.conductor_pb2 import (
+    DecodeSample,
+    Node,
+    NodeReport,
+    Phase,
+    PrefillSample,
+    Progress,
+    TransferSample,
+)
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+COALESCE_S = 0.02
+MAX_SAMPLES = 256
+
+
+class JoinStream:
+    """Collects what happened between two reports to the conductor at `target` and sends it; lives on the event loop."""
+
+    def __init__(
+        self, node: Node, target: str, fill: Callable[[NodeReport], None], on_drain: Callable[[], None]
+    ) -> None:
+        """`fill(report)` adds the current load, held requests and counters."""
+        self.target = target
+        self._node = node
+        self._fill = fill
+        self._on_drain = on_drain
+        self._news = asyncio.Event()
+        self._pending = NodeReport()
+        self._streams = 0  # begun so far
+        self._streaming = False  # what happens now can be told
+        self.last_refusal = self._last_trouble = ""
+        self.has_joined = False  # at any time
+        self.joined = asyncio.Event()
+        self.refused = asyncio.Event()
+
+    @property
+    def is_kept_out(self) -> bool:
+        """The conductor has refused this node, and never taken it in."""
+        return self.refused.is_set() and not self.has_joined
+
+    def hurry(self) -> None:
+        """Report now."""
+        self._news.set()
+
+    def progress(self, request_id: str, attempt: int, phase: Phase.ValueType) -> None:
+        if not self._streaming:  # kept for nobody: the next stream begins with all that is held
+            return
+        self._pending.progress.append(Progress(request_id=request_id, attempt=attempt, phase=phase))
+        self._news.set()
+
+    def prefill(self, new_tokens: int, reused_tokens: int, seconds: float) -> None:
+        if len(self._pending.prefills) < MAX_SAMPLES:
+            self._pending.prefills.append(
+                PrefillSample(new_tokens=new_tokens, reused_tokens=reused_tokens, seconds=seconds)
+            )
+
+    def decode(self, batch: int, context_tokens: int, seconds: float) -> None:
+        if len(self._pending.decodes) < MAX_SAMPLES:
+            self._pending.decodes.append(DecodeSample(batch=batch, context_tokens=context_tokens, seconds=seconds))
+
+    def transfer(self, path: str, nbytes: int, seconds: float) -> None:
+        if len(self._pending.transfers) < MAX_SAMPLES:
+            self._pending.transfers.append(TransferSample(bytes=nbytes, seconds=seconds, path=path))
+
+    async def run(self) -> None:
+        """Join, and join again whenever the stream ends, until cancelled."""
+        backoff = Backoff()
+        while True:
+            channel = open_channel(self.target)
+            try:
+                call = ConductorStub(channel).Join(self._reports())
+                async for command in call:
+                    if command.HasField("accepted"):
+                        log.info("joined conductor at %s", self.target)
+                        self.has_joined = True
+                        self.joined.set()
+                        self.last_refusal = self._last_trouble = ""
+                        backoff.succeeded()
+                    elif command.HasField("drain"):
+                        self._on_drain()
+            except grpc.aio.AioRpcError as error:
+                refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+                if refused and error.details() != self.last_refusal:
+                    self.last_refusal = error.details() or ""
+                    log.error("conductor at %s refused this node: %s", self.target, self.last_refusal)
+                    self.refused.set()
+                trouble = control_error(error, what="Conductor.Join", target=self.target).reason
+                if not refused and trouble != self._last_trouble:
+                    self._last_trouble = trouble
+                    log.warning("not joined to the conductor at %s, trying on: %s", self.target, trouble)
+            except Exception:
+                log.exception("reporting to the conductor at %s failed", self.target)
+            finally:
+                self.joined.clear()
+                self._streaming = False
+                await channel.close()
+            await asyncio.sleep(backoff.failed())
+
+    async def _reports(self) -> AsyncIterator[NodeReport]:
+        self._streams += 1
+        number = self._streams
+        self._pending = NodeReport()  # what the conductor missed is in `held`
+        self._streaming = True
+        first = NodeReport(node=self._node)
+        self._fill(first)
+        yield first
+        while True:
+            try:
+                await asyncio.wait_for(self._news.wait(), REPORT_EVERY_S)
+                await asyncio.sleep(COALESCE_S)  # one report for what happens together
+            except TimeoutError:
+                pass
+            if number != self._streams:  # gRPC asks on after a broken stream: the news are its successor's
+                return
+            self._news.clear()
+            report, self._pending = self._pending, NodeReport()
+            self._fill(report)
+            yield report
