@@ -250,6 +250,7 @@ class Held(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_NODE_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     committed_tokens: _builtins.int
@@ -258,6 +259,10 @@ class Held(_message.Message):
     max_new_tokens: _builtins.int
     decode_node: _builtins.str
     """of a prefill node's: where the request decodes next"""
+    @_builtins.property
+    def turn(self) -> Global___Turn:
+        """while it waits for its first token; times are as of this report"""
+
     def __init__(
         self,
         *,
@@ -268,10 +273,11 @@ class Held(_message.Message):
         prompt_tokens: _builtins.int = ...,
         max_new_tokens: _builtins.int = ...,
         decode_node: _builtins.str = ...,
+        turn: Global___Turn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_tokens", b"committed_tokens", "decode_node", b"decode_node", "max_new_tokens", b"max_new_tokens", "prompt_tokens", b"prompt_tokens", "remaining_prefill_tokens", b"remaining_prefill_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_tokens", b"committed_tokens", "decode_node", b"decode_node", "max_new_tokens", b"max_new_tokens", "prompt_tokens", b"prompt_tokens", "remaining_prefill_tokens", b"remaining_prefill_tokens", "request_id", b"request_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,6 +441,8 @@ class ScheduleRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ENDLESS_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -454,7 +462,10 @@ class ScheduleRequest(_message.Message):
     slo_class: _builtins.str
     """"" = that of its tenant, or the default one"""
     priority: _builtins.int
-    """among the requests of its class: lower goes first"""
+    """among its tenant's requests of its class: lower goes first"""
+    endless: _builtins.bool
+    waited_s: _builtins.float
+    """since it came to the front door"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -474,10 +485,12 @@ class ScheduleRequest(_message.Message):
         tenant: _builtins.str = ...,
         slo_class: _builtins.str = ...,
         priority: _builtins.int = ...,
+        endless: _builtins.bool = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,6 +554,52 @@ class Holder(_message.Message):
 Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
+class Turn(_message.Message):
+    """when it is served among those that wait on a node; worker/policy/turns.py has the order"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    ACCOUNT_FIELD_NUMBER: _builtins.int
+    START_NS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    DUE_IN_S_FIELD_NUMBER: _builtins.int
+    AGES_IN_S_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """of its class: lower goes first"""
+    account: _builtins.str
+    """who is charged"""
+    start_ns: _builtins.int
+    """virtual start time among the accounts"""
+    priority: _builtins.int
+    """among the account's own: lower goes first"""
+    waited_s: _builtins.float
+    """since it came to the front door"""
+    due_in_s: _builtins.float
+    """until its first token should be there; negative: overdue"""
+    ages_in_s: _builtins.float
+    """from then on nothing newer goes before it"""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        account: _builtins.str = ...,
+        start_ns: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        waited_s: _builtins.float = ...,
+        due_in_s: _builtins.float = ...,
+        ages_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "ages_in_s", b"ages_in_s", "due_in_s", b"due_in_s", "level", b"level", "priority", b"priority", "start_ns", b"start_ns", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
 class Placement(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,6 +610,7 @@ class Placement(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
@@ -566,6 +626,8 @@ class Placement(_message.Message):
     def pool(self) -> Global___NodeRef:
         """the prefill node's: the answer's KV is stored there too, so that the next turn finds all in one place"""
 
+    @_builtins.property
+    def turn(self) -> Global___Turn: ...
     def __init__(
         self,
         *,
@@ -576,10 +638,11 @@ class Placement(_message.Message):
         predicted_ttft_s: _builtins.float = ...,
         predicted_tbt_s: _builtins.float = ...,
         pool: Global___NodeRef | None = ...,
+        turn: Global___Turn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reuse_blocks", b"reuse_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
