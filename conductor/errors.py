@@ -2,6 +2,7 @@
 
 ConductorError
 ├── ConfigError              a configuration that cannot work
+├── ObjectivesError          a record of objectives that cannot be
 ├── JoinRefused              a node that cannot be part of this cluster; `problem` says what differs from whom
 ├── UnknownNode              a node id under which nobody has joined
 ├── NodeInUse                a node that others need: it cannot be drained now
@@ -19,6 +20,10 @@ class ConductorError(Exception):
 
 class ConfigError(ConductorError, ValueError):
     """A configuration that cannot work; the message names the field."""
+
+
+class ObjectivesError(ConductorError, ValueError):
+    """A record of objectives that cannot be; the message names the place in it and what is expected there."""
 
 
 class JoinRefused(ConductorError):

@@ -8,6 +8,7 @@ from conductor.policy.decisions import Reason, Reject
 from conductor.policy.decode_choice import wait_for_tbt_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates
+from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.state import ClusterState
 
 __all__ = ["Verdict", "judge"]
@@ -24,6 +25,7 @@ class Verdict:
     has_room: bool
     decode_nodes: Candidates | None
     decode_index: int
+    objectives: EffectiveObjectives  # what it is to be held to
 
 
 def judge(
@@ -36,9 +38,7 @@ def judge(
     if request.generated > 0:
         return None
     config = state.config
-    of_model = state.objectives_of(request.model)
-    ttft_objective_s = request.ttft_objective_s or of_model.ttft_s
-    tbt_objective_s = request.tbt_objective_s or of_model.tbt_s
+    ttft_objective_s, tbt_objective_s = found.objectives.ttft_s, found.objectives.tbt_s
     if not found.has_room and (ttft_objective_s or tbt_objective_s):
         message = f"no decode node has room for {request.prompt_tokens + request.max_new_tokens} tokens of KV"
         return _reject(request, "decode_capacity", message, found.room_wait_s)

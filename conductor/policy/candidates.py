@@ -24,6 +24,8 @@ class Places:
 
 def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Places | Reject:
     """The nodes that can serve the request, or why there is none."""
+    if not state.slo.knows(request.slo_class) and not request.generated:
+        return _no_class(state, request)
     model = state.nodes.model(request.model)
     if model is None:
         return _unserved(now_ns, state, request)
@@ -56,6 +58,13 @@ def _unserved(now_ns: int, state: ClusterState, request: RequestArrived) -> Reje
         return _no_nodes(request, f"no worker of model {request.model!r} has joined")
     message = f"model {request.model!r} is not served here"
     return Reject(request.request_id, request.attempt, "unknown_model", message, 0.0)
+
+
+def _no_class(state: ClusterState, request: RequestArrived) -> Reject:
+    known = ", ".join(sorted(state.slo.record.classes))
+    there_are = f"there are {known}" if known else "none is defined here"
+    message = f"there is no class {request.slo_class!r} of objectives: {there_are}"
+    return Reject(request.request_id, request.attempt, "unknown_class", message, 0.0)
 
 
 def _no_nodes(request: RequestArrived, message: str, may_return: bool = False) -> Reject:

@@ -12,13 +12,16 @@ from conductor.policy.events import (
     NodeJoined,
     NodeLost,
     NodeReported,
+    ObjectivesChanged,
     RequestArrived,
     RequestCompleted,
     Tick,
     TransferSample,
 )
 from conductor.policy.kernels import kernels
+from conductor.policy.objectives import ObjectiveBook
 from conductor.policy.placement import place
+from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
@@ -62,6 +65,8 @@ class Conductor:
                     lose_node(state, known)
             case CopyFinished():
                 self._copy_finished(now_ns, event)
+            case ObjectivesChanged(version, content):
+                state.slo = ObjectiveBook(record_from_text(content), version)
             case Tick():
                 state.forget_recent(now_ns)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns)]
@@ -138,10 +143,10 @@ class Conductor:
 
     def _model_snapshot(self, model: str) -> dict[str, Any]:
         state = self._state
-        tally, objectives = state.tally_of(model), state.config.objectives_of(model)
+        tally, objectives = state.tally_of(model), state.slo.resolve(model, "", "")
         return {
             "ready": self._serves(model),
-            "objectives": {"ttft_s": objectives.ttft_s, "tbt_s": objectives.tbt_s},
+            "objectives": {"ttft": tell_objective(objectives.ttft), "tbt": tell_objective(objectives.tbt)},
             "costs": state.costs[model].summary(),
             "counters": dict(sorted(tally.counts.items())),
             "prediction_error": {

@@ -17,6 +17,7 @@ __all__ = [
     "NodeLost",
     "NodeReported",
     "NodeView",
+    "ObjectivesChanged",
     "Phase",
     "PoolMatch",
     "PoolMatches",
@@ -175,8 +176,18 @@ class CopyFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectivesChanged:
+    """Another version of the record of objectives is in force; `content` is what `record_form.record_text` gives."""
+
+    version: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: orphans and silent nodes are looked for."""
 
 
-Event = NodeJoined | NodeLost | NodeReported | RequestArrived | RequestCompleted | CopyFinished | Tick
+Event = (
+    NodeJoined | NodeLost | NodeReported | RequestArrived | RequestCompleted | CopyFinished | ObjectivesChanged | Tick
+)

@@ -64,6 +64,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     queue_s = float(scores.queue_s[chosen])
     # Prefill begins only once the decode node has the pages.
     ttft_s = scores.ttft_s + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
+    objectives = _objectives(state, request, scores, costs)
     verdict = Verdict(
         ttft_s=ttft_s,
         queue_s=queue_s,
@@ -72,10 +73,10 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         has_room=decode is None or decode.choice.free_tokens >= places.need_tokens,
         decode_nodes=decode.nodes if decode is not None else None,
         decode_index=decode.choice.index if decode is not None else 0,
-        objectives=_objectives(state, request, scores, costs, places),
+        objectives=objectives,
     )
     considered = (
-        _considered(state, request, places, scores, decode, ttft_s) if state.config.explain else NOTHING_CONSIDERED
+        _considered(state, objectives, places, scores, decode, ttft_s) if state.config.explain else NOTHING_CONSIDERED
     )
     rejection = judge(now_ns, state, request, verdict, costs)
     if rejection is not None:
@@ -95,13 +96,12 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
 
 
 def _objectives(
-    state: ClusterState, request: RequestArrived, scores: PrefillScores, costs: ModelCosts, places: Places
+    state: ClusterState, request: RequestArrived, scores: PrefillScores, costs: ModelCosts
 ) -> EffectiveObjectives:
     """What the request is to meet. Unloaded: no queue, at the best node, with what it can reuse; a batch of its own."""
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     ttft_s = float((scores.transfer_s + scores.prefill_s).min()) if wanted.ttft.times else 0.0
-    batch_room = int(places.decode.max_batch.max(initial=1))
-    step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, batch_room) if wanted.tbt.times else 0.0
+    step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, 1) if wanted.tbt.times else 0.0
     return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, ttft_s, step_s)
 
 
@@ -241,13 +241,12 @@ def _plan_decode(
 
 def _considered(
     state: ClusterState,
-    request: RequestArrived,
+    objectives: EffectiveObjectives,
     places: Places,
     scores: PrefillScores,
     decode: _DecodePlan | None,
     ttft_s: float,
 ) -> Considered:
-    of_model = state.objectives_of(request.model)
     return Considered(
         prefill=scores.explain(places.prefill.ids, state.config.explain),
         num_prefill=len(places.prefill),
@@ -257,10 +256,10 @@ def _considered(
         tbt_s=0.0 if decode is None else decode.choice.tbt_s,
         room_wait_s=0.0 if decode is None else decode.wait_s,
         need_tokens=0 if decode is None else places.need_tokens,
-        ttft_objective_s=request.ttft_objective_s or of_model.ttft_s,
-        tbt_objective_s=request.tbt_objective_s or of_model.tbt_s,
-        ttft_from="request" if request.ttft_objective_s else "model",
-        tbt_from="request" if request.tbt_objective_s else "model",
+        ttft_objective_s=objectives.ttft_s,
+        tbt_objective_s=objectives.tbt_s,
+        ttft_from=objectives.ttft_from,
+        tbt_from=objectives.tbt_from,
     )
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.config import NS, Objectives, PolicyConfig
+from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.heat import Heat
 from conductor.policy.kernels import kernels
 from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
+from conductor.policy.objectives import ObjectiveBook
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
 
@@ -53,9 +54,10 @@ class ClusterState:
     heat: Heat = field(init=False)
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
-    _objectives: dict[str, Objectives] = field(default_factory=dict)
+    slo: ObjectiveBook = field(init=False)
 
     def __post_init__(self) -> None:
+        self.slo = ObjectiveBook(self.config.record)
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
         self.heat = Heat(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
@@ -126,9 +128,3 @@ class ClusterState:
             if (slot := self.nodes.slot(pool)) != NONE:
                 sends[slot] = count
         return sends
-
-    def objectives_of(self, model: str) -> Objectives:
-        """Those of a model that is served."""
-        if model not in self._objectives:
-            self._objectives[model] = self.config.objectives_of(model)
-        return self._objectives[model]

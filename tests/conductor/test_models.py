@@ -88,7 +88,7 @@ def test_requests_are_counted_by_model_and_those_of_unknown_models_by_none(two, 
     assert set(told) == {"m", "n"}
     assert told["m"]["counters"] == {"arrived": 1, "placed": 1, "replaced": 0, "reused_blocks": 0}
     assert told["n"]["counters"]["rejected_ttft"] == 1
-    assert told["n"]["objectives"] == {"ttft_s": 1e-9, "tbt_s": 0.0}
+    assert told["n"]["objectives"] == {"ttft": "0.000000001s", "tbt": "off"}
     assert c.conductor.snapshot(c.now_ns)["counters"]["arrived"] == 3
 
 

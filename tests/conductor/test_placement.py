@@ -201,8 +201,8 @@ def test_a_rejection_says_what_was_predicted_and_what_had_to_be_met(cluster, mak
     reject = c.send(make.request(ttft_objective_s=1e-9))[0]
     seen = reject.considered
     assert reject.reason == "ttft"
-    assert (seen.ttft_objective_s, seen.ttft_from) == (1e-9, "request")
-    assert (seen.tbt_objective_s, seen.tbt_from) == (3.0, "model")
+    assert (seen.ttft_objective_s, seen.ttft_from) == (1e-9, "header")
+    assert (seen.tbt_objective_s, seen.tbt_from) == (3.0, "cluster")
     assert seen.ttft_s > 1e-9
     assert [score.node_id for score in seen.prefill] == ["prefill-0"]
 

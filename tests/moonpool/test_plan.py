@@ -4,6 +4,7 @@ from typing import Any
 
 import yaml
 
+from conductor.policy.objectives import ObjectiveBook
 from moonpool.child import ChildPlan
 from moonpool.config import ConductorRole, FrontendRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.plan import Planner, RolePlan, describe
@@ -148,8 +149,9 @@ def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> Non
         ("org/other:v2", ("o",), "/m/other"),
     ]
     policy = conductor_config(settings_of("conductor", ConductorRole)).policy
-    assert policy.objectives_of("org/other:v2").ttft_s == 3.0
-    assert policy.objectives_of("first").ttft_s == 0.0
+    book = ObjectiveBook(policy.record)
+    assert book.resolve("org/other:v2", "", "").ttft.seconds == 3.0
+    assert book.resolve("first", "", "").ttft.is_off
 
 
 def test_models_whose_names_shorten_alike_have_workers_of_different_names() -> None:
