@@ -61,11 +61,23 @@ def report(node_id: str, message: conductor_pb2.NodeReport) -> NodeReported:
     return NodeReported(
         node_id,
         message.draining,
-        tuple(Held(h.request_id, h.attempt, h.committed_tokens, h.remaining_prefill_tokens) for h in message.held),
+        tuple(map(_held, message.held)),
         tuple(Progress(p.request_id, p.attempt, _PHASES[p.phase]) for p in message.progress if p.phase in _PHASES),
         tuple(PrefillSample(s.new_tokens, s.reused_tokens, s.seconds) for s in message.prefills),
         tuple(DecodeSample(s.batch, s.context_tokens, s.seconds) for s in message.decodes),
         tuple(TransferSample(s.bytes, s.seconds, s.path) for s in message.transfers),
+    )
+
+
+def _held(held: conductor_pb2.Held) -> Held:
+    return Held(
+        held.request_id,
+        held.attempt,
+        held.committed_tokens,
+        held.remaining_prefill_tokens,
+        held.prompt_tokens,
+        held.max_new_tokens,
+        held.decode_node,
     )
 
 

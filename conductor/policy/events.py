@@ -74,6 +74,9 @@ class Held:
     attempt: int
     committed_tokens: int = 0  # KV pages, in tokens; 0 on prefill nodes
     remaining_prefill_tokens: int = 0
+    prompt_tokens: int = 0
+    max_new_tokens: int = 0
+    decode_node: str = ""  # told by prefill nodes: where the request decodes next
 
 
 @dataclass(frozen=True, slots=True)

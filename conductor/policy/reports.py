@@ -1,6 +1,7 @@
 """What workers' reports change: phases of their requests, cost samples, and claims that only they remember."""
 
 from conductor.policy.config import NS
+from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
@@ -101,9 +102,15 @@ def _release(now_ns: int, state: ClusterState, row: int, *, prefill: bool, decod
     if prefill:
         state.requests.column("prefill_node")[row] = NONE
         state.requests.column("sender")[row] = NONE
-    if decode:
+    claim = state.requests.claims[row]
+    if decode or (prefill and claim.is_revived and not claim.seen_decode):
         state.requests.column("decode_node")[row] = NONE
-    if not _has_claim(state, row):
+    if _has_claim(state, row):
+        return
+    if claim.is_revived:
+        # Not retired: another node's report of the same request may be under way.
+        state.requests.remove(row)
+    else:
         state.retire(row, now_ns)
 
 
@@ -114,7 +121,7 @@ def _has_claim(state: ClusterState, row: int) -> bool:
 
 def _note_held(now_ns: int, state: ClusterState, node: NodeView, held: Held) -> None:
     row = state.requests.find(held.request_id)
-    if row is None or state.requests.claims[row].is_revived:
+    if row is None or state.requests.claims[row].is_revived or state.requests.claims[row].attempt < held.attempt:
         row = _revive(now_ns, state, node, held, row)
     if row is None or state.requests.claims[row].attempt != held.attempt:
         return
@@ -125,7 +132,8 @@ def _note_held(now_ns: int, state: ClusterState, node: NodeView, held: Held) -> 
 
 
 def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: int | None) -> int | None:
-    """Rebuild (a part of) a claim that this conductor did not make: it was restarted, or the worker's stream broke."""
+    """Rebuild (a part of) a claim that this conductor did not make: another one did, or it was restarted, or the
+    worker's stream broke."""
     recent = state.recent.get(held.request_id)
     if recent is not None and recent.claim.attempt >= held.attempt:
         return None  # over: the worker is tidying up
@@ -135,7 +143,10 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         row = None
     if row is None:
         claim = Claim(held.request_id, held.attempt, node.model, "", is_revived=True)
-        row = requests.add(claim, prefill_ns=0, ready_ns=now_ns, committed=0, prompt=0, max_new=0, seen_ns=now_ns)
+        prompt, max_new = held.prompt_tokens, held.max_new_tokens
+        row = requests.add(
+            claim, prefill_ns=0, ready_ns=now_ns, committed=0, prompt=prompt, max_new=max_new, seen_ns=now_ns
+        )
         state.counts["revived"] += 1
     elif requests.claims[row].attempt != held.attempt:
         return row
@@ -144,10 +155,15 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = round(cost_s * NS)
         requests.column("ready_ns")[row] = now_ns + round(cost_s * NS)
-    if node.role != "prefill" and requests.column("decode_node")[row] == NONE:
+        next_slot = state.nodes.slot(held.decode_node)
+        if next_slot != NONE and requests.column("decode_node")[row] == NONE:
+            # Its own report says more, and comes soon.
+            requests.column("decode_node")[row] = next_slot
+            requests.column("committed")[row] = peak_tokens(held.prompt_tokens, held.max_new_tokens, node.block_tokens)
+    if node.role != "prefill" and (requests.column("decode_node")[row] == NONE or not requests.claims[row].seen_decode):
         requests.column("decode_node")[row] = slot
         requests.column("committed")[row] = held.committed_tokens
-        requests.column("prompt")[row] = held.committed_tokens
+        requests.column("prompt")[row] = held.prompt_tokens or held.committed_tokens
     return row
 
 

@@ -87,6 +87,40 @@ def test_what_workers_hold_rebuilds_the_ledger_of_a_restarted_conductor(cluster)
     assert c.counts == NOTHING
 
 
+def test_a_request_that_another_conductor_placed_is_counted_where_it_decodes_before_it_is_there(cluster):
+    c = cluster()
+    prefilling = Held(
+        "r", 0, remaining_prefill_tokens=300, prompt_tokens=300, max_new_tokens=20, decode_node="decode-1"
+    )
+    c.holds("prefill-0", prefilling)
+    assert (c.counts["prefills"], c.counts["committed_tokens"]) == (1, 320)
+    c.holds("decode-1", Held("r", 0, committed_tokens=336, prompt_tokens=300, max_new_tokens=20))
+    assert c.counts["committed_tokens"] == 336
+    c.progress("prefill-0", "ended")
+    assert (c.counts["prefills"], c.counts["committed_tokens"]) == (0, 336)
+    c.progress("decode-1", "ended")
+    assert c.counts == NOTHING
+
+
+def test_a_request_of_another_conductor_whose_prefill_ends_alone_holds_nothing_more(cluster):
+    c = cluster()
+    c.holds("prefill-0", Held("r", 0, prompt_tokens=300, max_new_tokens=20, decode_node="decode-1"))
+    c.progress("prefill-0", "ended")
+    assert c.counts == NOTHING
+    c.holds("decode-1", Held("r", 0, committed_tokens=336))  # its report was slower: it really has them
+    assert c.counts["committed_tokens"] == 336
+
+
+def test_a_later_attempt_that_another_conductor_placed_takes_the_earlier_ones_place(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    assert c.counts["committed_tokens"] == 320
+    c.holds("decode-1", Held("r", 1, committed_tokens=64))
+    assert (c.counts["requests"], c.counts["committed_tokens"]) == (1, 64)
+    c.send(RequestCompleted("r", 0, "retry"))
+    assert c.counts["committed_tokens"] == 64
+
+
 def test_a_worker_that_only_lost_its_stream_gets_its_claims_back(cluster, make):
     c = cluster()
     c.send(make.request())
