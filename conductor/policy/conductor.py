@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink
 from conductor.policy.events import (
@@ -81,6 +82,16 @@ class Conductor:
     def suspects(self) -> frozenset[str]:
         """Joined nodes that had not reported for too long at the last event; they get no work until they do."""
         return self._state.liveness.suspects
+
+    @property
+    def slo(self) -> ObjectiveBook:
+        """The record of objectives in force. Read it only."""
+        return self._state.slo
+
+    @property
+    def attainment(self) -> Attainment:
+        """How often requests met their objectives. Read it only."""
+        return self._state.attainment
 
     @property
     def replication(self) -> Replication:

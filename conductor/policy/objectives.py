@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "NOTHING_TO_MEET",
     "NO_OBJECTIVE",
     "EffectiveObjectives",
     "HeaderRule",
@@ -114,6 +115,10 @@ class EffectiveObjectives:
     tbt_from: Source
     ttft_percentile: float = DEFAULT_PERCENTILE
     tbt_percentile: float = DEFAULT_PERCENTILE
+    slo_class: str = ""
+
+
+NOTHING_TO_MEET = EffectiveObjectives(0.0, 0.0, "none", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,8 @@ class Resolved:
         """With the request's headers (0 = none) and its predicted values in an idle cluster, all in seconds."""
         ttft_s, ttft_from = self._with_header(header_ttft_s, self.ttft.bound_s(unloaded_ttft_s), self.ttft_from)
         tbt_s, tbt_from = self._with_header(header_tbt_s, self.tbt.bound_s(unloaded_tbt_s), self.tbt_from)
-        return EffectiveObjectives(ttft_s, tbt_s, ttft_from, tbt_from, self.ttft.percentile, self.tbt.percentile)
+        percentiles = self.ttft.percentile, self.tbt.percentile
+        return EffectiveObjectives(ttft_s, tbt_s, ttft_from, tbt_from, *percentiles, self.slo_class)
 
     def _with_header(self, header_s: float, bound_s: float, source: Source) -> tuple[float, Source]:
         if not header_s or self.headers == "ignore":

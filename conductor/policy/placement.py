@@ -44,11 +44,12 @@ class _DecodePlan:
 
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
     """One Place or Reject, and possibly a Copy after a Place."""
+    recent = state.recent.pop(request.request_id, None)
+    former = recent.claim if recent is not None else None
     stale = state.requests.find(request.request_id)
     if stale is not None:
         # A new attempt, or the same one asked again: what the old answer claimed is void.
-        state.requests.remove(stale)
-    state.recent.pop(request.request_id, None)
+        former = state.requests.remove(stale)
     places = find_places(now_ns, state, request)
     if isinstance(places, Reject):
         return [places]
@@ -64,7 +65,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     queue_s = float(scores.queue_s[chosen])
     # Prefill begins only once the decode node has the pages.
     ttft_s = scores.ttft_s + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
-    objectives = _objectives(state, request, scores, costs)
+    objectives = _objectives(state, request, former, scores, costs)
     verdict = Verdict(
         ttft_s=ttft_s,
         queue_s=queue_s,
@@ -80,10 +81,11 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     )
     rejection = judge(now_ns, state, request, verdict, costs)
     if rejection is not None:
+        state.attainment.lost(request.model, request.tenant, objectives, "rejected")
         return [replace(rejection, considered=considered)]
     placed = _placed(request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
-    _claim(now_ns, state, request, places, prefixes, scores, chosen, placed)
+    _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives)
     replicas = _replicas(state, request, model)
     if places.prefill.pools[chosen] in replicas:
         without = _without_replicas(state, request, model, replicas)
@@ -96,9 +98,14 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
 
 
 def _objectives(
-    state: ClusterState, request: RequestArrived, scores: PrefillScores, costs: ModelCosts
+    state: ClusterState, request: RequestArrived, former: Claim | None, scores: PrefillScores, costs: ModelCosts
 ) -> EffectiveObjectives:
-    """What the request is to meet. Unloaded: no queue, at the best node, with what it can reuse; a batch of its own."""
+    """What the request is to meet, as its first attempt was told.
+
+    Unloaded: no queue, at the best node, with what it can reuse; a batch of its own.
+    """
+    if request.attempt and former is not None and not former.is_revived:
+        return former.objectives
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     ttft_s = float((scores.transfer_s + scores.prefill_s).min()) if wanted.ttft.times else 0.0
     step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, 1) if wanted.tbt.times else 0.0
@@ -295,6 +302,7 @@ def _claim(
     scores: PrefillScores,
     chosen: int,
     placed: Place,
+    objectives: EffectiveObjectives,
 ) -> None:
     decodes_at = placed.decode or (placed.prefill if places.prefill.is_aggregated[chosen] else "")
     claim = Claim(
@@ -304,6 +312,8 @@ def _claim(
         request.frontend_id,
         placed.predicted_ttft_s,
         placed.predicted_tbt_s,
+        tenant=request.tenant,
+        objectives=objectives,
     )
     state.requests.add(
         claim,

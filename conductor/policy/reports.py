@@ -42,8 +42,13 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         recent = state.recent.get(event.request_id)
         claim = recent.claim if recent is not None and recent.claim.attempt == event.attempt else None
     state.count(claim.model if claim is not None else "", f"completed_{event.outcome}")
-    if claim is None or claim.is_revived or event.outcome != "finished":
+    if claim is None or claim.is_revived:
         return
+    if event.outcome == "failed":
+        state.attainment.lost(claim.model, claim.tenant, claim.objectives, "failed")
+    if event.outcome != "finished":
+        return
+    state.attainment.finished(claim.model, claim.tenant, claim.objectives, event.ttft_s, event.mean_tbt_s)
     if event.attempt == 0 and event.ttft_s > 0:
         state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:

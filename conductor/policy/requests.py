@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
+
 __all__ = [
     "COMMITTED",
     "DECODE_NODE",
@@ -57,6 +59,8 @@ class Claim:
     is_revived: bool = False  # known only from what workers hold
     seen_prefill: bool = False  # a report of the prefill node held it
     seen_decode: bool = False
+    tenant: str = ""
+    objectives: EffectiveObjectives = NOTHING_TO_MEET
 
 
 @dataclass(frozen=True, slots=True)

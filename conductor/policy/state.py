@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
@@ -55,9 +56,11 @@ class ClusterState:
     replication: Replication = field(init=False)
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
+    attainment: Attainment = field(init=False)
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(self.config.record)
+        self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants)
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
         self.heat = Heat(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
