@@ -50,12 +50,14 @@ other side closed (ERRNO 0), or a call failed."""
 (
     START, END, LAST_SEQ, HIGHEST_REFUSED, ACK_SEQ, ACK_NBYTES, TAG_AT, PAYLOAD_AT, NOTE_END, WANTED, CONTROL_NBYTES,
     ERRNO, OUT_NBYTES, WRITE_HEAD, NOTIFY_HEAD, READ_HEAD, ACK_HEAD, FD, IS_UNIX, SCRATCH, BUFFER, BUFFER_NBYTES, SLOTS,
-    INSIDE, WAITING, SOURCES, NUM_SOURCES, LANDED, SERVED, NUM_STATE,
-) = range(30)  # fmt: skip
+    INSIDE, WAITING, SOURCES, NUM_SOURCES, LANDED, SERVED, RETURNS, LEFT_NBYTES, NUM_STATE,
+) = range(32)  # fmt: skip
 """*_HEAD: the first 8 bytes of such a frame, as one number. OUT_NBYTES: of answers that have not been sent. SCRATCH
-and what follows: addresses and lengths of the loop's arrays, so that a call has one argument."""
+and what follows: addresses and lengths of the loop's arrays, so that a call has one argument. RETURNS: a signal, or a
+long wait, ends a call in the middle of a payload (ERRNO EINTR), of which LEFT_NBYTES are still to come."""
 
 _MAX_VIEWS = 1024  # Linux's IOV_MAX
+_LONG_WAIT_MS = 500  # a signal between two calls interrupts neither
 _ACK_NBYTES = PREFIX.size + 16
 _MAX_ACKS = 64
 # Places in `scratch`: the answers to send, a msghdr, a pollfd, a socket option and its length, a timespec, control
@@ -127,7 +129,7 @@ def _address_views(scratch, first, end):  # type: ignore[no-untyped-def]
 
 @njit
 def receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # type: ignore[no-untyped-def]
-    """The payload into its rows, first what is in the buffer. False: the connection ended."""
+    """The payload into its rows, first what is in the buffer. False: the connection ended, or see RETURNS."""
     left = nbytes - min(nbytes, state[END] - state[START])
     if left and not flush(fd, state, scratch):
         return False
@@ -147,11 +149,11 @@ def receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # 
                 views += 1
         left = _receive_views(fd, state, scratch, views, mark, left)
         if left < 0:
-            return False
+            break
         views = 0
     if mark:
         _wake_at(fd, scratch, np.int64(1))
-    return True
+    return left >= 0
 
 
 _watermark: Any = njit(watermark)
@@ -176,26 +178,37 @@ def _wake_at(fd, scratch, nbytes):  # type: ignore[no-untyped-def]
 def _receive_views(fd, state, scratch, views, mark, left):  # type: ignore[no-untyped-def]
     """Fill the first views, by whatever comes, or, with a `mark`, by so many bytes at a time of all that are `left`.
 
-    Returns how many are left after them; -1: the connection ended.
+    Returns how many are left after them; -1: the connection ended, or see RETURNS.
     """
     first = 0
     while first < views:
         if mark:
             _wake_at(fd, scratch, min(mark, left))
-            _await(fd, scratch, POLLIN | POLLRDHUP, -1)
+            if not _await(fd, scratch, POLLIN | POLLRDHUP, _LONG_WAIT_MS if state[RETURNS] else -1) and state[RETURNS]:
+                return _interrupted(state, left)
         _address_views(scratch, first, views)
         # With a mark never asleep in here, where whoever has copied some would wait for as much as the mark once more.
         flags = np.int32(MSG_DONTWAIT if mark else MSG_WAITALL)
         moved = recvmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, flags)
         if moved <= 0:
             errno = load_i32(errno_location()) if moved else np.int32(0)
+            if errno == EINTR and state[RETURNS]:
+                return _interrupted(state, left)
             if errno == EINTR or (mark and errno == EAGAIN):
                 continue
             state[ERRNO] = errno
             return np.int64(-1)
         left -= moved
         first = _advance(scratch, first, moved)
+        if first < views and not mark and state[RETURNS]:  # only a signal makes it less than all
+            return _interrupted(state, left)
     return left
+
+
+@njit
+def _interrupted(state, left):  # type: ignore[no-untyped-def]
+    state[ERRNO], state[LEFT_NBYTES] = EINTR, left
+    return np.int64(-1)
 
 
 @njit

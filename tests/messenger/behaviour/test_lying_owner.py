@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -193,6 +194,35 @@ def test_a_write_that_is_answered_too_early_is_done_as_soon_as_it_was_sent(calle
     go_on.set()
     waiter.join(60)
     assert results == [8 << 20] * 2
+
+
+@pytest.mark.transports("tcp")
+@pytest.mark.parametrize("nbytes", [NBYTES, 8 << 20])
+def test_ctrl_c_ends_the_main_threads_wait_for_an_owner_that_stands_still_in_the_middle_of_a_payload(
+    caller: Any, liar: Liar, wait_until: Callable[..., None], nbytes: int
+) -> None:
+    def send_half(link: SocketLink) -> None:
+        while isinstance(message := link.receive(), Read):
+            link.send(Ack(message.seq, message.nbytes), [memoryview(b"\1" * (max(message.nbytes // 2, 1)))])
+        hold(link)
+
+    def interrupt() -> None:
+        wait_until(lambda: caller.array[nbytes // 2 - 1] and peer._streams[1]._receiver._helper, "it receives", 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    liar.serve = send_half
+    peer = caller.messenger.connect(liar.endpoint)
+    interrupting = threading.Thread(target=interrupt)
+    peer.read(KEY, caller.region, [[0, 0, 1]]).result()
+    interrupting.start()
+    read = peer.read(RemoteKey(7, 1, 0, nbytes, True, True), caller.region, [[0, 0, nbytes]], deadline_s=60)
+    with pytest.raises(KeyboardInterrupt):
+        read.result()
+    assert not read.done()
+    interrupting.join()
+    liar.becomes(honest)
+    assert read.result().nbytes == nbytes
+    assert not caller.array[:nbytes].any()
 
 
 def test_answers_that_come_in_one_go_each_end_their_own_request(caller: Any, liar: Liar) -> None:
