@@ -133,7 +133,9 @@ class DecodeFace(WorkerFace):
         node.begin_grammar(request)
         block_tokens = node.config.block_tokens
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
-        slots, num_shared = await node.take_slots(request.keys[:cut], -(-request.peak_tokens // block_tokens))
+        with node.in_line(request):
+            num_slots = -(-request.peak_tokens // block_tokens)
+            slots, num_shared = await node.take_slots(request.key, request.keys[:cut], num_slots)
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, slots, num_shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import grpc
 import numpy as np
@@ -19,6 +20,7 @@ from worker.node import WorkerNode
 from worker.prepare import Prepared
 from worker.request import Sequence
 from worker.settle import unless_called_off
+from worker.turn_wire import turn_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Handoff:
         request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
+        turn = turn_to_proto(self._node.line.turn(request.key), time.monotonic())
+        reserve.request.placement.turn.CopyFrom(turn)
         reserve.superseded = self._work.grown_tail
         for pin in self._work.pinned:
             if pin.first < min(pin.end, shared):

@@ -15,8 +15,8 @@ from moonpool_proto.v1.common_pb2 import ROLE_PREFILL
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.handoff import Handoff
+from prefill_node.places import Place, Places
 from prefill_node.push import Pusher
-from prefill_node.turns import Turn, Turns
 from worker.config import WorkerConfig
 from worker.errors import RequestFailed
 from worker.matchers import Matcher
@@ -37,7 +37,7 @@ class PrefillFace(WorkerFace):
         super().__init__(WorkerNode(config, ROLE_PREFILL, self._layer_written))
         self._pushers: dict[int, Pusher] = {}
         self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._turns = Turns(config.prefill_lookahead)
+        self._places = Places(config.prefill_lookahead, self.node.line)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def accept(self, request: Request) -> None:
@@ -59,25 +59,26 @@ class PrefillFace(WorkerFace):
         next_node = request.placement.decode.node_id
         node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
         try:
-            if self._turns.must_wait:
+            if self._places.must_wait:
                 node.pool.prefetch(request, reusable_blocks(request, node.config.block_tokens))
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
-            async with (
-                self._turns.take() as turn,
-                prepared(node, request, peak_tokens=len(request.prompt)) as work,
-            ):
-                if request.placement.HasField("decode"):
-                    await self._prefill_and_hand_off(work, turn, matcher)
-                else:
-                    await load(node, work)
-                    sequence = await self._prefill(work, turn, matcher, None)
-                    await keep(node, work, sequence)
-                    if not sequence.finish:
-                        raise RequestFailed("placement", "the request goes on, but no decode node was named")
+            with node.in_line(request):
+                async with (
+                    self._places.take(request.key) as place,
+                    prepared(node, request, peak_tokens=len(request.prompt)) as work,
+                ):
+                    if request.placement.HasField("decode"):
+                        await self._prefill_and_hand_off(work, place, matcher)
+                    else:
+                        await load(node, work)
+                        sequence = await self._prefill(work, place, matcher, None)
+                        await keep(node, work, sequence)
+                        if not sequence.finish:
+                            raise RequestFailed("placement", "the request goes on, but no decode node was named")
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
-    async def _prefill_and_hand_off(self, work: Prepared, turn: Turn, matcher: Matcher | None) -> None:
+    async def _prefill_and_hand_off(self, work: Prepared, place: Place, matcher: Matcher | None) -> None:
         node, request = self.node, work.request
         handoff = Handoff(node, work, self._channel(request.placement.decode.target))
         pusher: Pusher | None = None
@@ -85,7 +86,7 @@ class PrefillFace(WorkerFace):
             await both(load(node, work), handoff.reserve())
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
-            sequence = await self._prefill(work, turn, matcher, pusher)
+            sequence = await self._prefill(work, place, matcher, pusher)
             if sequence.finish:
                 await keep(node, work, sequence)
                 return
@@ -125,7 +126,7 @@ class PrefillFace(WorkerFace):
         pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher
 
-    async def _prefill(self, work: Prepared, turn: Turn, matcher: Matcher | None, pusher: Pusher | None) -> Sequence:
+    async def _prefill(self, work: Prepared, place: Place, matcher: Matcher | None, pusher: Pusher | None) -> Sequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
         sequence = sequence_of(node, work, matcher, prefill_only=True)
@@ -136,7 +137,7 @@ class PrefillFace(WorkerFace):
             await node.run_in_engine(sequence)
         finally:
             self._pushers.pop(id(sequence), None)
-        turn.end()
+        place.end()
         return sequence
 
     def _channel(self, target: str) -> grpc.aio.Channel:

@@ -29,14 +29,15 @@ class AggregatedFace(WorkerFace):
         held = node.hold(request, remaining_prefill_tokens=len(request.prompt))
         try:
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
-            async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
-                held.committed_tokens = len(work.slots) * node.config.block_tokens
-                await load(node, work)
-                sequence = sequence_of(node, work, matcher, prefill_only=False)
-                report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
-                with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
-                    await node.run_in_engine(sequence)
-                    await keep(node, work, sequence)
+            with node.in_line(request):
+                async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
+                    held.committed_tokens = len(work.slots) * node.config.block_tokens
+                    await load(node, work)
+                    sequence = sequence_of(node, work, matcher, prefill_only=False)
+                    report.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
+                    with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
+                        await node.run_in_engine(sequence)
+                        await keep(node, work, sequence)
         finally:
             report.progress(request.request_id, request.attempt, PHASE_ENDED)
 

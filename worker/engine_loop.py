@@ -117,6 +117,9 @@ class EngineLoop:
     def _run(self) -> None:
         while self._take_commands():
             self._drop_cancelled()
+            now_s = time.monotonic()
+            # At every step: what is urgent goes first from its next chunk on, and what was computed of others stays.
+            self._prefilling.sort(key=lambda sequence: sequence.turn.rank(now_s))
             plan = plan_step(
                 [s.remaining for s in self._decoding],
                 [(s.num_computed, s.prompt_len) for s in self._prefilling],

@@ -13,8 +13,7 @@ import logging
 import secrets
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpool import digest, kv_namespace
 from messenger import Messenger
@@ -29,13 +28,16 @@ from worker.errors import RequestFailed, RequestRefused, WorkerError
 from worker.jobs import Jobs
 from worker.matchers import Matcher, Matchers
 from worker.parity import Parity
-from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
+from worker.policy import BatchLimits, EngineHealth, SlotPool
+from worker.policy.turns import Key, Line
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
 from worker.settle import settled
+from worker.slot_queue import SlotQueue
 from worker.streams import TokenStreams
+from worker.turn_wire import turn_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,8 @@ class WorkerNode:
             lambda request, failure: self.streams.send_failure(request.frontend_id, failure), self._job_over
         )
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self._slot_queue: deque[tuple[Sequence[bytes], int, asyncio.Future[tuple[list[int], int]]]] = deque()
+        self.line = Line()  # of the requests that wait here for slots or for their first token
+        self._slot_queue = SlotQueue(self.line, self._acquire, self.slots.release)
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
         self._commits: set[asyncio.Task[None]] = set()
@@ -166,29 +169,24 @@ class WorkerNode:
 
     # Slots.
 
-    async def take_slots(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
-        """As SlotPool.acquire, first come first served; waits until the slots are there. Cancellable."""
+    @contextlib.contextmanager
+    def in_line(self, request: Request) -> Iterator[None]:
+        """The request waits here, for its first token at the longest, and is served when it is its turn."""
+        self.line.join(request.key, request.turn)
+        try:
+            yield
+        finally:
+            self.line.leave(request.key)
+
+    async def take_slots(self, request: Key, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+        """As SlotPool.acquire, for a request in line; waits for its turn and until the slots are there. Cancellable."""
         if count > self.config.num_slots:
             raise RequestRefused(
                 "too_long",
                 f"the request needs {count} blocks of KV; this node has {self.config.num_slots} "
                 f"({self.config.capacity_tokens} tokens, capacity_tokens)",
             )
-        if not self._slot_queue:
-            try:
-                return self._acquire(keys, count)
-            except OutOfSlots:
-                pass
-        future: asyncio.Future[tuple[list[int], int]] = self._loop.create_future()
-        self._slot_queue.append((keys, count, future))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.slots.release(future.result()[0])
-            raise
-        finally:
-            self._serve_slot_queue()
+        return await self._slot_queue.take(request, keys, count)
 
     def _acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
         taken = self.slots.acquire(keys, count)
@@ -208,7 +206,7 @@ class WorkerNode:
 
     def give_slots(self, slots: Sequence[int]) -> None:
         self.slots.release(slots)
-        self._serve_slot_queue()
+        self._slot_queue.serve()
 
     async def fence_slots(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
         """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned.
@@ -221,17 +219,7 @@ class WorkerNode:
     async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
         await asyncio.to_thread(fence)
         self.slots.readmit(slots)
-        self._serve_slot_queue()
-
-    def _serve_slot_queue(self) -> None:
-        while self._slot_queue:
-            keys, count, future = self._slot_queue[0]
-            if not future.done():
-                try:
-                    future.set_result(self._acquire(keys, count))
-                except OutOfSlots:
-                    return
-            self._slot_queue.popleft()
+        self._slot_queue.serve()
 
     # Grammars.
 
@@ -314,6 +302,7 @@ class WorkerNode:
 
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
         request = sequence.request
+        self.line.leave(request.key)
         cached = timing.cached_tokens
         self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
@@ -338,6 +327,10 @@ class WorkerNode:
         report.free_tokens = self.slots.num_available * self.config.block_tokens
         report.draining = self.draining.is_set()
         report.held.extend(self.held.values())
+        now_s = time.monotonic()
+        for held in report.held:
+            if (key := (held.request_id, held.attempt)) in self.line:
+                held.turn.CopyFrom(turn_to_proto(self.line.turn(key), now_s))
         for name, value in self.counters.snapshot().items():
             report.counters[name] = value
         for name, value in self.model.counters().items():
@@ -353,6 +346,7 @@ class WorkerNode:
             "slots_held": self.slots.num_held,
             "slots_quarantined": self.slots.num_quarantined,
             "slot_waiters": len(self._slot_queue),
+            "in_line": len(self.line),
             "engine_sequences": self.engine.num_sequences,
             "leases": self.pool.num_pinned,
             "held": len(self.held),

@@ -70,7 +70,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     num_slots = -(-peak_tokens // block_tokens)
     if node.must_wait(num_slots):
         node.pool.prefetch(request, reusable)
-    slots, num_shared = await node.take_slots(request.keys[: reusable if cut is None else cut], num_slots)
+    slots, num_shared = await node.take_slots(request.key, request.keys[: reusable if cut is None else cut], num_slots)
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
@@ -134,6 +134,7 @@ def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, pr
     """The engine's sequence for prepared work, with its timing noted for the first token."""
     cached = work.reused_tokens
     sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher)
+    sequence.turn = node.line.turn(work.request.key)
     tiers = [pin.tokens_by_tier(cached) for pin in work.pinned]
     dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
     node.timings[id(sequence)] = Timing(

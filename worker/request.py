@@ -12,9 +12,11 @@ from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
 from worker.errors import RequestRefused, WorkerError
 from worker.matchers import Matcher
+from worker.policy.turns import ALWAYS_NEXT, Key, Turn
 from worker.sampling import Sampling
 from worker.scores import PromptScores
 from worker.steering import Steering
+from worker.turn_wire import turn_from_proto
 
 KEY_NBYTES = 16
 
@@ -37,6 +39,7 @@ class Request:
     submitted: float  # time.monotonic() instants
     deadline: float
     proto: Submit
+    turn: Turn
 
     @classmethod
     def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
@@ -84,7 +87,13 @@ class Request:
             submitted=now,
             deadline=now + (submit.timeout_s or 600.0),
             proto=submit,
+            turn=turn_from_proto(submit.placement.turn, now),
         )
+
+    @property
+    def key(self) -> Key:
+        """What it goes by in line."""
+        return self.request_id, self.attempt
 
     @property
     def peak_tokens(self) -> int:
@@ -125,6 +134,7 @@ class Sequence:
     compute_s: float = 0.0  # its share of the steps that computed its prompt
     reused_tokens: int = field(init=False)  # of its prompt
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
+    turn: Turn = ALWAYS_NEXT  # among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0
 

@@ -65,8 +65,8 @@ async def test_blocks_of_a_request_that_waits_for_its_turn_are_fetched_meanwhile
     await ask(pair, prompt(65), "first")
     await on_ssd_alone(pair)
     async with contextlib.AsyncExitStack() as turns:
-        for _ in range(pair.prefill.node.config.prefill_lookahead):
-            await turns.enter_async_context(pair.prefill._turns.take())
+        for place in range(pair.prefill.node.config.prefill_lookahead):
+            await turns.enter_async_context(pair.prefill._places.take((f"other-{place}", 0)))
         waiting = await pair.frontend.submit(pair.submit(prompt(65), "second"))
         async with asyncio.timeout(30):
             while pair.pool.counters["loaded_blocks"] < 8:

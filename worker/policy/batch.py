@@ -1,6 +1,7 @@
 """What the next engine step computes: the merge step of PPL.LLM, with chunked prefill.
 
-Every decoding sequence advances by one token and the rest of the step's token budget goes to prompts, oldest first.
+Every decoding sequence advances by one token and the rest of the step's token budget goes to prompts, in the order of
+their turns.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def plan_step(
 
     Args:
         decode_remaining: per decoding sequence, next in turn first, the tokens it may still generate.
-        prefill_progress: per prefilling sequence, oldest first, (tokens computed, prompt length).
+        prefill_progress: per prefilling sequence, next in turn first, (tokens computed, prompt length).
         limits: the step's bounds.
     """
     decode = tuple(range(min(len(decode_remaining), limits.max_batch)))

@@ -1,0 +1,138 @@
+"""The order of those that wait: age, class, shares, deadlines; and how long anybody can be kept waiting by it."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.policy.turns import Key, Line, Turn
+
+FRESH = Turn(arrived_s=0.0, due_s=10.0, ages_s=60.0)
+
+
+def line_of(*turns: Turn) -> Line:
+    line = Line()
+    for number, turn in enumerate(turns):
+        line.join((str(number), 0), turn)
+    return line
+
+
+def order(line: Line, count: int, now_s: float = 0.0) -> list[int]:
+    return sorted(range(count), key=lambda number: line.rank((str(number), 0), now_s))
+
+
+def test_a_class_of_a_lower_level_goes_first_whatever_its_deadline() -> None:
+    assert order(line_of(replace(FRESH, due_s=1.0), replace(FRESH, level=-1, due_s=50.0, priority=9)), 2) == [1, 0]
+
+
+def test_within_a_class_the_account_with_the_smallest_ticket_goes_first() -> None:
+    flood = [replace(FRESH, account="a", start_ns=start) for start in (0, 10, 20)]
+    assert order(line_of(*flood, replace(FRESH, account="b", start_ns=5, due_s=50.0)), 4) == [0, 3, 1, 2]
+
+
+def test_an_account_uses_its_first_ticket_for_what_is_most_urgent_of_its_own() -> None:
+    late = replace(FRESH, account="a", start_ns=20, due_s=1.0)
+    line = line_of(replace(FRESH, account="a", start_ns=0), replace(FRESH, account="b", start_ns=10), late)
+    assert order(line, 3) == [2, 1, 0]
+    assert [line.turn((str(n), 0)).start_ns for n in range(3)] == [20, 10, 0]
+
+
+def test_a_priority_moves_a_request_among_its_accounts_own_only() -> None:
+    pushy = replace(FRESH, account="a", start_ns=20, priority=-(2**31) + 1)
+    line = line_of(replace(FRESH, account="a", start_ns=0), replace(FRESH, account="b", start_ns=10), pushy)
+    assert order(line, 3) == [2, 1, 0]
+
+
+def test_equals_go_as_they_came() -> None:
+    assert order(line_of(*[FRESH] * 5), 5) == [0, 1, 2, 3, 4]
+
+
+def test_who_has_waited_for_the_bound_goes_before_all_that_is_newer() -> None:
+    line = line_of(replace(FRESH, level=9, start_ns=10**12), replace(FRESH, level=-9, arrived_s=30.0, ages_s=90.0))
+    assert order(line, 2, now_s=59.9) == [1, 0]
+    assert order(line, 2, now_s=60.0) == [0, 1]
+
+
+def test_who_leaves_takes_along_the_ticket_that_it_used() -> None:
+    line = line_of(replace(FRESH, start_ns=0), replace(FRESH, start_ns=7, due_s=1.0))
+    line.leave(("1", 0))
+    assert line.turn(("0", 0)).start_ns == 7
+    line.leave(("0", 0))
+    line.leave(("0", 0))
+    assert len(line) == 0
+
+
+BOUND_S = 20
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # after the one before, seconds
+        st.integers(1, 5),  # service, seconds
+        st.integers(-3, 3),  # level
+        st.sampled_from("abc"),
+        st.integers(0, 10**6),  # ticket
+        st.integers(-5, 5),  # priority
+        st.integers(0, 40),  # due, from its arrival
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+def served(history: list[tuple[int, int, int, str, int, int, int]]) -> list[tuple[Turn, int, float]]:
+    """(turn, seconds of service, when it began) of all, by one server that asks the line for whoever is next."""
+    coming: list[tuple[Turn, int]] = []
+    now_s = 0.0
+    for gap_s, work_s, level, account, ticket, priority, due_s in history:
+        now_s += gap_s
+        coming.append((Turn(now_s, now_s + due_s, now_s + BOUND_S, level, account, ticket, priority), work_s))
+    line, waiting, done = Line(), dict[Key, tuple[Turn, int]](), []
+    now_s = 0.0
+    while coming or waiting:
+        if not waiting:
+            now_s = max(now_s, coming[0][0].arrived_s)
+        while coming and coming[0][0].arrived_s <= now_s:
+            key = str(len(coming)), 0
+            waiting[key] = coming.pop(0)
+            line.join(key, waiting[key][0])
+        key = line.first(waiting, now_s)
+        turn, work_s = waiting.pop(key)
+        line.leave(key)
+        done.append((turn, work_s, now_s))
+        now_s += work_s
+    return done
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals)
+def test_nobody_starves(history: list[tuple[int, int, int, str, int, int, int]]) -> None:
+    """Once a request has waited for the bound nothing newer is begun before it: so it begins within the bound, the
+    service under way, and the service of what was there before it."""
+    done = served(history)
+    assert len(done) == len(history)
+    for turn, _, began_s in done:
+        passed = [t for t, _, at_s in done if turn.ages_s <= at_s < began_s]
+        assert all(t.arrived_s <= turn.arrived_s for t in passed)
+        older_s = sum(work_s for t, work_s, at_s in done if t.arrived_s <= turn.arrived_s and at_s >= turn.ages_s)
+        assert began_s <= max(turn.arrived_s, turn.ages_s) + 5 + older_s
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals, st.data())
+def test_the_tickets_of_an_account_are_used_in_its_own_order(
+    history: list[tuple[int, int, int, str, int, int, int]], data: st.DataObject
+) -> None:
+    line, here = Line(), dict[Key, Turn]()
+    for number, (_, _, level, account, ticket, priority, due_s) in enumerate(history):
+        key = str(number), 0
+        here[key] = Turn(0.0, due_s, 60.0, level, account, ticket, priority)
+        line.join(key, here[key])
+        if data.draw(st.booleans()):
+            key = data.draw(st.sampled_from(sorted(here)))
+            del here[key]
+            line.leave(key)
+    for group in {(turn.level, turn.account) for turn in here.values()}:
+        own = [key for key in here if (here[key].level, here[key].account) == group]
+        own.sort(key=lambda key: (here[key].priority, here[key].due_s, int(key[0])))
+        used = [line.turn(key).start_ns for key in own]
+        assert used == sorted(used)
+    assert len(line) == len(here)
