@@ -55,8 +55,10 @@ def small_ones() -> None:
     from kvpool import digest
     from messenger.copying import copy_rows
     from messenger.shm.page_kernels import page_kernels
+    from worker.paced.kernels import kernels as paced_kernels
 
     digest.warm_up()
+    paced_kernels()
     copy_rows()
     page_kernels()
 

@@ -92,6 +92,10 @@ class ClusterWatch:
         """Hex, over the weights that the model's workers compute with; "" while no worker is known."""
         return next((node.model_fingerprint for node in self._workers(model) if node.model_fingerprint), "")
 
+    def engines(self, model: str) -> list[str]:
+        """What stands in for the model on workers that do not compute it, each once."""
+        return sorted({node.engine for node in self._workers(model) if node.engine})
+
     def samples(self) -> Sequence[NodeSample]:
         """The nodes' last reports, for export."""
         return [_sample(status) for status in self._reply.nodes]
@@ -154,5 +158,6 @@ def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
         free_tokens=report.free_tokens,
         draining=report.draining,
         suspect=status.suspect,
+        engine=node.engine,
         counters=dict(report.counters),
     )

@@ -80,7 +80,8 @@ def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":
 def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
     from worker.config import WorkerConfig
 
-    device = choose_device(config.engine.device, config.worker.worker_index)
+    paced = config.engine.engine == "paced"
+    device = "cpu" if paced else choose_device(config.engine.device, config.worker.worker_index)
     return WorkerConfig(
         node_id=node_id,
         listen=config.listen.listen,
@@ -89,6 +90,10 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         pool_target=config.worker.pool,
         model_path=config.model.path,
         served_model_name=config.model.name,
+        engine=cast("Literal['transformer', 'paced']", config.engine.engine),
+        paced_profile=config.engine.paced_profile,
+        paced_kv_bytes=config.engine.paced_kv_bytes,
+        paced_answer_tokens=config.engine.paced_answer_tokens,
         device=device,
         dtype=cast("Dtype", config.engine.dtype),
         block_tokens=config.model.block_tokens,

@@ -6,7 +6,7 @@ from moonpool.config import ServeConfig
 from moonpool.encryption import secure
 from moonpool.errors import ConfigError
 from moonpool.http_port import claim_port
-from moonpool.model_folder import check_model_folder
+from moonpool.model_folder import check_model_folder, check_paced_profile
 from moonpool.run_dir import RunDirLock, default_run_dir, make_run_dir
 from moonpool.runtime.choice import chosen_runtime
 
@@ -17,7 +17,10 @@ def serve(config: ServeConfig) -> int:
 
     secure(config.tls)
     for entry in config.served:
-        check_model_folder(entry.path)
+        engine = entry.engine(config.engine)
+        check_model_folder(entry.path, paced=engine.engine == "paced")
+        if engine.engine == "paced":
+            check_paced_profile(engine.paced_profile)
     ready_file = config.supervisor.ready_file
     if ready_file is not None and not ready_file.absolute().parent.is_dir():
         raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")

@@ -31,6 +31,7 @@ class NodeSample:
     free_tokens: int = 0
     draining: bool = False
     suspect: bool = False
+    engine: str = ""  # what stands in for the model
     counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -68,14 +69,21 @@ class NodesCollector(Collector):
         up = GaugeMetricFamily(
             "moonpool:node_up", "1 for each joined node, 0 while it does not report.", labels=_LABELS
         )
+        stand_in = GaugeMetricFamily(
+            "moonpool:stand_in_engine",
+            "1 for each node that computes nothing, but waits as a cost profile says.",
+            labels=(*_LABELS, "engine"),
+        )
         for sample in samples:
+            if sample.engine:
+                stand_in.add_metric((*sample.labels, sample.engine), 1.0)
             running.add_metric(sample.labels, sample.num_running)
             waiting.add_metric(sample.labels, sample.num_waiting)
             draining.add_metric(sample.labels, float(sample.draining))
             up.add_metric(sample.labels, float(not sample.suspect))
             if sample.capacity_tokens > 0:
                 usage.add_metric(sample.labels, 1.0 - sample.free_tokens / sample.capacity_tokens)
-        yield from (running, waiting, usage, draining, up)
+        yield from (running, waiting, usage, draining, up, stand_in)
 
     def _counters(self, samples: Sequence[NodeSample]) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from engine.model import Dtype
 from messenger import MessengerConfig
+
+if TYPE_CHECKING:  # it lives beside what imports torch
+    from engine.model import Dtype
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class WorkerConfig:
     model_path: Path  # Hugging Face folder
     served_model_name: str  # the name that requests use
     engine: Literal["transformer", "paced"] = "transformer"  # what computes; paced: delays of a cost profile
+    paced_profile: str = "instant"  # of the paced engine: a bundled cost profile's name, or a file
+    paced_kv_bytes: int = 0  # KV of a token, about; 0 = the model's own
+    paced_answer_tokens: int = 128  # mean length of answers that end by themselves; 0 = none does
     device: str = "cpu"  # torch device
     dtype: Dtype = "auto"  # weights and KV: auto = float32 on CPU, the checkpoint's on a GPU
     block_tokens: int = 16  # tokens in a block (= an engine slot)
@@ -50,6 +55,8 @@ class WorkerConfig:
             raise ValueError(f"kv_load_wait_s is {self.kv_load_wait_s}; it must be at least 0")
         if not 0 <= self.kv_parity_sample <= 1:
             raise ValueError(f"kv_parity_sample is {self.kv_parity_sample}; expected a share from 0 to 1")
+        if self.kv_storage == "int8" and self.engine == "paced":
+            raise ValueError("kv_storage is int8 and the engine paced: its KV is checked and kept exact")
         if self.kv_storage == "int8" and self.kv_parity_sample:
             raise ValueError("kv_parity_sample compares exact KV: it cannot be used with kv_storage int8")
         if self.capacity_tokens % self.block_tokens:

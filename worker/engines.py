@@ -76,6 +76,10 @@ class Engine(ABC):
 
 def load_engine(config: WorkerConfig) -> Engine:
     """The configured one. Raises StartupError."""
+    if config.engine == "paced":
+        from worker.paced.engine import PacedEngine
+
+        return PacedEngine.of(config)
     from worker.transformer import Transformer
 
     return Transformer.of(config)

@@ -125,6 +125,7 @@ class WorkerNode:
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
+            engine=self.model.label,
         )
         self.reporter = Reporter(node, self.config.conductor_targets, self._fill_report, self.draining.set)
         self._reporting = asyncio.create_task(self.reporter.run())

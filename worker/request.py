@@ -133,6 +133,7 @@ class Sequence:
     cancelled: bool = False
     compute_s: float = 0.0  # its share of the steps that computed its prompt
     reused_tokens: int = field(init=False)  # of its prompt
+    engine_state: object = None  # what the engine keeps of it
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
     turn: Turn = ALWAYS_NEXT  # among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants

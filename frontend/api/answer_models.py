@@ -220,10 +220,11 @@ class ChatChunk(AnswerModel):
 
 
 class ModelFacts(AnswerModel):
-    """What the cluster's workers say of a model."""
+    """What the cluster's workers say of a model. `stand_ins`: what waits and computes nothing in its place, if any."""
 
     fingerprint: str | None
     block_tokens: Count
+    stand_ins: list[str]
 
 
 class ModelCard(AnswerModel):

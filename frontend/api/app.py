@@ -151,6 +151,7 @@ class _Routes:
             "moonpool": {
                 "fingerprint": service.cluster.fingerprint(model.name) or None,
                 "block_tokens": service.config.block_tokens,
+                "stand_ins": service.cluster.engines(model.name),
             },
         }
 

@@ -47,6 +47,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for entry in self.served:
             _check_capacity(self.model, entry.engine(self.engine), entry)
+            _check_storage(entry.engine(self.engine), self.pool)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
             raise ConfigError(
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
@@ -122,6 +123,7 @@ class WorkerRole:
 
     def __post_init__(self) -> None:
         _check_capacity(self.model, self.engine)
+        _check_storage(self.engine, self.pool)
         _check_addresses(self.listen, self.host, self.transport)
 
 
@@ -158,6 +160,12 @@ def _check_capacity(model: ModelSettings, engine: EngineSettings, entry: ModelEn
             f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: "
             f"the capacity must be a multiple of the block, {fitting} for example"
         )
+
+
+def _check_storage(engine: EngineSettings, pool: PoolSettings) -> None:
+    """What a paced engine writes is checked bit by bit."""
+    if engine.engine == "paced" and pool.kv_storage != "exact":
+        raise ConfigError(f"--engine is paced and --kv-storage {pool.kv_storage}: a paced engine's KV is kept exact")
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:

@@ -77,6 +77,31 @@ class EngineSettings(Slice):
     """How an engine process computes."""
 
     panel: ClassVar[str] = "Engine"
+    engine: Annotated[
+        str,
+        Key(
+            "What computes; paced: nothing does, steps take as long as a cost profile says, to try a cluster without "
+            "GPUs",
+            choices=("transformer", "paced"),
+        ),
+    ] = "transformer"
+    paced_profile: Annotated[
+        str,
+        Key("Cost profile of a paced engine: instant (no step takes any time), a bundled one's name, or a JSON file"),
+    ] = "instant"
+    paced_kv_bytes: Annotated[
+        int,
+        Key(
+            "KV of one token under a paced engine, about; all layers are kept",
+            low=0,
+            parse=parse_size,
+            default_text="as many bytes as the model's",
+        ),
+    ] = 0
+    paced_answer_tokens: Annotated[
+        int,
+        Key("Mean length of the answers that a paced engine ends by itself; 0: it ends none", low=0, high=10**6),
+    ] = 128
     device: Annotated[
         str, Key("cpu, cuda:N, cuda (workers take turns over the GPUs), auto (cuda if there is one, else cpu)")
     ] = "auto"

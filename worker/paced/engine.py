@@ -1,0 +1,262 @@
+"""The engine that sleeps for as long as a cost profile says that steps take, and writes KV that can be checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import EngineError, KvGroupShape
+from engine.config import ModelConfig, read_config
+from kvpool import Provenance
+from kvpool.errors import SpecError
+from messenger import Messenger
+from worker.chosen import Chosen, named
+from worker.engine_memory import EngineMemory, spec_of
+from worker.engines import Engine, OnLayer
+from worker.errors import ProfileError, RequestFailed, RequestRefused, StartupError
+from worker.paced.kernels import kernels
+from worker.paced.memory import PacedMemory
+from worker.paced.pace import Pace
+from worker.paced.profiles import profile_of
+from worker.paced.tokens import Draw, PacedTokens, states_after
+from worker.policy import PrefillChunk
+from worker.policy.cost_profile import CostProfile
+from worker.request import Request, Sequence
+from worker.slot_memory import SlotMemory
+
+if TYPE_CHECKING:
+    from worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+class PacedEngine(Engine):
+    """Of a model folder, of which neither weights nor torch are needed."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: PacedTokens,
+        profile: CostProfile,
+        *,
+        dtype: str,
+        kv_bytes: int,
+        identity: str,
+    ) -> None:
+        """`kv_bytes`: of KV per token, about; 0: as many as the model's. `identity`: what else tokens depend on."""
+        self.config = config
+        self.label = f"paced:{profile.name}"
+        self._groups = config.kv_groups(dtype) if not kv_bytes else _small_groups(config, kv_bytes)
+        self._profile = profile
+        self._tokens = tokens
+        self._steps: PacedSteps | None = None
+        told = [asdict(config), [asdict(group) for group in self._groups], identity]
+        self.fingerprint = hashlib.blake2b(
+            b"paced" + json.dumps(told, sort_keys=True).encode(), digest_size=16
+        ).hexdigest()
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> PacedEngine:
+        """Raises StartupError."""
+        try:
+            model = read_config(config.model_path)
+            profile = profile_of(config.paced_profile)
+        except (EngineError, ProfileError) as error:
+            raise StartupError(str(error)) from error
+        dtype = model.checkpoint_dtype if config.dtype == "auto" else config.dtype
+        engine = paced_engine(
+            config.model_path, model, profile, dtype=dtype, kv_bytes=config.paced_kv_bytes,
+            answer_tokens=config.paced_answer_tokens,
+        )  # fmt: skip
+        log.warning(
+            "the engine is paced: it computes nothing, waits as the profile %s says, and its tokens mean nothing",
+            profile.name,
+        )
+        return engine
+
+    def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> PacedMemory:
+        try:
+            spec = spec_of(self._groups, block_tokens)
+        except SpecError as error:
+            raise StartupError(str(error)) from error
+        return PacedMemory(spec, num_slots, messenger)
+
+    def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
+        return memory, Provenance.EXACT
+
+    def steps(self, memory: EngineMemory) -> PacedSteps:
+        assert isinstance(memory, PacedMemory)
+        self._steps = PacedSteps(memory, self._profile, self._tokens, Pace())
+        return self._steps
+
+    def warm_up(self) -> None:
+        kernels()
+
+    def check(self, request: Request) -> None:
+        sampling = request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            raise RequestRefused(
+                "bad_sampling", "logprobs were asked for, but the engine is paced: it has no probabilities to tell"
+            )
+
+    def counters(self) -> Mapping[str, float]:
+        return self._steps.counters() if self._steps is not None else {}
+
+
+def paced_engine(
+    folder: Path, model: ModelConfig, profile: CostProfile, *, dtype: str, kv_bytes: int, answer_tokens: int
+) -> PacedEngine:
+    """The engine of a folder whose configuration is `model`."""
+    tokens = PacedTokens.of(folder, model, answer_tokens)
+    dtype = dtype if dtype in _DTYPES else "float16"
+    return PacedEngine(model, tokens, profile, dtype=dtype, kv_bytes=kv_bytes, identity=f"answers:{answer_tokens}")
+
+
+def _small_groups(config: ModelConfig, kv_bytes: int) -> tuple[KvGroupShape, ...]:
+    """The model's groups and layers with one head of as few float16 values as make `kv_bytes` a token, at least 2."""
+    values = max(2, kv_bytes // (config.num_layers * 2 * 2) // 2 * 2)
+    return tuple(replace(group, kv_heads=1, head_dim=values, dtype="float16") for group in config.kv_groups("float16"))
+
+
+class _Course:
+    """What the engine keeps of one sequence: states of its tokens, and the draws of its answer."""
+
+    def __init__(self, sequence: Sequence, tokens: PacedTokens) -> None:
+        sampling, prompt = sequence.request.sampling, sequence.request.prompt
+        self.draw = Draw(sampling.seed, sampling.temperature, sampling.choice)
+        self._states = np.empty(len(sequence.tokens), np.uint64)
+        self._known = 0
+        self.states(sequence, max(sequence.num_tokens, len(prompt)))
+        own = len(prompt) - sequence.request.generated
+        self.end = tokens.end(sampling.stop_ids)
+        length = tokens.length(int(self._states[own - 1]), self.draw) if self.end is not None else 0
+        self.last_index = max(length, sampling.min_tokens + 1) - 1 if length else -1
+
+    def states(self, sequence: Sequence, count: int) -> NDArray[np.uint64]:
+        """Of all tokens, known up to `count`."""
+        if count > self._known:
+            before = int(self._states[self._known - 1]) if self._known else 0
+            self._states[self._known : count] = states_after(sequence.tokens[self._known : count], before)
+            self._known = count
+        return self._states
+
+
+class PacedSteps:
+    """Steps on the engine's thread."""
+
+    def __init__(self, memory: PacedMemory, profile: CostProfile, tokens: PacedTokens, pace: Pace) -> None:
+        self._memory = memory
+        self._profile = profile
+        self._tokens = tokens
+        self._pace = pace
+        self._layers = tuple(memory.place_of_layer)
+        self._checked_tokens = self._wrong_blocks = 0
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "paced_steps": self._pace.steps,
+            "paced_planned_seconds": self._pace.planned_s,
+            "paced_late_seconds": self._pace.late_s,
+            "paced_checked_tokens": self._checked_tokens,
+            "paced_wrong_blocks": self._wrong_blocks,
+        }
+
+    def run(
+        self, decoding: Rows[Sequence], chunks: Rows[tuple[Sequence, PrefillChunk]], on_layer: OnLayer | None
+    ) -> list[Chosen | None]:
+        self._pace.begin()
+        seconds = self.cost_s(decoding, chunks)
+        for sequence in (*decoding, *(s for s, _ in chunks)):
+            self._take_up(sequence)
+        for sequence in decoding:
+            self._write(sequence, sequence.num_computed, sequence.num_tokens, None)
+        if chunks:
+            self._fill_layers(chunks, seconds, on_layer)
+        rows = [*decoding, *(s for s, c in chunks if c.last)]
+        chosen = [self._choose(sequence) for sequence in rows]
+        self._pace.end(seconds)
+        return chosen
+
+    def cost_s(self, decoding: Rows[Sequence], chunks: Rows[tuple[Sequence, PrefillChunk]]) -> float:
+        """What the profile says of this step: its decode step, and the share of each prompt that the chunks are."""
+        seconds = 0.0
+        if decoding:
+            seconds += self._profile.decode_s(len(decoding), sum(s.num_computed for s in decoding))
+        for sequence, chunk in chunks:
+            reused = sequence.reused_tokens
+            seconds += self._profile.prefill_s(chunk.end - reused, reused)
+            if chunk.start > reused:
+                seconds -= self._profile.prefill_s(chunk.start - reused, reused)
+        return seconds
+
+    def _fill_layers(
+        self, chunks: Rows[tuple[Sequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
+    ) -> None:
+        """Layer after layer at its time, so that their pushes go out as a model's would."""
+        for done, layer in enumerate(self._layers, 1):
+            for sequence, chunk in chunks:
+                self._write(sequence, chunk.start, chunk.end, layer)
+            if on_layer is not None:
+                self._pace.wait(seconds * done / len(self._layers))
+                on_layer(layer)
+
+    def _take_up(self, sequence: Sequence) -> None:
+        """A sequence comes to this engine: the KV that it brings, from wherever, must be that of its ids."""
+        if sequence.engine_state is None:
+            course = sequence.engine_state = _Course(sequence, self._tokens)
+            self._verify(sequence, course, sequence.num_computed)
+
+    def _verify(self, sequence: Sequence, course: _Course, end: int) -> bool:
+        """Whether tokens [0, end) have the KV that is theirs; the sequence's error says otherwise."""
+        if not end:
+            return True
+        wrong = self._memory.wrong_blocks(sequence, course.states(sequence, end), end)
+        self._checked_tokens += end
+        if wrong:
+            self._wrong_blocks += len(wrong)
+            sequence.error = RequestFailed(
+                "kv", f"blocks {wrong[:8]} of {len(sequence.table)} hold KV that is not that of the request's ids"
+            )
+            log.error("request %s: %s", sequence.request.request_id, sequence.error)
+        return not wrong
+
+    def _write(self, sequence: Sequence, start: int, end: int, layer: int | None) -> None:
+        self._memory.write(sequence, _course(sequence).states(sequence, end), start, end, layer)
+
+    def _choose(self, sequence: Sequence) -> Chosen | None:
+        if sequence.error is not None:
+            return None
+        course = _course(sequence)
+        index, allowed = sequence.next_index, None
+        if sequence.steering is not None:
+            try:
+                row = sequence.steering.row(index)
+            except Exception as error:
+                sequence.error = named(error)
+                return None
+            allowed = row.allowed if row is not None else None
+        if index == course.last_index and allowed is None:
+            assert course.end is not None
+            token = course.end
+        else:
+            state = int(course.states(sequence, sequence.num_tokens)[sequence.num_tokens - 1])
+            token = self._tokens.token(state, course.draw, index, allowed)
+        # An answer's slots are given away at its end: what was written there while it ran must not have touched it.
+        ends = sequence.remaining == 1 or token == course.end
+        return None if ends and not self._verify(sequence, course, sequence.num_computed) else Chosen(token)
+
+
+def _course(sequence: Sequence) -> _Course:
+    assert isinstance(sequence.engine_state, _Course)
+    return sequence.engine_state

@@ -1,0 +1,81 @@
+"""The paced engine's slots: KV that is made of the ids, written and looked at in place."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool import KvSpec
+from messenger import Messenger
+from worker.engine_memory import EngineMemory
+from worker.paced.kernels import kernels
+from worker.request import Sequence
+
+_WORD_NBYTES = 4
+
+
+class PacedMemory(EngineMemory):
+    """Host memory alone: what a peer pushes lands in place."""
+
+    def __init__(self, spec: KvSpec, num_slots: int, messenger: Messenger) -> None:
+        super().__init__(spec, num_slots, messenger)
+        self._words = self._memory.array.view(np.uint32)
+        # Per group int64 [layers, 2]: (number, offset in words within a slot).
+        self._layers = [
+            np.array(
+                [(layer, i * spec.layer_nbytes(g) // _WORD_NBYTES) for i, layer in enumerate(group.layers)], np.int64
+            )
+            for g, group in enumerate(spec.groups)
+        ]
+
+    def close(self) -> None:
+        del self._words
+        super().close()
+
+    def to_host(self, slots: object, layer: int | None = None) -> None:
+        return  # it is where the messenger reads
+
+    def to_device(self, slots: object) -> None:
+        return
+
+    def write(self, sequence: Sequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None) -> None:
+        """The KV of tokens [start, end), of one layer or of all. `states` of all of the sequence's tokens up to end."""
+        for group in range(self.num_groups):
+            layers = self._layers[group]
+            if layer is not None:
+                own, index = self.place_of_layer[layer]
+                if own != group:
+                    continue
+                layers = layers[index : index + 1]
+            kernels().fill(self._words, *self._place(group, layers, sequence, states, start, end))
+
+    def wrong_blocks(self, sequence: Sequence, states: NDArray[np.uint64], end: int) -> list[int]:
+        """The sequence's blocks whose tokens [0, end) have other KV here than `write` would give them."""
+        wrong = np.zeros(len(sequence.table), np.bool_)
+        for group in range(self.num_groups):
+            kernels().check(self._words, *self._place(group, self._layers[group], sequence, states, 0, end), wrong)
+        return [int(block) for block in np.flatnonzero(wrong)]
+
+    def differ(
+        self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        shape = (len(given), -1, self.block_tokens, self.spec.token_row_nbytes(group))
+        unequal = (given.reshape(shape) != computed.reshape(shape)).any(axis=(1, 3))
+        counts: NDArray[np.bool_] = np.arange(self.block_tokens) < valid[:, None]
+        found: NDArray[np.bool_] = (unequal & counts).any(axis=1)
+        return found
+
+    def _place(
+        self,
+        group: int,
+        layers: NDArray[np.int64],
+        sequence: Sequence,
+        states: NDArray[np.uint64],
+        start: int,
+        end: int,
+    ) -> tuple[object, ...]:
+        """Arguments of the kernels after the memory."""
+        spec = self.spec.groups[group]
+        slots = self.offsets(group, sequence.slots) // _WORD_NBYTES
+        row_words = spec.token_row_nbytes // _WORD_NBYTES
+        return slots, self.block_tokens, layers, 2 * spec.kv_heads, row_words, states, start, end

@@ -1,0 +1,69 @@
+"""Keeps steps to their durations: sleeps, never spins, and says how late it was."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_WITHOUT_REST_S = 0.005  # a step that follows another within this follows it at once
+_WINDOW_S = 10.0
+_TOLERATED = 0.1  # lateness as a share of what the steps were to take
+
+
+class Pace:
+    """One engine's clock. A step that ends late is made up for by the steps that follow at once, by at most all of
+    their own time; what cannot be made up for is counted."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._now, self._sleep = now, sleep
+        self._began = self._ended = 0.0
+        self._behind = 0.0
+        self.steps = 0
+        self.planned_s = 0.0  # what the steps were to take
+        self.late_s = 0.0  # how much longer they took, together
+        self._window: tuple[float, float, float] | None = None  # its start, planned_s and late_s then
+
+    def begin(self) -> None:
+        """A step begins now."""
+        now = self._now()
+        self._began = now
+        if now - self._ended < _WITHOUT_REST_S:
+            self._began -= self._behind
+        else:
+            self.late_s += self._behind
+        self._behind = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Until so much of the step has passed; at once when it has."""
+        left = self._began + seconds - self._now()
+        if left > 0:
+            self._sleep(left)
+
+    def end(self, seconds: float) -> None:
+        """The step was to take so long."""
+        self.wait(seconds)
+        self._ended = self._now()
+        self.steps += 1
+        self.planned_s += seconds
+        if seconds:  # an instant engine is as quick as it can be
+            over = self._ended - self._began - seconds
+            self._behind = min(over, seconds)  # more than a step of such length cannot be made up for
+            self.late_s += over - self._behind
+            self._complain()
+
+    def _complain(self) -> None:
+        began, planned_s, late_s = self._window or (self._ended, self.planned_s, self.late_s)
+        self._window = (began, planned_s, late_s)
+        if self._ended - began < _WINDOW_S:
+            return
+        planned_s, late_s = self.planned_s - planned_s, self.late_s - late_s
+        if late_s > _TOLERATED * planned_s:
+            log.warning(
+                "this machine cannot keep the profile's pace: steps of %.2f s together took %.2f s more in the last "
+                "%.0f s; what is measured is slower than the profile",
+                *(planned_s, late_s, self._ended - began),
+            )
+        self._window = None

@@ -1,0 +1,91 @@
+"""The tokens of a paced engine: from (ids so far, seed, choice, index), so that any node, attempt and test agree.
+
+Temperature 0 has no seed, as with a model: equal prompts then get equal answers. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import ModelConfig
+from worker.paced.kernels import kernels, mixed
+
+_LENGTH_SIGMA = 0.8  # of the logarithm of answers' lengths: a few are several times as long as most
+_LENGTH_DRAW = 0x6C656E677468  # sets the draw of a length apart from those of tokens
+
+
+def states_after(ids: NDArray[np.int32], before: int = 0) -> NDArray[np.uint64]:
+    """The state of each of these tokens, which follow one of state `before` (0: none)."""
+    out = np.empty(len(ids), np.uint64)
+    kernels().states(ids, np.uint64(before), out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a request brings to the choice of its tokens."""
+
+    seed: int
+    temperature: float
+    choice: int
+
+    @property
+    def key(self) -> int:
+        """0 for greedy requests."""
+        return mixed(mixed(self.seed & (2**64 - 1)) ^ self.choice) if self.temperature > 0 else 0
+
+
+class PacedTokens:
+    """Of one model folder. `plain` [n]: the ids that stand for text; `end_ids`: those that end an answer."""
+
+    def __init__(self, plain: NDArray[np.int64], end_ids: tuple[int, ...], answer_tokens: int) -> None:
+        """`answer_tokens`: mean length of answers that may end by themselves; 0: they never do."""
+        self._plain = plain
+        self._ends = end_ids
+        self._mean = answer_tokens
+
+    @classmethod
+    def of(cls, folder: Path, config: ModelConfig, answer_tokens: int) -> PacedTokens:
+        """The folder's tokenizer says which ids are special; without one, only those that end an answer are."""
+        special = set(config.eos_token_ids) | ({config.bos_token_id} if config.bos_token_id is not None else set())
+        try:
+            added = json.loads((folder / "tokenizer.json").read_bytes()).get("added_tokens", [])
+            special |= {int(token["id"]) for token in added}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # who needs the tokenizer says what is wrong with it
+        plain = np.array([i for i in range(config.vocab_size) if i not in special], np.int64)
+        ends = tuple(i for i in config.eos_token_ids if i < config.vocab_size)
+        return cls(plain if len(plain) else np.arange(config.vocab_size), ends, answer_tokens)
+
+    def length(self, prompt_state: int, draw: Draw) -> int:
+        """Tokens of an answer that ends by itself, its end included; 0: it does not. `prompt_state`: of the last token
+        of the client's own prompt."""
+        if not self._mean:
+            return 0
+        u = (mixed(prompt_state ^ draw.key ^ _LENGTH_DRAW) + 0.5) / 2.0**64
+        z = NormalDist().inv_cdf(min(max(u, 1e-9), 1 - 1e-9))
+        return 1 + round(self._mean * math.exp(_LENGTH_SIGMA * z - _LENGTH_SIGMA**2 / 2))
+
+    def end(self, stop_ids: frozenset[int]) -> int | None:
+        """The id that ends an answer to a request that stops at these."""
+        return next((i for i in self._ends if i in stop_ids), None)
+
+    def token(self, state: int, draw: Draw, index: int, allowed: NDArray[np.bool_] | None = None) -> int:
+        """The answer's token number `index`, after ids that end in `state`; of `allowed` [V] if given."""
+        ids = self._plain if allowed is None else np.flatnonzero(allowed)
+        return int(ids[mixed(state ^ draw.key ^ mixed(index + 1)) % len(ids)])
+
+    def answer(self, prompt: NDArray[np.int32], draw: Draw, num_tokens: int) -> list[int]:
+        """What a request that nothing stops or steers is to be answered: for checks from outside."""
+        state, answer = int(states_after(prompt)[-1]), []
+        for index in range(num_tokens):
+            answer.append(self.token(state, draw, index))
+            state = int(states_after(np.array(answer[-1:], np.int32), state)[0])
+        return answer
