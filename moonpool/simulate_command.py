@@ -1,9 +1,7 @@
 """The command `moonpool simulate`: the cluster's own policies on a trace, in seconds and without a cluster."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,22 +9,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvpool import KvPoolError
 from kvpool.policy.eviction import POLICIES
+from moonpool.overload_command import run_overload
+from moonpool.simulation_console import bad_input, progress_bar
 from simulator.cache import BELADY, CacheRun, simulate_cache
 from simulator.cache_table import cache_table
 from simulator.chains import ChainedTrace, chained
 from simulator.dialogue_run import DialogueRun, simulate_dialogues
 from simulator.dialogue_settings import DialogueSettings, Routing
 from simulator.dialogue_table import dialogue_table
-from simulator.errors import BadSetting, SimulatorError
-from traces import CONVERSATION, TraceError, load_trace
+from simulator.errors import BadSetting
+from traces import CONVERSATION, load_trace
 
 __all__ = ["app"]
 
-EXIT_BAD_INPUT = 2
 _ALL = "all"
 _NAMES = (*POLICIES, BELADY)
 _STANDARD = DialogueSettings()
@@ -41,6 +38,9 @@ app = typer.Typer(
 @app.callback()
 def simulate() -> None:
     """A group: each command simulates one thing."""
+
+
+app.command("overload")(run_overload)
 
 
 @app.command("cache", no_args_is_help=True)
@@ -77,7 +77,7 @@ def cache(
 
     Example: moonpool simulate cache conversation --capacity 1k,10k,30k --policy all --plot hits.svg
     """
-    with _bad_input():
+    with bad_input():
         policies = _policies(policy)
         sizes = [_capacity(word) for word in capacity.split(",")]
         if plot is not None:
@@ -120,7 +120,7 @@ def dialogues(
 
     Example: moonpool simulate dialogues --routing sticky,random
     """
-    with _bad_input():
+    with bad_input():
         settings = [
             DialogueSettings(
                 routing=one,
@@ -138,7 +138,7 @@ def dialogues(
         ]
         runs: list[DialogueRun] = []
         for one in settings:
-            with _progress("turns") as advance:
+            with progress_bar("turns") as advance:
                 runs.append(simulate_dialogues(one, advance))
     Console().print(dialogue_table(runs))
     _print_last_line([asdict(run) for run in runs])
@@ -149,7 +149,7 @@ def _cache_runs(
 ) -> list[CacheRun]:
     wanted = [(capacity, policy) for capacity in dict.fromkeys(capacities) for policy in policies]
     runs: list[CacheRun] = []
-    with _progress("requests") as advance:
+    with progress_bar("requests") as advance:
         for capacity, policy in wanted:
             told = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
             runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=told))
@@ -183,27 +183,6 @@ def _capacity(word: str) -> int | None:
     if not digits.isascii() or not digits.isdecimal() or not int(digits):
         raise BadSetting(f"a capacity of {word!r} blocks; give whole numbers from 1, like 10000 or 10k, or inf")
     return int(digits) * factor
-
-
-@contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's stderr, gone at the end; told (done, total)."""
-    console = Console(stderr=True)
-    columns: tuple[Any, ...] = (TextColumn(unit), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _bad_input() -> Iterator[None]:
-    try:
-        yield
-    except (SimulatorError, TraceError, KvPoolError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
 
 
 def _print_last_line(runs: list[dict[str, Any]]) -> None:

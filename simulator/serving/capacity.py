@@ -1,0 +1,63 @@
+"""How much a cluster can take: the highest rate at which, with no rejection, most requests meet their objectives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from simulator.errors import BadSetting
+from simulator.serving.runs import Run, RunSpec, with_mode
+
+__all__ = ["Capacity", "find_capacity"]
+
+ATTAINMENT = 0.9
+_LEAST, _MOST = 1e-3, 1e5
+_FIRST = 4.0
+_PRECISION = 1.03  # between a rate that is met and one that is not
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`tried`: (rate, attainment) in the order in which they were."""
+
+    rate_per_s: float
+    tried: tuple[tuple[float, float], ...]
+
+
+def find_capacity(
+    spec: RunSpec, seeds: int, run: Callable[[list[RunSpec]], list[Run]], told: Callable[[float, float], None]
+) -> Capacity:
+    """By bisection over rates, admission mode "none", the mean attainment of `seeds` seeds. `told(rate, attainment)`.
+
+    Raises BadSetting when not even one request in a thousand seconds is served in time.
+    """
+    tried: list[tuple[float, float]] = []
+
+    def is_met(rate: float) -> bool:
+        base = with_mode(replace(spec, rate_per_s=rate, look_into=0.0), "none")
+        runs = run([replace(base, seed=seed) for seed in range(seeds)])
+        attainment = sum(one.outcome.attainment for one in runs) / seeds
+        tried.append((rate, attainment))
+        told(rate, attainment)
+        return attainment >= ATTAINMENT
+
+    low, high = _bracket(is_met)
+    while high / low > _PRECISION:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return Capacity(low, tuple(tried))
+
+
+def _bracket(is_met: Callable[[float], bool]) -> tuple[float, float]:
+    """(a rate that is met, twice that, which is not)."""
+    rate = _FIRST
+    if is_met(rate):
+        while is_met(rate * 2):
+            rate *= 2
+            if rate > _MOST:
+                raise BadSetting(f"{rate:g} requests a second are served in time: nothing limits this cluster")
+        return rate, rate * 2
+    while not is_met(rate / 2):
+        rate /= 2
+        if rate < _LEAST:
+            raise BadSetting("the objectives are met at no rate: they are too strict for this profile and trace")
+    return rate / 2, rate

@@ -1,0 +1,225 @@
+"""The simulated cluster: the live conductor's own policy object, told by events, and nodes that do what it says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from conductor.policy import Conductor, PolicyConfig
+from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink
+from conductor.policy.events import (
+    CopyFinished,
+    Event,
+    NodeJoined,
+    NodeView,
+    RequestArrived,
+    RequestCompleted,
+    Role,
+    Tick,
+)
+from simulator.serving.clock import NS, Clock
+from simulator.serving.decode import DecodeNode
+from simulator.serving.links import send
+from simulator.serving.pools import Pools
+from simulator.serving.prefill import PrefillNode
+from simulator.serving.settings import ServingSettings
+from simulator.serving.truth import Truth
+from simulator.serving.work import End, Work
+from simulator.serving.workload import Job, Workload
+from worker.policy.cost_profile import CostProfile
+
+__all__ = ["MODEL", "Cluster"]
+
+MODEL = "simulated"
+_FRONTEND = "frontend"
+
+
+class Cluster:
+    """One run: `run` takes a workload from its first arrival to its last end."""
+
+    def __init__(
+        self, settings: ServingSettings, policy: PolicyConfig, profile: CostProfile, workload: Workload, seed: int
+    ) -> None:
+        self.settings = settings
+        self.clock = Clock()
+        self.conductor = Conductor(policy)
+        self.works: list[Work] = []
+        self.num_open = len(workload.jobs)
+        self._workload = workload
+        self._network_ns = round(settings.network_s * NS)
+        self._handoff_ns = round(settings.handoff_s * NS)
+        self.pools = Pools(settings, [f"pool-{i}" for i in range(settings.prefill_nodes)])
+        self.truth = Truth(profile, settings, seed)
+        block_tokens = workload.block_tokens
+        self.decode = {
+            name: DecodeNode(name, self.clock, settings, self.truth, block_tokens, self._tell, self._finished)
+            for name in (f"decode-{i}" for i in range(settings.decode_nodes))
+        }
+        self.prefill = {
+            name: PrefillNode(
+                name,
+                pool_id,
+                self.clock,
+                settings,
+                self.truth,
+                self.pools,
+                self.decode,
+                block_tokens,
+                self._tell,
+                self._prefilled,
+            )
+            for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(settings.prefill_nodes))
+        }
+        self._hosts = {node.pool_id: node for node in self.prefill.values()}
+        for node in self.prefill.values():
+            node.hosts = self._hosts
+        self.on_reject: Callable[[Work], None] = lambda work: None  # told before a rejected request is given up
+        self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
+
+    def run(self, keep_going: Callable[[], bool] | None = None) -> None:
+        """From the joining of the nodes until every request has ended, or `keep_going()` says no."""
+        self._join()
+        names = self.pools.roster
+        for conversation, blocks in self._workload.before:
+            self.pools.store(names[conversation % len(names)], 0, blocks)
+        if self._workload.jobs:
+            self.clock.at(self._workload.jobs[0].arrival_ns, lambda: self._arrive(0))
+        self._tick()
+        self.clock.run(keep_going or self.is_busy)
+
+    def is_busy(self) -> bool:
+        """Has any request not ended yet?"""
+        return self.num_open > 0
+
+    def admit(self, job: Job) -> Work:
+        """Place a job now whatever the policy would say of the load: what would have become of it?"""
+        work = Work(job)
+        self.works.append(work)
+        # The policy rejects nobody whose client has tokens already.
+        self._schedule(work, replace(self._arrived(job), generated=1))
+        return work
+
+    def _join(self) -> None:
+        settings, bytes_per_token = self.settings, self.truth.bytes_per_token
+        for name, node in self.prefill.items():
+            self._tell(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
+        workers: list[tuple[str, Role, str]] = [
+            *((name, "prefill", node.pool_id) for name, node in self.prefill.items()),
+            *((name, "decode", "") for name in self.decode),
+        ]
+        for name, role, pool_id in workers:
+            view = NodeView(
+                node_id=name,
+                role=role,
+                incarnation=1,
+                host_id=f"host of {name}",
+                pool_node_id=pool_id,
+                model=MODEL,
+                block_tokens=self._workload.block_tokens,
+                capacity_tokens=settings.capacity_tokens,
+                max_batch=settings.max_batch,
+                kv_bytes_per_token=bytes_per_token,
+            )
+            self._tell(NodeJoined(view))
+        for reporter in [node.reporter for node in self.prefill.values()] + [n.reporter for n in self.decode.values()]:
+            reporter.start()
+
+    def _tell(self, event: Event) -> list[Decision]:
+        return self.conductor.on_event(self.clock.now_ns, event)
+
+    def _tick(self) -> None:
+        for decision in self._tell(Tick()):
+            if isinstance(decision, Shrink):
+                blocks = self._copies.pop((decision.pool, decision.match_key), ())
+                self.pools.drop_copy(decision.pool, decision.match_key, decision.keep_blocks, blocks)
+        self.clock.after(round(self.settings.tick_s * NS), self._tick)
+
+    def _arrive(self, index: int) -> None:
+        jobs = self._workload.jobs
+        if index + 1 < len(jobs):
+            self.clock.at(jobs[index + 1].arrival_ns, lambda: self._arrive(index + 1))
+        work = Work(jobs[index])
+        self.works.append(work)
+        self._schedule(work, self._arrived(work.job))
+
+    def _arrived(self, job: Job) -> RequestArrived:
+        blocks = job.blocks
+        matches = self.pools.match(blocks)
+        longest = int(matches.blocks.max(initial=0))
+        return RequestArrived(
+            request_id=job.name,
+            attempt=0,
+            frontend_id=_FRONTEND,
+            model=MODEL,
+            prompt_tokens=job.prompt_tokens,
+            max_new_tokens=self.settings.max_new_tokens,
+            matches=matches,
+            match_key=blocks[longest - 1] + 1 if longest else 0,
+        )
+
+    def _schedule(self, work: Work, event: RequestArrived) -> None:
+        for decision in self._tell(event):
+            match decision:
+                case Place():
+                    self._place(work, decision)
+                case Reject(reason=reason):
+                    work.reason = reason
+                    self.on_reject(work)
+                    self._end(work, End.REJECTED)
+                case Copy():
+                    self._copy(decision, work.job.blocks[: decision.num_blocks])
+                case _:
+                    raise AssertionError(f"no decision to expect of an arrival: {decision}")
+
+    def _place(self, work: Work, place: Place) -> None:
+        work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
+        work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
+        work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
+        # To the frontend, and from there to the node.
+        self.clock.after(2 * self._network_ns, lambda: self.prefill[place.prefill].submit(work))
+
+    def _prefilled(self, work: Work) -> None:
+        ready_ns = max(self.clock.now_ns, work.sent_ns) + self._handoff_ns
+        self.clock.at(ready_ns, lambda: self._hand_over(work))
+
+    def _hand_over(self, work: Work) -> None:
+        self.prefill[work.prefill_node].release(work)
+        decode = self.decode[work.decode_node]
+        if work.generated < work.job.output_tokens:
+            decode.join(work)
+        else:
+            decode.release(work)
+            self._finished(work)
+
+    def _finished(self, work: Work) -> None:
+        self._end(work, End.FINISHED)
+
+    def _end(self, work: Work, end: End) -> None:
+        assert work.end is None, f"{work.job.name} ends twice"
+        work.end, work.end_ns = end, self.clock.now_ns
+        self.num_open -= 1
+        if end is End.REJECTED:
+            return
+        event = RequestCompleted(
+            work.job.name,
+            0,
+            "finished" if end is End.FINISHED else "rejected",
+            ttft_s=work.ttft_s,
+            mean_tbt_s=work.mean_tbt_s,
+            generated=work.generated,
+        )
+        self.clock.after(self._network_ns, lambda: self._complete(event))
+
+    def _complete(self, event: RequestCompleted) -> None:
+        self._tell(event)
+
+    def _copy(self, copy: Copy, blocks: tuple[int, ...]) -> None:
+        nbytes = len(blocks) * self._workload.block_tokens * self.truth.bytes_per_token
+        links = (self._hosts[copy.source].out, self._hosts[copy.target].into)
+        began_ns = self.clock.now_ns
+        end_ns = send(began_ns, links, self.truth.transfer_ns("fetch", nbytes))
+        self.clock.at(end_ns, lambda: self._copied(copy, blocks, nbytes, (end_ns - began_ns) / NS))
+
+    def _copied(self, copy: Copy, blocks: tuple[int, ...], nbytes: int, seconds: float) -> None:
+        self.pools.store(copy.target, self.clock.now_ns, blocks)
+        self.pools.copied(copy.target, blocks, copy.match_key)
+        self._copies[copy.target, copy.match_key] = blocks
+        self._tell(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))

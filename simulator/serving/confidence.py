@@ -1,0 +1,54 @@
+"""Means over seeds with their 95 % confidence intervals (Student's t), and shares with theirs (Wilson's). Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist, fmean, stdev
+
+__all__ = ["Estimate", "mean_of", "share_of"]
+
+_Z = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean, and the interval that holds the true one with 95 % confidence; `low` = `high` = `mean` for one value."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Of independent values, one for each seed; or of their paired differences."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, mean, mean)
+    half = _student(len(values) - 1) * stdev(values) / sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def share_of(count: int, total: int) -> Estimate | None:
+    """`count` of `total` tries; None of no try."""
+    if not total:
+        return None
+    share, squared = count / total, _Z**2
+    middle = (share + squared / (2 * total)) / (1 + squared / total)
+    half = _Z * sqrt(share * (1 - share) / total + squared / (4 * total**2)) / (1 + squared / total)
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def _student(freedom: int) -> float:
+    """Its 97.5 % quantile: exact for 1 and 2, else Hill's expansion (Abramowitz & Stegun 26.7.5), within 0.5 %."""
+    if freedom == 1:
+        return 12.706204736
+    if freedom == 2:
+        return 4.302652730
+    z, n = _Z, float(freedom)
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    )

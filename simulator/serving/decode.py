@@ -1,0 +1,163 @@
+"""A decode node: pages for whole answers, first come first served, and continuous batching by the live batch policy.
+
+Steps between two changes of the batch are alike and are taken at once, at most as many as the plan is valid for. A
+request joins, as in the live engine, at the next border of two steps.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from conductor.policy.decode_choice import peak_tokens
+from conductor.policy.events import DecodeSample, Held, NodeReported
+from simulator.serving.clock import Clock
+from simulator.serving.links import Link
+from simulator.serving.reports import Reporter
+from simulator.serving.settings import ServingSettings
+from simulator.serving.truth import Truth
+from simulator.serving.work import Work
+from worker.policy import BatchLimits, BatchPlan, plan_step
+
+__all__ = ["DecodeNode"]
+
+_MOST_STEPS = 32  # taken at once, so that the growing context is felt
+
+
+class DecodeNode:
+    """Holds KV and generates tokens."""
+
+    def __init__(
+        self,
+        node_id: str,
+        clock: Clock,
+        settings: ServingSettings,
+        truth: Truth,
+        block_tokens: int,
+        tell: Callable[[NodeReported], object],
+        over: Callable[[Work], None],
+    ) -> None:
+        self.node_id = node_id
+        self.into = Link()
+        self.free_tokens = settings.capacity_tokens
+        self.reporter = Reporter(node_id, clock, settings, self._held, tell)
+        self._clock = clock
+        self._settings = settings
+        self._truth = truth
+        self._block_tokens = block_tokens
+        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
+        self._over = over
+        self._waiting: deque[tuple[Work, Callable[[Work], None]]] = deque()
+        self._holding: dict[str, Work] = {}
+        self._joining: list[Work] = []
+        self._running: list[Work] = []
+        self._context_tokens = 0  # of those that run
+        self._plan: BatchPlan | None = None
+        self._steps = 0  # of the plan, under way
+        self._step_ns = 0
+        self._began_ns = 0
+        self._run = 0  # number of the run of steps under way; the end of an earlier one is void
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes right now; 0 when nothing runs."""
+        return self._step_ns / 1e9 if self._plan is not None else 0.0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def reserve(self, work: Work, ready: Callable[[Work], None]) -> None:
+        """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
+        self._waiting.append((work, ready))
+        self._serve_waiting()
+
+    def join(self, work: Work) -> None:
+        """All KV has arrived: decode it from the next step on."""
+        self._joining.append(work)
+        self.reporter.progress(work.job.name, "decode_joined")
+        if self._plan is None:
+            self._next_run()
+        else:
+            self._stop_after_this_step()
+
+    def release(self, work: Work) -> None:
+        """The request is over here: its pages are free."""
+        del self._holding[work.job.name]
+        self.free_tokens += work.committed_tokens
+        self.reporter.progress(work.job.name, "ended")
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            work, ready = self._waiting[0]
+            need = peak_tokens(work.job.prompt_tokens, self._settings.max_new_tokens, self._block_tokens)
+            if need > self.free_tokens:
+                return
+            self._waiting.popleft()
+            self.free_tokens -= need
+            work.committed_tokens = need
+            self._holding[work.job.name] = work
+            ready(work)
+
+    def _next_run(self) -> None:
+        now_ns = self._clock.now_ns
+        for work in self._joining:
+            work.last_token_ns = work.first_token_ns
+            self._context_tokens += work.job.prompt_tokens + work.generated
+        self._running += self._joining
+        self._joining = []
+        self._run += 1
+        plan = plan_step([work.job.output_tokens - work.generated for work in self._running], (), self._limits)
+        if plan.is_empty:
+            self._plan = None
+            return
+        batch = len(plan.decode)
+        takes_turns = batch < len(self._running)
+        context = self._context_tokens * batch // len(self._running)
+        self._steps = 1 if takes_turns else min(plan.valid_steps, _MOST_STEPS)
+        seconds = self._truth.step_s(self.node_id, batch, context + batch * (self._steps - 1) // 2)
+        self._step_ns = max(1, round(seconds * 1e9))
+        self._plan, self._began_ns = plan, now_ns
+        self.reporter.decode(DecodeSample(batch, context, seconds))
+        self._end_run_at(now_ns + self._steps * self._step_ns)
+
+    def _end_run_at(self, time_ns: int) -> None:
+        number = self._run
+        self._clock.at(time_ns, lambda: self._end_run(number))
+
+    def _stop_after_this_step(self) -> None:
+        done = (self._clock.now_ns - self._began_ns) // self._step_ns + 1
+        if done < self._steps:
+            self._steps = done
+            self._run += 1
+            self._end_run_at(self._began_ns + done * self._step_ns)
+
+    def _end_run(self, number: int) -> None:
+        if number != self._run:
+            return
+        assert self._plan is not None
+        steps, now_ns = self._steps, self._clock.now_ns
+        stepped = self._running[: len(self._plan.decode)]
+        self._context_tokens += steps * len(stepped)
+        left: list[Work] = []
+        for work in stepped:
+            # The first of its steps ends a gap that is longer: it joined, or others had their turn.
+            gap_ns = self._began_ns + self._step_ns - work.last_token_ns
+            work.intervals.append((gap_ns, 1))
+            if steps > 1:
+                work.intervals.append((self._step_ns, steps - 1))
+            work.last_token_ns = now_ns
+            work.generated += steps
+            if work.generated >= work.job.output_tokens:
+                left.append(work)
+        # As in the live engine, more sequences than rows take turns.
+        self._running = self._running[len(stepped) :] + stepped
+        if left:
+            self._running = [work for work in self._running if work.generated < work.job.output_tokens]
+        for work in left:
+            self._context_tokens -= work.job.prompt_tokens + work.generated
+            self.release(work)
+            self._over(work)
+        self._next_run()
+
+    def _held(self) -> tuple[Held, ...]:
+        return tuple(Held(name, 0, work.committed_tokens) for name, work in self._holding.items())

@@ -1,0 +1,149 @@
+"""Admission modes side by side under overload: the same arrivals for each, over seeds, with confidence intervals."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from conductor.policy.config import AdmissionMode
+from simulator.errors import BadSetting
+from simulator.serving.capacity import Capacity, find_capacity
+from simulator.serving.confidence import Estimate, mean_of, share_of
+from simulator.serving.runs import Run, RunSpec, run_all, with_mode
+
+__all__ = ["MODES", "ModeSummary", "Overload", "compare_modes", "modes_of"]
+
+MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
+_PROBE_REQUESTS = 6000  # of a run that looks for the capacity
+_PROBE_SEEDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSummary:
+    """One mode over all seeds. Shares are of the requests that arrived; tokens are prompt tokens, in millions."""
+
+    mode: AdmissionMode
+    goodput: Estimate
+    goodput_over_best: Estimate  # paired: of each seed, this mode's over the reference mode's, less 1
+    attainment: Estimate
+    rejected: Estimate
+    withheld: Estimate
+    missed_ttft: Estimate
+    missed_tbt: Estimate
+    wasted_tokens: Estimate
+    wasted_withheld: Estimate
+    wasted_share: Estimate  # of the tokens computed
+    false_rejects: Estimate | None  # of the rejected; None when none was looked into
+    rejects_tried: int
+    false_accepts: Estimate  # of the admitted: those that were not good
+    prefill_swing: Estimate
+    decode_swing: Estimate
+    lag_correlation: Estimate
+    lag_s: Estimate
+    ttft_mean_s: Estimate
+    ttft_p90_s: Estimate
+    tbt_p90_s: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """The comparison. `runs` are in the order of modes, then seeds."""
+
+    spec: RunSpec
+    load: float
+    capacity: Capacity | None
+    summaries: tuple[ModeSummary, ...]
+    runs: tuple[Run, ...]
+
+    def to_json(self, *, series: bool = False) -> dict[str, Any]:
+        """Everything; the load series of the first seed only, or of none."""
+        found = asdict(self)
+        found["spec"] = {**found["spec"], "profile": str(self.spec.profile), "policy": asdict(self.spec.policy)}
+        for run in found["runs"]:
+            if not series or run["seed"] != self.runs[0].seed:
+                del run["prefill_load"], run["decode_load"]
+        return found
+
+
+def modes_of(text: str) -> list[AdmissionMode]:
+    """Modes by their names, separated by commas. Raises BadSetting."""
+    found = {mode: mode for mode in MODES}
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in found]:
+        raise BadSetting(f"there is no admission mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+    return [found[name] for name in dict.fromkeys(names)]  # type: ignore[index]
+
+
+def compare_modes(
+    spec: RunSpec,
+    *,
+    modes: Sequence[AdmissionMode],
+    seeds: int,
+    load: float,
+    rate_per_s: float | None,
+    processes: int,
+    told: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Overload:
+    """Run every mode on the same `seeds` workloads, at `load` times the capacity, or at `rate_per_s` if that is given.
+
+    The last of `modes` is what the others are compared with. Raises BadSetting and what `run_one` raises.
+    """
+    if seeds < 1 or not modes:
+        raise BadSetting(f"{seeds} seeds of {len(modes)} modes; give at least one of each")
+    if not 0 < load < 1000 or processes < 1:
+        raise BadSetting(f"a load of {load} on {processes} processes; both must be positive")
+    capacity = None
+    if rate_per_s is None:
+        probe = replace(spec, requests=min(spec.requests, _PROBE_REQUESTS))
+        capacity = find_capacity(
+            probe,
+            _PROBE_SEEDS,
+            lambda specs: run_all(specs, min(processes, len(specs))),
+            lambda rate, attainment: told(f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"),
+        )
+        rate_per_s = load * capacity.rate_per_s
+        told(f"capacity {capacity.rate_per_s:.2f} requests/s; running at {rate_per_s:.2f}")
+    spec = replace(spec, rate_per_s=rate_per_s)
+    # A seed's modes one after the other: an interrupted comparison has whole seeds.
+    specs = [replace(with_mode(spec, mode), seed=seed) for seed in range(seeds) for mode in modes]
+    found = run_all(specs, processes, progress)
+    runs = {mode: [run for run in found if run.mode == mode] for mode in modes}
+    summaries = tuple(_summary(mode, runs[mode], runs[modes[-1]]) for mode in modes)
+    return Overload(spec, load, capacity, summaries, tuple(run for mode in modes for run in runs[mode]))
+
+
+def _summary(mode: AdmissionMode, runs: Sequence[Run], reference: Sequence[Run]) -> ModeSummary:
+    outcomes = [run.outcome for run in runs]
+
+    def share(of: Callable[[Any], float]) -> Estimate:
+        return mean_of([of(one) / max(1, one.arrived) for one in outcomes])
+
+    def mean(of: Callable[[Any], float]) -> Estimate:
+        return mean_of([of(one) for one in outcomes])
+
+    pairs = zip(outcomes, (run.outcome for run in reference), strict=True)
+    return ModeSummary(
+        mode=mode,
+        goodput=mean(lambda one: one.goodput),
+        goodput_over_best=mean_of(
+            [mine.goodput / other.goodput - 1 if other.goodput else 0.0 for mine, other in pairs]
+        ),
+        attainment=mean(lambda one: one.attainment),
+        rejected=share(lambda one: one.rejected),
+        withheld=share(lambda one: one.withheld),
+        missed_ttft=share(lambda one: one.missed_ttft),
+        missed_tbt=share(lambda one: one.missed_tbt),
+        wasted_tokens=mean(lambda one: one.wasted_tokens / 1e6),
+        wasted_withheld=mean(lambda one: one.wasted_withheld / 1e6),
+        wasted_share=mean(lambda one: one.wasted_tokens / max(1, one.computed_tokens)),
+        false_rejects=share_of(sum(run.rejects_false for run in runs), sum(run.rejects_tried for run in runs)),
+        rejects_tried=sum(run.rejects_tried for run in runs),
+        false_accepts=mean(lambda one: 1 - one.good / max(1, one.arrived - one.rejected - one.withheld)),
+        prefill_swing=mean(lambda one: one.swing.prefill_std),
+        decode_swing=mean(lambda one: one.swing.decode_std),
+        lag_correlation=mean(lambda one: one.swing.lag_correlation),
+        lag_s=mean(lambda one: one.swing.lag_s),
+        ttft_mean_s=mean(lambda one: one.ttft_mean_s),
+        ttft_p90_s=mean(lambda one: one.ttft_p90_s),
+        tbt_p90_s=mean(lambda one: one.tbt_p90_s),
+    )

@@ -1,0 +1,109 @@
+"""The picture of a comparison of admission modes: goodput, what became of requests, waste, loads over time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from simulator.errors import BadSetting
+from simulator.serving.confidence import Estimate
+from simulator.serving.overload import ModeSummary, Overload
+
+__all__ = ["plot_overload"]
+
+_INK, _MUTED, _GRID = "#1f2328", "#59636e", "#d8dee4"
+_BLUE, _ORANGE = "#0969da", "#bc4c00"
+_ENDS: Final[tuple[tuple[str, str, Callable[[ModeSummary], float]], ...]] = (
+    ("good", "#1a7f37", lambda row: row.attainment.mean),
+    ("rejected at arrival", "#8c959f", lambda row: row.rejected.mean),
+    ("rejected after prefill", "#bc4c00", lambda row: row.withheld.mean),
+    ("TTFT missed", "#cf222e", lambda row: row.missed_ttft.mean),
+    ("TBT missed", "#8250df", lambda row: row.missed_tbt.mean),
+)
+_SHOWN_S = 400  # of the loads over time
+_HIGHEST_LOAD = 2.0
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.hashsalt": "overload",
+    "font.size": 9.0,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.titlesize": 10.0,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "text.color": _INK,
+}
+
+
+def plot_overload(found: Overload, path: Path) -> None:
+    """Write it. Raises BadSetting when the file cannot be written."""
+    with mpl.rc_context(_STYLE):
+        modes = found.summaries
+        figure = Figure(figsize=(10.0, 4.4 + 1.05 * len(modes)), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.6, 0.6 + 1.05 * len(modes)))
+        top, below = halves
+        goodput, ends, waste = top.subplots(1, 3, width_ratios=(1, 1.25, 1))
+        _bars(goodput, modes, [row.goodput for row in modes], "goodput, requests/s")
+        _stacked(ends, modes)
+        _bars(waste, modes, [row.wasted_tokens for row in modes], "wasted prefill, million tokens", _ORANGE)
+        _loads(below, found)
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
+
+
+def _bars(axes: Axes, modes: tuple[ModeSummary, ...], values: list[Estimate], title: str, colour: str = _BLUE) -> None:
+    places = range(len(modes))
+    means = [value.mean for value in values]
+    errors = [[value.mean - value.low for value in values], [value.high - value.mean for value in values]]
+    axes.barh(places, means, color=colour, height=0.62, xerr=errors, error_kw={"ecolor": _INK, "capsize": 3})
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(
+            f"{value.mean:.3g}", (value.high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
+    axes.set_yticks(places, [row.mode for row in modes])
+    axes.set_xlim(0, 1.22 * max(0.001, *(value.high for value in values)))
+    axes.invert_yaxis()
+    axes.set_title(title)
+    axes.grid(axis="x", color=_GRID, linewidth=0.7)
+
+
+def _stacked(axes: Axes, modes: tuple[ModeSummary, ...]) -> None:
+    begins = [0.0] * len(modes)
+    for name, colour, share in _ENDS:
+        widths = [100 * share(row) for row in modes]
+        axes.barh(range(len(modes)), widths, left=begins, color=colour, height=0.62, label=name)
+        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set_yticks(range(len(modes)), [""] * len(modes))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_title("what became of the requests, %")
+    axes.legend(frameon=False, fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def _loads(figure: Any, found: Overload) -> None:
+    rows = figure.subplots(len(found.summaries), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    first = found.runs[0].seed
+    for axes, row in zip(rows, found.summaries, strict=True):
+        run = next(run for run in found.runs if run.mode == row.mode and run.seed == first)
+        begin = max(0, len(run.prefill_load) - _SHOWN_S) // 2
+        shown = slice(begin, begin + _SHOWN_S)
+        times = range(begin, begin + len(run.prefill_load[shown]))
+        for series, colour, name in ((run.prefill_load, _BLUE, "prefill"), (run.decode_load, _ORANGE, "decode")):
+            axes.plot(times, [min(value, _HIGHEST_LOAD) for value in series[shown]], color=colour, lw=1.1, label=name)
+        axes.axhline(1.0, color=_MUTED, lw=0.8, ls="--")
+        axes.set_title(
+            f"{row.mode}: swing {row.prefill_swing.mean:.3f} prefill, {row.decode_swing.mean:.3f} decode; "
+            f"lag correlation {row.lag_correlation.mean:+.2f} at {row.lag_s.mean:.0f} s"
+        )
+        axes.grid(axis="y", color=_GRID, linewidth=0.7)
+        axes.set_ylim(0, None)
+    rows[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=2, bbox_to_anchor=(1.0, 1.35))
+    rows[-1].set_xlabel("virtual seconds (one seed); load is a share of what the objective allows")

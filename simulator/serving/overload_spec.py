@@ -1,0 +1,70 @@
+"""What is run when admission modes are compared: what a person says, and the machine's figures from its profile."""
+
+from pathlib import Path
+
+from conductor.errors import ConfigError
+from conductor.policy import PolicyConfig
+from simulator.errors import BadSetting
+from simulator.serving.runs import RunSpec
+from simulator.serving.settings import ServingSettings
+from traces import load_trace
+from worker.policy.cost_profile import load_profile
+
+__all__ = ["overload_spec"]
+
+
+def overload_spec(
+    trace: str,
+    profile: Path,
+    *,
+    prefill_nodes: int,
+    decode_nodes: int,
+    ttft_s: float,
+    tbt_s: float,
+    requests: int,
+    output_scale: float,
+    longest_prompt: int,
+    pool_blocks: int,
+    ssd_blocks: int,
+    look_into: float,
+) -> RunSpec:
+    """Clients allow as many tokens as the longest answer has. Raises BadSetting, TraceError, ProfileError."""
+    rows, costs = load_trace(trace), load_profile(profile)
+    if not 0 < output_scale < 1000:
+        raise BadSetting(f"output_scale is {output_scale}; give a number above 0 and below 1000")
+    longest_answer = max(1, round(output_scale * max(row.output_length for row in rows)))
+    standard = ServingSettings()
+    capacity_tokens = int(costs.engine.get("capacity_tokens", standard.capacity_tokens))
+    settings = ServingSettings(
+        prefill_nodes=prefill_nodes,
+        decode_nodes=decode_nodes,
+        ttft_objective_s=ttft_s,
+        tbt_objective_s=tbt_s,
+        max_new_tokens=longest_answer,
+        capacity_tokens=capacity_tokens // rows.block_tokens * rows.block_tokens,
+        max_batch=int(costs.engine.get("max_batch", standard.max_batch)),
+        pool_blocks=pool_blocks,
+        ssd_blocks=ssd_blocks,
+    )
+    longest = max(row.input_length for row in rows if not longest_prompt or row.input_length <= longest_prompt)
+    if longest + longest_answer + rows.block_tokens > settings.capacity_tokens:
+        raise BadSetting(
+            f"a node of profile {costs.name} holds {settings.capacity_tokens} tokens of KV; the longest request needs "
+            f"{longest} and {longest_answer} for its answer: leave it out with --longest-prompt"
+        )
+    try:
+        policy = PolicyConfig(ttft_objective_s=ttft_s, tbt_objective_s=tbt_s)
+    except ConfigError as error:
+        raise BadSetting(str(error)) from error
+    return RunSpec(
+        trace=trace,
+        profile=profile,
+        settings=settings,
+        policy=policy,
+        seed=0,
+        rate_per_s=1.0,
+        requests=requests,
+        output_scale=output_scale,
+        longest_prompt=longest_prompt,
+        look_into=look_into,
+    )

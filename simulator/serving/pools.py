@@ -1,0 +1,92 @@
+"""The pool nodes: who holds which blocks, in memory and on SSD, under the live pool's own eviction policies.
+
+A tier keeps the live pool's rule that no block leaves before those that follow it. What leaves memory stays on SSD,
+as the live node writes behind; a use brings it back.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from conductor.policy.matches import PoolMatches
+from kvpool.policy.eviction import Use, make_policy
+from simulator.pool import SimulatedPool
+from simulator.serving.settings import ServingSettings
+
+__all__ = ["Pools"]
+
+
+class Pools:
+    """One pool node per prefill node, named alike."""
+
+    def __init__(self, settings: ServingSettings, names: Sequence[str]) -> None:
+        self.roster = tuple(sorted(names))
+        self._memory = {name: _tier(settings.eviction, settings.pool_blocks) for name in names}
+        self._ssd = {name: _tier(settings.eviction, settings.ssd_blocks) for name in names if settings.ssd_blocks}
+        self._copied: dict[int, dict[str, int]] = {}  # by the last block of a copied prefix: target and match_key
+
+    def match(self, blocks: Sequence[int]) -> PoolMatches:
+        """What every pool node holds of a prompt's leading blocks."""
+        held = [self.held(name, blocks) for name in self.roster]
+        counts, on_ssd = np.array(held, np.int64).reshape(-1, 2).T
+        replicas: dict[str, int] = {}
+        if self._copied:
+            for block in blocks:
+                replicas.update(self._copied.get(block, {}))
+        return PoolMatches(self.roster, np.ascontiguousarray(counts), np.ascontiguousarray(on_ssd), replicas)
+
+    def held(self, name: str, blocks: Sequence[int]) -> tuple[int, int]:
+        """Leading blocks that the pool node holds; of them, those on SSD only."""
+        memory = self._memory[name].present
+        if name not in self._ssd:
+            count = 0
+            for block in blocks:
+                if block not in memory:
+                    break
+                count += 1
+            return count, 0
+        ssd = self._ssd[name].present
+        count = on_ssd = 0
+        for block in blocks:
+            if block not in memory:
+                if block not in ssd:
+                    break
+                on_ssd += 1
+            count += 1
+        return count, on_ssd
+
+    def store(self, name: str, now_ns: int, blocks: Sequence[int]) -> None:
+        """The prompt's blocks are there now, or were used there."""
+        use = Use(now_ns, len(blocks))
+        for tier in (self._memory[name], self._ssd.get(name)):
+            if tier is not None:
+                tier.store(blocks, tier.look_up(blocks, use), use)
+
+    def copied(self, target: str, blocks: Sequence[int], match_key: int) -> None:
+        """A Copy decision brought these blocks to `target`."""
+        self._copied.setdefault(blocks[-1], {})[target] = match_key
+
+    def drop_copy(self, target: str, match_key: int, keep_blocks: int, blocks: Sequence[int]) -> None:
+        """Give a copied prefix up, all but its first `keep_blocks`; what something follows stays."""
+        self._copied.get(blocks[-1], {}).pop(target, None)
+        for block in reversed(blocks[keep_blocks:]):
+            self._memory[target].remove(block)
+
+    @property
+    def num_blocks(self) -> int:
+        """In all memories."""
+        return sum(len(tier.present) for tier in self._memory.values())
+
+    def validate(self, settings: ServingSettings) -> list[str]:
+        """Pool nodes that hold more than they can."""
+        tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
+        return [
+            f"{name} holds {len(tier.present)} blocks of at most {most}"
+            for named, most in tiers
+            for name, tier in named.items()
+            if len(tier.present) > most
+        ]
+
+
+def _tier(eviction: str, blocks: int) -> SimulatedPool:
+    return SimulatedPool(make_policy(eviction, blocks), blocks, leaf_first=True)

@@ -1,0 +1,195 @@
+"""A prefill node: turns, loads that overlap the compute of others, chunks by the live batch policy, push, hand-over."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
+from simulator.serving.clock import NS, Clock
+from simulator.serving.decode import DecodeNode
+from simulator.serving.links import Link, send
+from simulator.serving.pools import Pools
+from simulator.serving.reports import Reporter
+from simulator.serving.settings import ServingSettings
+from simulator.serving.truth import Truth
+from simulator.serving.work import Work
+from worker.policy import BatchLimits, BatchPlan, plan_step
+
+__all__ = ["PrefillNode"]
+
+
+class PrefillNode:
+    """Computes prompts. Its host's network and memory are here too: its pool node uses them."""
+
+    def __init__(
+        self,
+        node_id: str,
+        pool_id: str,
+        clock: Clock,
+        settings: ServingSettings,
+        truth: Truth,
+        pools: Pools,
+        decode_nodes: Mapping[str, DecodeNode],
+        block_tokens: int,
+        tell: Callable[[NodeReported], object],
+        prefilled: Callable[[Work], None],
+    ) -> None:
+        """`pool_id`: its host's pool node. `prefilled(work)`: the first token is there."""
+        self.node_id = node_id
+        self.pool_id = pool_id
+        self.out, self.into, self.memory, self.ssd = Link(), Link(), Link(), Link()
+        self.hosts: Mapping[str, PrefillNode] = {}  # by their pool nodes
+        self.reporter = Reporter(node_id, clock, settings, self._held, tell)
+        self._clock = clock
+        self._settings = settings
+        self._truth = truth
+        self._pools = pools
+        self._decode_nodes = decode_nodes
+        self._block_tokens = block_tokens
+        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
+        self._prefilled = prefilled
+        self._held_works: dict[str, Work] = {}
+        self._waiting: deque[Work] = deque()
+        self._num_places = settings.lookahead
+        self._computing: list[Work] = []
+        self._is_stepping = False
+        self.backlog_tokens = 0  # to be computed for those that wait or are computed
+
+    def submit(self, work: Work) -> None:
+        """Take a placed request."""
+        self._held_works[work.job.name] = work
+        self._waiting.append(work)
+        self.backlog_tokens += work.job.prompt_tokens - work.reused_tokens
+        self._fill_places()
+
+    def release(self, work: Work) -> None:
+        """The hand-over is done, or called off: nothing of it is left here."""
+        del self._held_works[work.job.name]
+        self.reporter.progress(work.job.name, "ended")
+
+    def backlog_s(self) -> float:
+        """Seconds of compute that wait here or are under way, as the truth has it."""
+        return sum(
+            self._truth.chunk_s(self.node_id, work, work.computed or work.reused_tokens, work.job.prompt_tokens)
+            for work in self._held_works.values()
+            if not work.first_token_ns
+        )
+
+    def _fill_places(self) -> None:
+        while self._waiting and self._num_places:
+            self._num_places -= 1
+            self._prepare(self._waiting.popleft())
+
+    def _prepare(self, work: Work) -> None:
+        """Load what is reused, and meanwhile take pages at the decode node."""
+        self.backlog_tokens -= work.job.prompt_tokens - work.reused_tokens
+        work.reused_tokens = 0
+        loaded_ns = self._clock.now_ns
+        for holder in work.holders:
+            if holder.first_block * self._block_tokens > work.reused_tokens:
+                break
+            # What has left the pool since the decision is computed instead.
+            there, on_ssd = self._pools.held(holder.pool, work.job.blocks[: holder.first_block + holder.num_blocks])
+            blocks = there - holder.first_block
+            if blocks <= 0:
+                break
+            work.reused_tokens = there * self._block_tokens
+            loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks)))
+        self.backlog_tokens += work.job.prompt_tokens - work.reused_tokens
+        self._clock.at(loaded_ns, lambda: self._loaded(work))
+        self._decode_nodes[work.decode_node].reserve(work, self._reserved)
+
+    def _read(self, pool: str, blocks: int, on_ssd: int) -> int:
+        """When so many blocks of a pool node are here."""
+        now_ns, holder = self._clock.now_ns, self.hosts[pool]
+        nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
+        if on_ssd:
+            ssd_nbytes = on_ssd * self._block_tokens * self._truth.bytes_per_token
+            ssd_ns = self._truth.transfer_ns("ssd_read", ssd_nbytes)
+            now_ns = send(now_ns, (holder.ssd,), ssd_ns)
+            holder.reporter.transfer(TransferSample(ssd_nbytes, ssd_ns / NS, "ssd_read"))
+        path = "load" if holder is self else "fetch"
+        links = (self.memory,) if holder is self else (holder.out, self.into)
+        alone_ns = self._truth.transfer_ns(path, nbytes)
+        end_ns = send(now_ns, links, alone_ns)
+        self.reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, path))
+        return end_ns
+
+    def _pull(self, work: Work) -> None:
+        """Meanwhile the decode node reads the same blocks from those who hold them."""
+        into, first = self._decode_nodes[work.decode_node].into, 0
+        for holder in work.holders:
+            blocks = min(holder.first_block + holder.num_blocks, work.reused_tokens // self._block_tokens) - first
+            if blocks > 0:
+                first += blocks
+                nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
+                alone_ns = self._truth.transfer_ns("fetch", nbytes)
+                links = (self.hosts[holder.pool].out, into)
+                work.sent_ns = max(work.sent_ns, send(self._clock.now_ns, links, alone_ns))
+
+    def _loaded(self, work: Work) -> None:
+        work.loaded = True
+        self._begin_if_ready(work)
+
+    def _reserved(self, work: Work) -> None:
+        work.reserved = True
+        self._pull(work)
+        self._begin_if_ready(work)
+
+    def _begin_if_ready(self, work: Work) -> None:
+        if not (work.loaded and work.reserved):
+            return
+        work.computed = work.reused_tokens
+        self._computing.append(work)
+        self.reporter.progress(work.job.name, "prefill_started")
+        if not self._is_stepping:
+            self._step()
+
+    def _step(self) -> None:
+        plan = plan_step((), [(work.computed, work.job.prompt_tokens) for work in self._computing], self._limits)
+        self._is_stepping = not plan.is_empty
+        if plan.is_empty:
+            return
+        chunks = [(self._computing[chunk.index], chunk) for chunk in plan.prefill]
+        seconds = [self._truth.chunk_s(self.node_id, work, chunk.start, chunk.end) for work, chunk in chunks]
+        for (work, chunk), one_s in zip(chunks, seconds, strict=True):
+            work.prefill_s += one_s
+            self._push(work, chunk.start, chunk.end, sum(seconds))
+        self._clock.after(max(1, round(sum(seconds) * NS)), lambda: self._stepped(plan))
+
+    def _push(self, work: Work, start: int, end: int, step_s: float) -> None:
+        """Layer by layer while the chunk is computed: only its last layer's bytes come after."""
+        alone_ns = self._truth.transfer_ns("push", (end - start) * self._truth.bytes_per_token)
+        tail_ns = self._clock.now_ns + round(step_s * NS) + alone_ns // self._settings.layers
+        sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
+        work.sent_ns = max(work.sent_ns, sent_ns, tail_ns)
+
+    def _stepped(self, plan: BatchPlan) -> None:
+        done: list[Work] = []
+        for chunk in plan.prefill:
+            work = self._computing[chunk.index]
+            work.computed = chunk.end
+            self.backlog_tokens -= chunk.end - chunk.start
+            if chunk.last:
+                done.append(work)
+        for work in done:
+            self._computing.remove(work)
+            self._end_prefill(work)
+        self._fill_places()
+        self._step()
+
+    def _end_prefill(self, work: Work) -> None:
+        work.first_token_ns = self._clock.now_ns
+        work.generated = 1
+        self._num_places += 1
+        job = work.job
+        new = job.prompt_tokens - work.reused_tokens
+        self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
+        self.reporter.progress(job.name, "prefill_ended")
+        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks)
+        self._prefilled(work)
+
+    def _held(self) -> tuple[Held, ...]:
+        return tuple(
+            Held(name, 0, remaining_prefill_tokens=work.job.prompt_tokens - work.computed)
+            for name, work in self._held_works.items()
+        )

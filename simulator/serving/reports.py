@@ -1,0 +1,79 @@
+"""How a node reports: what it holds and what happened, as seldom and as late as the live workers' reporter does."""
+
+from collections.abc import Callable
+
+from conductor.policy.events import DecodeSample, Held, NodeReported, Phase, PrefillSample, Progress, TransferSample
+from simulator.serving.clock import NS, Clock
+from simulator.serving.settings import ServingSettings
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """One node's stream of reports to the conductor."""
+
+    def __init__(
+        self,
+        node_id: str,
+        clock: Clock,
+        settings: ServingSettings,
+        held: Callable[[], tuple[Held, ...]],
+        tell: Callable[[NodeReported], object],
+    ) -> None:
+        """`held()`: the requests that the node has now. `tell(report)` is called when it reaches the conductor."""
+        self._node_id = node_id
+        self._clock = clock
+        self._held = held
+        self._tell = tell
+        self._every_ns = round(settings.report_every_s * NS)
+        self._coalesce_ns = round(settings.coalesce_s * NS)
+        self._network_ns = round(settings.network_s * NS)
+        self._progress: list[Progress] = []
+        self._prefills: list[PrefillSample] = []
+        self._decodes: list[DecodeSample] = []
+        self._transfers: list[TransferSample] = []
+        self._is_due = False
+        self._round = 0  # of reports; the timer of an earlier one is void
+
+    def start(self) -> None:
+        """Begin with an empty report."""
+        self._report(self._round)
+
+    def progress(self, request_id: str, phase: Phase) -> None:
+        self._progress.append(Progress(request_id, 0, phase))
+        if not self._is_due:
+            self._is_due = True
+            self._later(self._coalesce_ns)
+
+    def prefill(self, sample: PrefillSample) -> None:
+        self._prefills.append(sample)
+
+    def decode(self, sample: DecodeSample) -> None:
+        self._decodes.append(sample)
+
+    def transfer(self, sample: TransferSample) -> None:
+        self._transfers.append(sample)
+
+    def _later(self, delay_ns: int) -> None:
+        number = self._round
+        self._clock.after(delay_ns, lambda: self._report(number))
+
+    def _report(self, number: int) -> None:
+        if number != self._round:
+            return
+        self._round += 1
+        self._is_due = False
+        report = NodeReported(
+            self._node_id,
+            held=self._held(),
+            progress=tuple(self._progress),
+            prefills=tuple(self._prefills),
+            decodes=tuple(self._decodes),
+            transfers=tuple(self._transfers),
+        )
+        self._progress, self._prefills, self._decodes, self._transfers = [], [], [], []
+        self._clock.after(self._network_ns, lambda: self._tell_of(report))
+        self._later(self._every_ns)
+
+    def _tell_of(self, report: NodeReported) -> None:
+        self._tell(report)

@@ -1,0 +1,118 @@
+"""One simulated run from its settings to its outcome, and many of them in processes of their own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from conductor.policy import PolicyConfig
+from conductor.policy.config import AdmissionMode
+from simulator.serving.clock import NS
+from simulator.serving.cluster import Cluster
+from simulator.serving.counterfactual import FalseRejects
+from simulator.serving.outcome import Outcome, outcome_of
+from simulator.serving.settings import ServingSettings
+from simulator.serving.swing import swing_of
+from simulator.serving.workload import draw_workload
+from traces import load_trace
+from worker.policy.cost_profile import load_profile
+
+__all__ = ["Run", "RunSpec", "run_all", "run_one", "with_mode"]
+
+_SAMPLE_S = 1.0
+WARM_UP = 0.15  # share of the arrivals' time that is not measured: queues fill, the pool and the costs settle
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """Everything that a run follows from."""
+
+    trace: str
+    profile: Path
+    settings: ServingSettings
+    policy: PolicyConfig
+    seed: int
+    rate_per_s: float
+    requests: int
+    output_scale: float = 1.0
+    longest_prompt: int = 0
+    look_into: float = 0.0  # share of the rejections of which the counterfactual is run
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of it. The series are loads, once a second, over the objectives: mean over the nodes."""
+
+    mode: AdmissionMode
+    seed: int
+    outcome: Outcome
+    rejects_tried: int
+    rejects_false: int
+    prefill_load: tuple[float, ...]
+    decode_load: tuple[float, ...]
+
+
+def run_one(spec: RunSpec) -> Run:
+    """Simulate. The same spec gives the same run. Raises BadSetting, TraceError, ProfileError."""
+    workload = draw_workload(
+        load_trace(spec.trace),
+        seed=spec.seed,
+        rate_per_s=spec.rate_per_s,
+        requests=spec.requests,
+        output_scale=spec.output_scale,
+        longest_prompt=spec.longest_prompt,
+    )
+    settings = spec.settings
+    cluster = Cluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
+    prefill: list[float] = []
+    decode: list[float] = []
+
+    def sample() -> None:
+        prefill.append(_mean(node.backlog_s() / settings.ttft_objective_s for node in cluster.prefill.values()))
+        decode.append(_mean(node.step_s / settings.tbt_objective_s for node in cluster.decode.values()))
+        if cluster.clock.now_ns < workload.duration_s * NS:
+            cluster.clock.after(round(_SAMPLE_S * NS), sample)
+
+    cluster.clock.at(0, sample)
+    from_s = WARM_UP * workload.duration_s
+    oracle = FalseRejects(cluster, spec.look_into, round(from_s * NS))
+    cluster.run()
+    first = round(from_s / _SAMPLE_S)
+    swing = swing_of(np.array(prefill[first:]), np.array(decode[first:]), step_s=_SAMPLE_S)
+    outcome = outcome_of(cluster.works, settings, swing, from_s=from_s, until_s=workload.duration_s)
+    mode = spec.policy.admission_mode
+    return Run(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
+
+
+def run_all(
+    specs: Sequence[RunSpec], processes: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Run]:
+    """All runs, in the order of `specs`, `processes` at a time. `progress` is told (done, total)."""
+    runs: dict[int, Run] = {}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        numbers = {pool.submit(run_one, spec): number for number, spec in enumerate(specs)}
+        try:
+            for done, future in enumerate(as_completed(numbers), 1):
+                runs[numbers[future]] = future.result()
+                progress(done, len(specs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [runs[number] for number in range(len(specs))]
+
+
+def with_mode(spec: RunSpec, mode: AdmissionMode) -> RunSpec:
+    """The same run under another admission mode."""
+    return replace(spec, policy=replace(spec.policy, admission_mode=mode))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _rounded(values: list[float]) -> tuple[float, ...]:
+    return tuple(round(value, 4) for value in values)
