@@ -52,15 +52,21 @@ async def ask_conductor(conductor: str, *, deadline_s: float) -> conductor_pb2.C
 
 
 async def validate_cluster(located: Located) -> list[Answer]:
-    """Every process's answer, the conductor's first; one that does not answer is an answer with a problem."""
+    """Every process's answer, the conductors' first; one that does not answer is an answer with a problem."""
     cluster = await ask_cluster(located.conductor)
-    asked = [_validate("conductor", "conductor", located.conductor, ConductorStub)]
+    asked = [_validate(name, "conductor", target, ConductorStub) for name, target in _conductors(located).items()]
     for status in cluster.nodes:
         stub = PoolStub if status.node.role == common_pb2.ROLE_POOL else WorkerStub
         asked.append(_validate(status.node.node_id, role_name(status.node.role), status.node.target, stub))
     asked += [_validate_frontend(url) for url in located.urls]
     answers = list(await asyncio.gather(*asked))
     return answers + _not_joined(located, {answer.node_id for answer in answers})
+
+
+def _conductors(located: Located) -> dict[str, str]:
+    """Targets by name: the one that was asked for, and what else of them `serve` started."""
+    further = located.ready.nodes.items() if located.ready is not None else ()
+    return {"conductor": located.conductor} | {name: node.target for name, node in further if node.role == "conductor"}
 
 
 def _not_joined(located: Located, seen: set[str]) -> list[Answer]:
