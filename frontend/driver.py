@@ -28,7 +28,7 @@ _FINISH: Final[dict[int, FinishReason]] = {
     worker_pb2.FINISH_COMPLETE: "stop",
 }
 _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
-_GRAMMAR_CODES: Final = frozenset({"bad_grammar", "grammar"})
+_CLIENTS_CODES: Final = frozenset({"bad_grammar", "grammar", "unsupported"})
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Generation:
         text = f"{setback.suspect}: {setback.message}"
         if setback.code in _DEADLINE_CODES:
             raise RequestDeadline(f"{self._deadline_text()} ({text})")
-        if setback.code in _GRAMMAR_CODES:  # only the model's own tokens show that it cannot follow it
+        if setback.code in _CLIENTS_CODES:  # what only a worker can tell of what was asked for
             raise InvalidRequest(text, code=setback.code)
         if not setback.retryable:
             raise GenerationFailed(text, code=setback.code or None)

@@ -24,6 +24,7 @@ class NodeRow:
     capacity_tokens: int | None
     cached_share: float | None  # of the prompt tokens it was given, those whose KV it did not compute
     address: str
+    stand_in: str = ""  # what it has in place of an engine that computes
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class ClusterStatus:
         parts = ["ready" if self.ready else f"not ready: no place can serve a request{of_these}"]
         if self.cached_share is not None:
             parts.append(f"{self.cached_share:.0%} of prompt tokens from the cache")
+        stand_ins = sorted({row.stand_in for row in self.nodes if row.stand_in})
+        parts += [f"nothing is computed ({', '.join(stand_ins)})"] if stand_ins else []
         troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
         return "; ".join([*parts, *troubled])
 
@@ -82,6 +85,7 @@ def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | 
         capacity_tokens=node.capacity_tokens if report else None,
         cached_share=_share(*_prompt_tokens(report.counters)) if report else None,
         address=node.target if item is not None else process.target if process else "",
+        stand_in=node.engine,
     )
 
 

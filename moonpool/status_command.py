@@ -113,4 +113,5 @@ def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
     counts = ["" if count is None else str(count) for count in (row.pid, row.restarts, row.waiting, row.running)]
     cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
     state = Text(row.state, style=_STYLES.get(row.state, ""))
-    return [row.node, row.role, row.model, state, *counts, free, cached, row.address]
+    model = f"{row.model} ({row.stand_in})" if row.stand_in else row.model
+    return [row.node, row.role, model, state, *counts, free, cached, row.address]

@@ -22,12 +22,13 @@ from replay.dialogue_report import DialogueReport
 from replay.dialogue_summary import summarise_dialogues
 from replay.dialogue_talk import Talk, talk
 from replay.interrupts import interrupts
+from replay.paced import told
 from replay.progress import ProgressDisplay
 from replay.report import check_writable
 from replay.server import ServerInfo, check_tokenizer, discover
 from replay.session import open_session
 from replay.tokens import ModelTokens, load_model_tokens
-from replay.verify import Scorer, Verification, check_same_model, choose_sample, load_reference, verify_records
+from replay.verify import Reference, Verification, choose_sample, load_reference, verify_records
 
 _ASK_DEADLINE_S = 15.0
 _REFRESH_S = 0.25
@@ -39,11 +40,10 @@ def run(config: DialogueConfig, console: Console | None = None) -> DialogueRepor
     Ctrl-C ends the dialogues and gives the report so far. Raises ReplayError. `console` None: shows nothing.
     """
     tokens = load_model_tokens(config.model_path)
-    reference = load_reference(config.model_path, device=config.verify_device, threads=None) if config.verify else None
     with ProgressDisplay(console) as display:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            live = runner.run(_live(config, tokens, reference, display))
-        verification = _verify(config, reference, live, display) if reference else None
+            live = runner.run(_live(config, tokens, display))
+        verification = _verify(config, live.reference, live, display) if live.reference else None
     figures = {
         "interrupted": live.interrupted,
         "settings": _settings(config, live.server),
@@ -60,21 +60,20 @@ class _Live:
     """What the dialogues left."""
 
     server: ServerInfo
+    reference: Reference | None
     turns: Sequence[TurnRecord]
     notices: list[str]
     interrupted: bool
 
 
-async def _live(
-    config: DialogueConfig, tokens: ModelTokens, reference: Scorer | None, display: ProgressDisplay
-) -> _Live:
+async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
     stop = asyncio.Event()
     with interrupts(stop):
         async with open_session(api_key=config.api_key) as session:
             server = await discover(session, config.base_url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
-            if reference is not None:
-                check_same_model(reference, config.model_path, model=server.model, fingerprint=server.fingerprint)
+            # Before the dialogues: a reference that does not load should not be found out after an hour.
+            reference = _reference(config, server) if config.verify else None
             check_writable(config.out)
             common = Talk(
                 session=session,
@@ -89,7 +88,8 @@ async def _live(
             async with background(_show(config, common, display)):
                 await _all(config, common, tokens, stop)
             _tell(config, common, display)
-    return _Live(server, common.records, [notice] if notice else [], stop.is_set())
+    notices = [*told(server.stand_ins), *([notice] if notice else [])]
+    return _Live(server, reference, common.records, notices, stop.is_set())
 
 
 async def _all(config: DialogueConfig, common: Talk, tokens: ModelTokens, stop: asyncio.Event) -> None:
@@ -130,7 +130,11 @@ def _tell(config: DialogueConfig, common: Talk, display: ProgressDisplay) -> Non
     display.show("dialogues", done, config.num_dialogues * config.turns, detail)
 
 
-def _verify(config: DialogueConfig, reference: Scorer, live: _Live, display: ProgressDisplay) -> Verification:
+def _reference(config: DialogueConfig, server: ServerInfo) -> Reference:
+    return load_reference(server, config.model_path, device=config.verify_device, threads=None)
+
+
+def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
     """Re-score a sample of the answers, each given the prompt that the server says it had."""
     records = [turn.request for turn in live.turns if turn.completed]
     told = [record for record in records if record.prompt_ids and record.token_ids]
@@ -152,4 +156,4 @@ def _verify(config: DialogueConfig, reference: Scorer, live: _Live, display: Pro
 def _settings(config: DialogueConfig, server: ServerInfo) -> dict[str, Any]:
     """The configuration as the report keeps it: without the key."""
     kept = {name: value for name, value in vars(config).items() if name not in ("api_key", "out")}
-    return {**kept, "model": server.model, "model_path": str(config.model_path)}
+    return {**kept, "model": server.model, "model_path": str(config.model_path), "stand_ins": server.stand_ins}

@@ -23,6 +23,7 @@ from replay.errors import PromptPlanError, SettingInvalid
 from replay.interrupts import interrupts
 from replay.load import Load
 from replay.objectives import Objectives
+from replay.paced import told
 from replay.plan import PlannedRequest, PlanSettings, plan_requests
 from replay.poller import MetricsPoller
 from replay.progress import ProgressDisplay, detail_of, show_tally
@@ -40,9 +41,8 @@ from replay.tokens import ModelTokens, load_model_tokens
 from replay.unloaded import Unloaded, measure_unloaded
 from replay.validity import invalid_reasons
 from replay.verify import (
-    Scorer,
+    Reference,
     Verification,
-    check_same_model,
     choose_sample,
     load_reference,
     verify_records,
@@ -61,12 +61,10 @@ def run(config: ReplayConfig, console: Console | None = None) -> Report:
     allow_many_connections()
     trace = select_rows(config)
     tokens = load_model_tokens(config.model_path)
-    # Before the load: a reference that does not load should not be found out after an hour.
-    reference = _reference(config) if config.verify else None
     with ProgressDisplay(console) as display:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            live = runner.run(_live(config, trace, tokens, reference, display))
-        verification = _verify(config, reference, live, display) if reference else None
+            live = runner.run(_live(config, trace, tokens, display))
+        verification = _verify(config, live.reference, live, display) if live.reference else None
     figures = {
         "valid": not live.invalid_reasons,
         "invalid_reasons": live.invalid_reasons,
@@ -108,6 +106,7 @@ class _Live:
     """What the phases against the server left."""
 
     server: ServerInfo
+    reference: Reference | None
     requests: dict[int, PlannedRequest]
     objectives: Objectives
     records: Sequence[RequestRecord]
@@ -118,17 +117,15 @@ class _Live:
     interrupted: bool
 
 
-async def _live(
-    config: ReplayConfig, trace: Trace, tokens: ModelTokens, reference: Scorer | None, display: ProgressDisplay
-) -> _Live:
+async def _live(config: ReplayConfig, trace: Trace, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
     stop = asyncio.Event()
     with interrupts(stop):
         async with open_session(api_key=config.api_key) as session:
             url = config.base_url
             server = await discover(session, url, model=config.model, deadline_s=_ASK_DEADLINE_S)
             notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
-            if reference is not None:
-                check_same_model(reference, config.model_path, model=server.model, fingerprint=server.fingerprint)
+            # Before the load: a reference that does not load should not be found out after an hour.
+            reference = _reference(config, server) if config.verify else None
             check_writable(config.out)
             settings = _plan_settings(config, server, tokens)
             requests = plan_requests(trace, _book(config, tokens), settings)
@@ -147,11 +144,12 @@ async def _live(
                     evidence = await send_watched(opened, load, start=start, stop=stop, tally=tally)
             display.show("replay", sum(tally.ended.values()), tally.total, detail_of(tally))
             await poller.settle(at_most_s=0.0 if stop.is_set() else _SETTLE_S)
-    notices = [notice] if notice else []
+    notices = [*told(server.stand_ins), *([notice] if notice else [])]
     if poller.history.failed_polls:
         notices.append(f"{poller.history.failed_polls} looks at /metrics failed")
     return _Live(
         server=server,
+        reference=reference,
         requests={r.index: r for r in requests},
         objectives=Objectives(config.slo_ttft_s, config.slo_tbt_s, unloaded),
         records=evidence.records,
@@ -186,7 +184,7 @@ async def _unloaded(
     )
 
 
-def _verify(config: ReplayConfig, reference: Scorer, live: _Live, display: ProgressDisplay) -> Verification:
+def _verify(config: ReplayConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
     sample = choose_sample(live.records, config.verify_sample, seed=config.seed)
     prompts = {record.index: live.requests[record.index].prompt for record in sample}
     result = Verification(tolerance=config.verify_tolerance)
@@ -199,8 +197,8 @@ def _verify(config: ReplayConfig, reference: Scorer, live: _Live, display: Progr
     return result
 
 
-def _reference(config: ReplayConfig) -> Scorer:
-    return load_reference(config.model_path, device=config.verify_device, threads=config.verify_threads or None)
+def _reference(config: ReplayConfig, server: ServerInfo) -> Reference:
+    return load_reference(server, config.model_path, device=config.verify_device, threads=config.verify_threads or None)
 
 
 def _book(config: ReplayConfig, tokens: ModelTokens) -> TextBook:
@@ -229,7 +227,13 @@ def _settings(config: ReplayConfig, trace: Trace, server: ServerInfo) -> dict[st
     """The configuration as the report keeps it: without the key."""
     left_out = {"api_key", "out"}
     kept = {name: value for name, value in vars(config).items() if name not in left_out}
-    return {**kept, "trace": trace.source, "model": server.model, "model_path": str(config.model_path)}
+    return {
+        **kept,
+        "trace": trace.source,
+        "model": server.model,
+        "model_path": str(config.model_path),
+        "stand_ins": server.stand_ins,
+    }
 
 
 def _trace_figures(trace: Trace) -> dict[str, Any]:

@@ -20,13 +20,15 @@ _SAMPLE_TEXT = "Patient millers carry copper lanterns beyond the northern gate; 
 class ServerInfo:
     """The server as the replay addresses it. `base_url` without a trailing slash; `model`: the name in requests.
 
-    `fingerprint`: of the served model's weights, "" where the server does not tell.
+    `fingerprint`: of the served model's weights, "" where the server does not tell. `stand_ins`: what it says that it
+    has in place of engines that compute.
     """
 
     base_url: str
     model: str
     max_model_len: int | None = None
     fingerprint: str = ""
+    stand_ins: tuple[str, ...] = ()
 
 
 def error_message(text: str) -> str:
@@ -62,12 +64,14 @@ async def discover(
     name = model or next(iter(models))
     length = models[name].get("max_model_len")
     extension = models[name].get("moonpool")
-    fingerprint = extension.get("fingerprint") if isinstance(extension, dict) else None
+    extension = extension if isinstance(extension, dict) else {}
+    fingerprint, stand_ins = extension.get("fingerprint"), extension.get("stand_ins")
     return ServerInfo(
         base_url,
         name,
         length if isinstance(length, int) and length > 0 else None,
         fingerprint if isinstance(fingerprint, str) else "",
+        tuple(each for each in stand_ins if isinstance(each, str)) if isinstance(stand_ins, list) else (),
     )
 
 

@@ -1,5 +1,7 @@
 """Verification by teacher forcing: one process without a cluster re-scores the cluster's own answers.
 
+(Those of a paced engine, which are known beforehand, are compared: `replay.paced`.)
+
 For every output position the reference model's logits (dense, no cache) after the prompt and the answer so far are put
 through the sampler's noise for the request's own seed. The sampler takes the largest; a token is *wrong* if its
 noise-added score lies more than the tolerance below the largest, a *near-tie* if it is not the largest but within it.
@@ -18,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.errors import VerificationError
+from replay.paced import PACED, PacedReference
 from replay.record import Outcome, RequestRecord
+from replay.server import ServerInfo
 from replay.text import TokenIds
 
 if TYPE_CHECKING:
@@ -36,6 +40,9 @@ class Scorer(Protocol):
 
     def score(self, token_ids: TokenIds) -> NDArray[np.float32]:
         """Logits float32 [n, vocab] of every position."""
+
+
+Reference: TypeAlias = Scorer | PacedReference
 
 
 @dataclass(frozen=True)
@@ -87,30 +94,29 @@ def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> 
     return sorted(chosen, key=lambda r: r.index)
 
 
-def load_reference(model_path: Path, *, device: str, threads: int | None) -> Scorer:
-    """The served model in this process. Raises VerificationError."""
+def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads: int | None) -> Reference:
+    """What the served model must answer, in this process; blocks while it loads.
+
+    Raises VerificationError, also when the server is known to have other weights.
+    """
+    if any(each.startswith(PACED) for each in server.stand_ins):
+        return PacedReference(model_path)
     from engine import EngineError, load_model
 
     try:
-        return load_model(model_path, device=device, threads=threads)
+        reference = load_model(model_path, device=device, threads=threads)
     except EngineError as error:
         raise VerificationError(f"cannot verify: the model at {model_path} does not load: {error}") from error
-
-
-def check_same_model(reference: Scorer, model_path: Path, *, model: str, fingerprint: str) -> None:
-    """Raises VerificationError when the served `model` is known to have other weights than the reference.
-
-    `fingerprint`: what the server says of it, "" where it says nothing.
-    """
-    if fingerprint and fingerprint != reference.fingerprint:
+    if server.fingerprint and server.fingerprint != reference.fingerprint:
         raise VerificationError(
-            f"cannot verify: the server's {model!r} has fingerprint {fingerprint}, the model in {model_path} has "
-            f"{reference.fingerprint}: other weights; give the served model's folder with --model-path"
+            f"cannot verify: the server's {server.model!r} has fingerprint {server.fingerprint}, the model in "
+            f"{model_path} has {reference.fingerprint}: other weights; give the served model's folder with --model-path"
         )
+    return reference
 
 
 def verify_records(
-    reference: Scorer,
+    reference: Reference,
     records: Iterable[RequestRecord],
     prompts: Mapping[int, TokenIds],
     result: Verification,
@@ -130,14 +136,12 @@ def verify_records(
     return result
 
 
-def _verify_one(reference: Scorer, record: RequestRecord, prompt: TokenIds, result: Verification) -> None:
-    answer = np.array(record.token_ids, np.int32)
-    # The last token is scored, not fed.
-    logits = reference.score(np.concatenate([prompt, answer[:-1]]))[len(prompt) - 1 :]
-    if len(logits) != len(answer):
-        raise VerificationError(f"the reference gave {len(logits)} rows of scores for {len(answer)} tokens")
-    for position, token in enumerate(record.token_ids):
-        expected, margin = judge(logits[position], token, sampling_row(record, position))
+def _verify_one(reference: Reference, record: RequestRecord, prompt: TokenIds, result: Verification) -> None:
+    if isinstance(reference, PacedReference):
+        judged = reference.judged(prompt, record)
+    else:
+        judged = _judged(reference, prompt, record)
+    for position, (token, (expected, margin)) in enumerate(zip(record.token_ids, judged, strict=True)):
         result.verified_tokens += 1
         result.largest_margin = max(result.largest_margin, margin)
         if not margin <= result.tolerance:  # a NaN margin is no agreement
@@ -149,6 +153,15 @@ def _verify_one(reference: Scorer, record: RequestRecord, prompt: TokenIds, resu
     result.verified_requests += 1
     result.requests_with_reuse += record.cached_tokens > 0
     result.sampled_requests += record.temperature > 0
+
+
+def _judged(reference: Scorer, prompt: TokenIds, record: RequestRecord) -> list[tuple[int, float]]:
+    answer = np.array(record.token_ids, np.int32)
+    # The last token is scored, not fed.
+    logits = reference.score(np.concatenate([prompt, answer[:-1]]))[len(prompt) - 1 :]
+    if len(logits) != len(answer):
+        raise VerificationError(f"the reference gave {len(logits)} rows of scores for {len(answer)} tokens")
+    return [judge(logits[i], token, sampling_row(record, i)) for i, token in enumerate(record.token_ids)]
 
 
 def sampling_row(record: RequestRecord, position: int) -> SamplingRow:

@@ -26,6 +26,7 @@ from replay.config import server_root
 from replay.errors import ServerUnreachable, TokenizerMismatch
 from replay.interrupts import interrupts
 from replay.load import Load
+from replay.paced import told
 from replay.progress import ProgressDisplay, show_tally
 from replay.record import Outcome, RequestRecord
 from replay.retry import RetryPolicy
@@ -96,7 +97,7 @@ async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
                 raise
             notice = "the server has another tokenizer than the bundled model, by which prompts are made (--tokenizer)"
     # Ids of a tokenizer that is not the server's would be another text to it, or none.
-    return Target(server, tokens, config.chat or bool(notice), (notice,) if notice else ())
+    return Target(server, tokens, config.chat or bool(notice), (*told(server.stand_ins), *([notice] if notice else [])))
 
 
 async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> ServerInfo:

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 
 from engine import Model, SamplingRow
+from engine.config import read_config
 from replay.errors import VerificationError
+from replay.paced import PacedReference
 from replay.record import Outcome, RequestRecord
+from replay.server import ServerInfo
 from replay.verify import Verification, choose_sample, judge, load_reference, verify_records
+from worker.paced.tokens import Draw, PacedTokens
 
+BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 PROMPT = np.arange(40, dtype=np.int32) * 7 % 2048
 
 
@@ -107,7 +112,43 @@ def test_answers_without_token_ids_cannot_be_verified(model: Model, record: Requ
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="does not load"):
-        load_reference(tmp_path / "nowhere", device="cpu", threads=None)
+        load_reference(ServerInfo("http://h", "m"), tmp_path / "nowhere", device="cpu", threads=None)
+
+
+def paced_answer(temperature: float, seed: int) -> list[int]:
+    tokens = PacedTokens.of(BUNDLED, read_config(BUNDLED), 5)
+    return tokens.answer(PROMPT, Draw(seed, temperature, 0), 12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("place", [None, 0, 7])
+def test_answers_of_a_paced_engine_are_compared_token_by_token(
+    record: RequestRecord, temperature: float, place: int | None
+) -> None:
+    server = ServerInfo("http://h", "m", stand_ins=("paced:instant",))
+    reference = load_reference(server, BUNDLED, device="cpu", threads=None)
+    assert isinstance(reference, PacedReference)
+    answer = paced_answer(temperature, 9)
+    if place is not None:
+        answer[place] = answer[place] + 1 if answer[place] < 2000 else 3
+    told = replace(record, token_ids=answer, temperature=temperature, seed=9)
+    found = verify_records(reference, [told], {record.index: PROMPT}, Verification())
+    assert (found.verified_tokens, found.wrong_tokens) == (12, 0 if place is None else 1)
+
+
+def test_a_paced_answer_to_another_prompt_or_of_another_seed_is_wrong(record: RequestRecord) -> None:
+    reference = PacedReference(BUNDLED)
+    answer = paced_answer(0.8, 9)
+    for prompt, seed in ((PROMPT[::-1].copy(), 9), (PROMPT, 10)):
+        told = replace(record, token_ids=answer, temperature=0.8, seed=seed)
+        found = verify_records(reference, [told], {record.index: prompt}, Verification())
+        assert found.wrong_tokens >= 11
+
+
+def test_where_a_paced_answer_ends_by_itself_is_the_servers_own_choice(record: RequestRecord) -> None:
+    answer = [*paced_answer(0.0, 0)[:6], read_config(BUNDLED).eos_token_ids[0]]
+    told = replace(record, token_ids=answer, temperature=0.0)
+    assert verify_records(PacedReference(BUNDLED), [told], {record.index: PROMPT}, Verification()).wrong_tokens == 0
 
 
 def test_the_sample_covers_every_kind_and_only_completed_requests() -> None:

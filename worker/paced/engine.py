@@ -107,7 +107,7 @@ class PacedEngine(Engine):
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             raise RequestRefused(
-                "bad_sampling", "logprobs were asked for, but the engine is paced: it has no probabilities to tell"
+                "unsupported", "logprobs were asked for, but the engine is paced: it has no probabilities to tell"
             )
 
     def counters(self) -> Mapping[str, float]:
