@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conductor.decision_log.settings import DecisionLogConfig
 from conductor.errors import ConfigError
 from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig
 from conductor.redis_url import check_redis_url
@@ -30,10 +31,8 @@ class ConductorConfig:
     copy_timeout_s: float = 30.0  # a copy is given up after this long
     orphan_timeout_s: float = 120.0  # a request that nobody holds or completes is forgotten
     report_timeout_s: float = 5.0  # a node that was silent for longer gets no work until it reports again; 0 = off
-    tick_s: float = 1.0  # how often orphans and silent nodes are looked for and the decision log is flushed
-    decision_log: Path | None = None  # JSONL of every event and its decisions
-    decision_log_bytes: int = 64 << 20  # size at which the log is rotated
-    decision_log_files: int = 4  # rotated files that are kept
+    tick_s: float = 1.0  # how often orphans and silent nodes are looked for
+    decision_log: DecisionLogConfig | None = None  # None: none is kept
     redis_url: str = field(default="", repr=False)  # what conductors share; may hold a password; "" = nothing
     cluster_name: str = "moonpool"  # as written in Redis and in snapshots
     state_dir: Path | None = None  # folder for snapshots of the directory; None = none are kept
@@ -43,7 +42,7 @@ class ConductorConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("copy_timeout_s", "tick_s", "decision_log_bytes"),
+            *("copy_timeout_s", "tick_s"),
             *("shared_refresh_s", "shared_ttl_s", "snapshot_s"),
         ):
             if getattr(self, name) <= 0:
@@ -55,8 +54,6 @@ class ConductorConfig:
             check_redis_url(self.redis_url)
         if not self.cluster_name.strip():
             raise ConfigError("cluster_name is empty: give a name, the same to all conductors of the cluster")
-        if self.decision_log_files < 1:
-            raise ConfigError(f"decision_log_files is {self.decision_log_files}: must be at least 1")
         _ = self.policy
 
     @property
@@ -76,5 +73,5 @@ class ConductorConfig:
             replica_idle_s=self.replica_idle_s,
             orphan_timeout_s=self.orphan_timeout_s,
             report_timeout_s=self.report_timeout_s,
-            explain=8 if self.decision_log is not None else 0,
+            explain=self.decision_log.num_candidates if self.decision_log is not None else 0,
         )

@@ -1,4 +1,4 @@
-"""The policy, its clock and its log: the one door through which a live cluster's events enter. No I/O but the log."""
+"""The policy, its clock and its log: the one door through which a live cluster's events enter. No I/O but the log's."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.config import ConductorConfig
-from conductor.event_log import EventLog
+from conductor.decision_log import DecisionLog
 from conductor.policy import Conductor
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event
@@ -23,16 +23,12 @@ class Core:
     """Takes events on the event loop's thread, one after the other."""
 
     def __init__(self, config: ConductorConfig, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Raises ConfigError for a decision log that cannot be begun."""
         self.policy = Conductor(config.policy)
         self._clock = clock
-        self._log: EventLog | None = None
+        self.log: DecisionLog | None = None
         if config.decision_log is not None:
-            self._log = EventLog(
-                config.decision_log,
-                config.policy,
-                max_bytes=config.decision_log_bytes,
-                max_files=config.decision_log_files,
-            )
+            self.log = DecisionLog(config.decision_log, config.policy, now_ns=clock())
 
     def now_ns(self) -> int:
         """The policy's clock."""
@@ -45,28 +41,15 @@ class Core:
         decisions = self.policy.on_event(now_ns, event)
         if self.policy.suspects is not before:
             _tell(before, self.policy.suspects)
-        if self._log is not None:
-            try:
-                self._log.write(now_ns, event, decisions, keys.tolist())
-            except OSError:
-                log.exception("the decision log cannot be written; going on without it")
-                self._log = None
+        if self.log is not None:
+            self.log.note(now_ns, event, decisions, keys)
         return decisions
 
-    def flush(self) -> None:
-        """Hand the log's rows to the operating system."""
-        if self._log is not None:
-            try:
-                self._log.flush()
-            except OSError:
-                log.exception("the decision log cannot be written; going on without it")
-                self._log = None
-
     def close(self) -> None:
-        """Close the log; what still happens is not written: a write would begin a new file."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """Close the log; what still happens is not written."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
 
 
 def _tell(before: frozenset[str], now: frozenset[str]) -> None:

@@ -62,4 +62,3 @@ async def _tick(core: Core, pools: Pools, every_s: float) -> None:
             else:
                 log.warning("released: %s", decision)
         pools.tell_replicas()
-        core.flush()

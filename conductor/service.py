@@ -133,7 +133,14 @@ class ConductorService(ConductorServicer):
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> common_pb2.JsonReply:
-        return common_pb2.JsonReply(json=json.dumps({"log": "", "request": None}))
+        decisions = self._core.log
+        if decisions is None:
+            return common_pb2.JsonReply(json=json.dumps({"log": None}))
+        try:
+            found = await asyncio.to_thread(decisions.find, request.request_id)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, f"the decision log in {decisions.folder}: {error}")
+        return common_pb2.JsonReply(json=json.dumps({"log": str(decisions.folder), **found.to_json()}))
 
     def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
         node = member.node

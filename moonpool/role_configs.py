@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.slices import HostSettings, NodeSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
 from moonpool.run_dir import default_run_dir, make_run_dir
 from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
+    from conductor.decision_log import DecisionLogConfig
     from conductor.policy.config import Admission, AdmissionMode
     from conductor.server import ConductorConfig
     from engine.model import Dtype
@@ -50,10 +52,25 @@ def conductor_config(config: ConductorRole) -> "ConductorConfig":
         replica_idle_s=config.scheduling.replica_idle,
         max_queue_s=config.scheduling.max_queue,
         report_timeout_s=config.scheduling.report_timeout,
-        decision_log=config.scheduling.decision_log,
+        decision_log=_decision_log_config(config.decisions),
         redis_url=config.shared.redis_url,
         cluster_name=config.shared.cluster_name,
         state_dir=config.shared.state_dir,
+    )
+
+
+def _decision_log_config(settings: DecisionLogSettings) -> "DecisionLogConfig | None":
+    from conductor.decision_log import DecisionLogConfig
+
+    if settings.decision_log is None:
+        return None
+    return DecisionLogConfig(
+        settings.decision_log,
+        settings.decision_log_size,
+        settings.decision_log_files,
+        settings.decision_log_block_tokens,
+        settings.decision_log_events,
+        settings.decision_log_candidates,
     )
 
 

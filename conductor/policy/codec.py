@@ -1,4 +1,4 @@
-"""Events and decisions as JSON objects and back, exactly: what is read back compares equal. Nothing else lives here."""
+"""Events, decisions and configurations as JSON objects and back, exactly: what is read back compares equal."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -7,11 +7,12 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from conductor.errors import LogFormatError
+from conductor.policy.config import PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event
 from conductor.policy.matches import PoolMatch, PoolMatches
 
-__all__ = ["decision_from_json", "event_from_json", "to_json"]
+__all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
 
 
 def to_json(value: Event | Decision) -> dict[str, Any]:
@@ -29,6 +30,16 @@ def decision_from_json(row: Mapping[str, Any]) -> Decision:
     return _tagged(row, Decision)  # type: ignore[no-any-return]
 
 
+def config_to_json(config: PolicyConfig) -> dict[str, Any]:
+    """Every field, so that a later version's defaults change nothing."""
+    return {each.name: _value_to_json(getattr(config, each.name)) for each in fields(config)}
+
+
+def config_from_json(row: Any) -> PolicyConfig:
+    """The configuration that `config_to_json` wrote. Raises LogFormatError."""
+    return _object(PolicyConfig, row)  # type: ignore[no-any-return]
+
+
 def _fields_to_json(value: Any) -> dict[str, Any]:
     kind: type = type(value)
     pairs = ((name, default, getattr(value, name)) for name, default in _defaults(kind))
@@ -38,6 +49,8 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
 def _value_to_json(value: Any) -> Any:
     if isinstance(value, tuple | PoolMatches):
         return [_value_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _value_to_json(item) for name, item in value.items()}
     return _fields_to_json(value) if is_dataclass(value) else value
 
 
@@ -57,9 +70,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _tagged(row: Mapping[str, Any], union: UnionType) -> Any:
-    if not isinstance(row, Mapping) or row.get("type") not in _kinds(union):
-        raise LogFormatError(f"no known type in {str(row)[:120]}: expected one of {', '.join(_kinds(union))}")
-    kind = _kinds(union)[row["type"]]
+    kinds = _kinds(union)
+    if not isinstance(row, Mapping) or not isinstance(row.get("type"), str) or row["type"] not in kinds:
+        raise LogFormatError(f"no known type in {str(row)[:120]}: expected one of {', '.join(kinds)}")
+    kind = kinds[row["type"]]
     return _object(kind, {name: value for name, value in row.items() if name != "type"})
 
 
@@ -72,8 +86,8 @@ def _object(kind: Any, row: Any) -> Any:
         raise LogFormatError(f"{kind.__name__}: unknown fields {', '.join(unknown)}")
     try:
         return kind(**{name: _value(hints[name], value, f"{kind.__name__}.{name}") for name, value in row.items()})
-    except TypeError as error:
-        raise LogFormatError(f"{kind.__name__}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, LogFormatError) else LogFormatError(f"{kind.__name__}: {error}") from error
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -81,19 +95,29 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if is_dataclass(hint):
         return _object(hint, value)
     if hint is PoolMatches:
-        return PoolMatches.of(*_tuple((PoolMatch, ...), value, where))
+        try:
+            return PoolMatches.of(*_tuple((PoolMatch, ...), value, where))
+        except OverflowError as error:
+            raise LogFormatError(f"{where}: {error}") from error
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise LogFormatError(f"{where}: expected an object, got {str(value)[:80]}")
+        return {name: _value(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is tuple:
         return _tuple(get_args(hint), value, where)
     if origin is Literal:
-        ok = value in get_args(hint)
+        ok = any(type(value) is type(one) and value == one for one in get_args(hint))
     elif origin in (Union, UnionType):
         raise LogFormatError(f"{where}: union fields have no JSON form")
     else:
         # JSON has one kind of number: whole seconds come back as int.
-        ok = isinstance(value, hint) or (hint is float and type(value) is int)
+        ok = type(value) is hint or (hint is float and type(value) is int)
     if not ok:
-        raise LogFormatError(f"{where}: {value!r} is no {hint}")
-    return float(value) if hint is float else value
+        raise LogFormatError(f"{where}: {str(value)[:80]!r} is no {getattr(hint, '__name__', hint)}")
+    try:
+        return float(value) if hint is float else value
+    except OverflowError as error:
+        raise LogFormatError(f"{where}: {error}") from error
 
 
 def _tuple(items: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:

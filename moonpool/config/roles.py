@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.fields import Setting, composite_settings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
 from moonpool.config.pool import PoolSettings
@@ -37,6 +38,7 @@ class ServeConfig:
     engine: EngineSettings = field(default_factory=EngineSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    decisions: DecisionLogSettings = field(default_factory=DecisionLogSettings)
     shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
@@ -83,6 +85,7 @@ class ConductorRole:
     listen: ListenSettings
     further: FurtherModels
     scheduling: SchedulingSettings
+    decisions: DecisionLogSettings
     shared: SharedStoreSettings
     tls: TlsSettings
     logs: LogSettings

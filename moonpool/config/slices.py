@@ -246,7 +246,6 @@ class SchedulingSettings(Slice):
             high=3600,
         ),
     ] = 5.0
-    decision_log: Annotated[Path | None, Key("JSONL file of the conductor's events and decisions")] = None
 
     def check(self) -> None:
         if 0 < self.report_timeout < 2:

@@ -1,4 +1,4 @@
-"""The decision log: what it says, how it is bounded, and that it replays."""
+"""The event log: that it replays to the same decisions, what it says where it cannot, and the form of its lines."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
+from conductor.decision_log import DecisionLogConfig, lives, replay
 from conductor.errors import ConfigError, LogFormatError
-from conductor.event_log import replay
 from conductor.policy import Objectives, PolicyConfig
-from conductor.policy.codec import decision_from_json, event_from_json, to_json
+from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Copy, Place, Reject
-from conductor.policy.events import NodeJoined, Tick
+from conductor.policy.events import NodeJoined, RequestCompleted, Tick
 
 GOLDEN = Path(__file__).parent / "golden" / "decisions.jsonl"
 
@@ -31,105 +31,147 @@ def agree(left, right):
     return left == pytest.approx(right, rel=1e-6) if isinstance(left, float) else left == right
 
 
+def steps_of(log, config=None):
+    return [step for life in lives(log) for step in replay(life, config)]
+
+
+def core_of(folder, **config):
+    log = {name: config.pop(name) for name in ("file_bytes", "num_files") if name in config}
+    return Core(
+        ConductorConfig("none", decision_log=DecisionLogConfig(folder, **log), **config),
+        clock=iter(range(1, 100_000)).__next__,
+    )
+
+
 def test_the_golden_log_replays_to_its_decisions():
     kinds = set()
-    for now_ns, event, logged, now in replay(GOLDEN):
-        assert agree(as_json(logged), as_json(now)), (now_ns, event)
-        kinds |= {type(decision) for decision in now}
+    for step in steps_of(GOLDEN):
+        assert agree(as_json(step.logged), as_json(step.made)), (step.line, step.event)
+        kinds |= {type(decision) for decision in step.made}
     assert kinds == {Place, Reject, Copy}
 
 
-def test_a_changed_policy_does_not_replay(tmp_path):
-    lines = GOLDEN.read_text().splitlines()
-    header = json.loads(lines[0])
-    header["config"]["balancing_threshold"] = 50.0
-    changed = tmp_path / "changed.jsonl"
-    changed.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
-    assert any(logged != now for _, _, logged, now in replay(changed))
+def test_a_log_replays_under_another_configuration_to_other_decisions():
+    (life,) = lives(GOLDEN)
+    assert any(step.logged != step.made for step in replay(life, PolicyConfig(balancing_threshold=50.0)))
 
 
 def test_a_log_replays_under_the_objectives_of_each_model(tmp_path, make):
-    path = tmp_path / "d.jsonl"
     objectives = {"n": Objectives(1e-6, 0.0), "m": Objectives(0.0, 9.0)}
-    core = Core(
-        ConductorConfig("none", ttft_objective_s=100.0, model_objectives=objectives, decision_log=path),
-        clock=iter(range(1, 100)).__next__,
-    )
+    core = core_of(tmp_path, ttft_objective_s=100.0, model_objectives=objectives)
     for model in ("m", "n"):
         for role in ("prefill", "decode"):
             core.handle(NodeJoined(make.node(f"{model}-{role}", role, host="0", model=model)))
     made = [type(core.handle(make.request(model, model=model))[0]) for model in ("m", "n")]
     core.close()
     assert made == [Place, Reject]
-    rows = list(replay(path))
-    assert all(logged == now for _, _, logged, now in rows)
-    assert [type(now[0]) for _, _, _, now in rows if now] == made
+    steps = steps_of(tmp_path)
+    assert all(step.logged == step.made for step in steps)
+    assert [type(step.made[0]) for step in steps if step.made] == made
 
 
-def test_the_log_is_bounded_and_its_files_replay_in_order(tmp_path, make):
-    path = tmp_path / "d.jsonl"
-    config = ConductorConfig("none", decision_log=path, decision_log_bytes=4000, decision_log_files=100)
-    core = Core(config, clock=iter(range(1, 10_000)).__next__)
-    for view in (make.node("p", "prefill"), make.node("d", "decode")):
-        core.handle(NodeJoined(view))
-    for i in range(40):
-        core.handle(make.request(f"r{i}"), keys=np.array([i, 2**64 - 1], np.uint64))
-    core.close()
-    files = sorted(tmp_path.iterdir(), key=lambda file: -int(file.suffix[1:]) if file.suffix[1:].isdigit() else 0)
-    assert len(files) > 3
-    assert all(file.stat().st_size <= 4000 for file in files)
-    rows = list(replay(*files))
-    assert len(rows) == 42
-    assert all(logged == now for _, _, logged, now in rows)
-
-
-def test_only_so_many_files_are_kept(tmp_path):
-    path = tmp_path / "d.jsonl"
-    config = ConductorConfig("none", decision_log=path, decision_log_bytes=600, decision_log_files=2)
-    core = Core(config, clock=iter(range(1, 10_000)).__next__)
-    for _ in range(100):
-        core.handle(Tick())
-    core.close()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["d.jsonl", "d.jsonl.1", "d.jsonl.2"]
-
-
-def test_a_restart_keeps_the_former_log(tmp_path):
-    path = tmp_path / "d.jsonl"
+def test_a_log_of_several_files_and_lives_replays_life_by_life(tmp_path, make):
     for _ in range(2):
-        core = Core(ConductorConfig("none", decision_log=path))
-        core.handle(Tick())
+        core = core_of(tmp_path, file_bytes=6000, num_files=100)
+        for view in (make.node("p", "prefill"), make.node("d", "decode")):
+            core.handle(NodeJoined(view))
+        for i in range(20):
+            core.handle(make.request(f"r{i}"))
         core.close()
-    assert len(list(replay(path))) == len(list(replay(tmp_path / "d.jsonl.1"))) == 1
+    found = lives(tmp_path)
+    assert [life.first_part for life in found] == [1, 1]
+    assert all(len(life.paths) > 2 for life in found)
+    for life in found:
+        steps = list(replay(life))
+        assert len(steps) == 22
+        assert all(step.logged == step.made for step in steps)
 
 
-def test_what_happens_after_the_close_begins_no_new_file(tmp_path):
-    path = tmp_path / "d.jsonl"
-    core = Core(ConductorConfig("none", decision_log=path))
+def test_a_life_whose_beginning_was_rotated_away_is_said_not_to_replay(tmp_path, make):
+    core = core_of(tmp_path, file_bytes=4096, num_files=1)
+    for i in range(60):
+        core.handle(make.request(f"r{i}"))
+    core.close()
+    (life,) = lives(tmp_path)
+    assert life.first_part > 1
+    with pytest.raises(LogFormatError, match="those before it were rotated away"):
+        next(replay(life))
+
+
+def test_nothing_follows_where_events_are_missing(tmp_path, make):
+    lines = GOLDEN.read_text().splitlines()
+    path = tmp_path / "gap.jsonl"
+    path.write_text("\n".join([*lines[:5], '{"dropped":3}', *lines[5:]]) + "\n")
+    (life,) = lives(path)
+    steps = replay(life)
+    for _ in range(4):
+        next(steps)
+    with pytest.raises(LogFormatError, match=r"gap\.jsonl, line 6: 3 events were not written down here"):
+        next(steps)
+
+
+def test_what_happens_after_the_close_is_not_written(tmp_path):
+    core = core_of(tmp_path)
     core.handle(Tick())
     core.close()
     core.handle(Tick())
     core.close()
-    assert len(list(replay(path))) == 1
-    assert list(tmp_path.iterdir()) == [path]
+    assert len(steps_of(tmp_path)) == 1
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_decisions(tmp_path, make, caplog):
-    (tmp_path / "log").mkdir()
-    core = Core(ConductorConfig("none", decision_log=tmp_path / "log"))
-    assert core.handle(make.request())[0].reason == "no_nodes"
-    assert "cannot be written" in caplog.text
+def test_prompts_and_tenants_keys_stay_out_of_the_event_log(tmp_path, make):
+    core = core_of(tmp_path)
+    core.handle(make.request("a"), keys=np.array([987654321], np.uint64))
+    core.handle(RequestCompleted("a", 0, "finished"))
     core.close()
+    assert all("987654321" not in path.read_text() for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["{", "[]", '{"now_ns":1,"event":{"type":"Nothing"},"decisions":[]}', '{"now_ns":1,"event":{"type":"Tick"}}'],
+    ("line", "said"),
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", "expected an object"),
+        ('{"now_ns":1,"event":{"type":"Nothing"},"decisions":[]}', "no known type"),
+        ('{"now_ns":1,"event":{"type":"Tick"}}', 'no "decisions"'),
+        ('{"now_ns":1,"event":{"type":"Tick"},"decisions":3}', "expected a list"),
+        ('{"now_ns":"1","event":{"type":"Tick"},"decisions":[]}', "expected a whole number"),
+        ('{"now_ns":1,"event":["Tick"],"decisions":[]}', "no known type"),
+        ('{"now_ns":1,"event":{"type":["Tick"]},"decisions":[]}', "no known type"),
+    ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line):
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(GOLDEN.read_text().splitlines()[0] + "\n" + line + "\n")
-    with pytest.raises(LogFormatError, match=r"bad\.jsonl, line 2"):
-        list(replay(path))
+    with pytest.raises(LogFormatError, match=rf"bad\.jsonl, line 2: .*{said}"):
+        steps_of(path)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ('{"timestamp":1}', "this is no event log"),
+        ('{"version":1}', "version 1: this Moonpool reads version 2"),
+        ('{"version":2,"life":1,"part":1}', 'no "config"'),
+        ('{"version":2,"life":1,"part":1,"config":{"balancing_threshold":0}}', "balancing_threshold is 0"),
+        ('{"version":2,"life":1,"part":1,"config":{"mood":0}}', "unknown fields mood"),
+        ('{"version":2,"life":1,"part":1,"config":{"admission":"perhaps"}}', "perhaps"),
+    ],
+)
+def test_a_head_that_is_none_is_named(tmp_path, head, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(head + "\n")
+    with pytest.raises(LogFormatError, match=rf"bad\.jsonl, line 1: .*{said}"):
+        lives(path)
+
+
+def test_a_configuration_is_told_whole_and_read_back():
+    config = PolicyConfig(2.0, model_objectives={"m": Objectives(1.0, 0.5)}, admission="shadow", max_copies=0)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+HUGE = 10**400
 
 
 @pytest.mark.parametrize(
@@ -138,8 +180,27 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line):
         ({"type": "NodeLost", "node_id": "a"}, "incarnation"),
         ({"type": "NodeLost", "node_id": 1, "incarnation": 1}, "NodeLost.node_id"),
         ({"type": "NodeLost", "node_id": "a", "incarnation": 1, "more": 2}, "unknown fields more"),
+        ({"type": "NodeLost", "node_id": "a", "incarnation": True}, "True"),
         ({"type": "NodeReported", "node_id": "a", "held": {}}, "expected a list"),
         ({"type": "NodeReported", "node_id": "a", "held": [3]}, "expected an object"),
+        (
+            {"type": "NodeReported", "node_id": "a", "decodes": [{"batch": 1, "context_tokens": 1, "seconds": HUGE}]},
+            "DecodeSample.seconds",
+        ),
+        ({"type": "CopyFinished", "source": "", "target": "", "match_key": 1, "nbytes": 0, "seconds": HUGE}, "seconds"),
+        (
+            {
+                "type": "RequestArrived",
+                "request_id": "r",
+                "attempt": 0,
+                "frontend_id": "f",
+                "model": "m",
+                "prompt_tokens": 1,
+                "max_new_tokens": 1,
+                "matches": [{"pool": "p", "blocks": HUGE}],
+            },
+            "matches",
+        ),
         ({"type": "Place"}, "no known type"),
     ],
 )
@@ -169,3 +230,9 @@ def test_a_configuration_that_cannot_work_is_refused_by_name(values):
         PolicyConfig(**values)
     with pytest.raises(ConfigError, match=next(iter(values))):
         ConductorConfig("unix:/x", **values)
+
+
+@pytest.mark.parametrize("name", ["file_bytes", "num_files", "block_tokens", "num_candidates"])
+def test_a_log_that_cannot_be_is_refused_by_name(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        DecisionLogConfig(tmp_path, **{name: 0})

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from conductor.event_log import replay
+from conductor.decision_log import DecisionLogConfig, lives, replay, search
 from conductor.policy.decisions import Place
 from conductor.server import ConductorConfig, serve_conductor
-from kvpool import KvGroup, KvSpec, keys_u64, layer_digests, parent_keys
+from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node
@@ -125,6 +125,9 @@ class Client:
 
     async def json(self, name):
         return json.loads((await getattr(self.stub, name)(common_pb2.JsonRequest(), timeout=10)).json)
+
+    async def explain(self, request_id):
+        return json.loads((await self.stub.Explain(conductor_pb2.ExplainRequest(request_id=request_id))).json)
 
     async def until(self, condition):
         """Poll the conductor until `await condition()` holds."""
@@ -471,8 +474,8 @@ async def test_a_prefix_of_one_model_is_none_for_another_with_the_same_chain_but
 
 
 async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tmp_path):
-    path = tmp_path / "log" / "decisions.jsonl"
-    service, client = await conductor(decision_log=path, ttft_objective_s=0.4)
+    folder = tmp_path / "log"
+    service, client = await conductor(decision_log=DecisionLogConfig(folder, block_tokens=64), ttft_objective_s=0.4)
     prefill, decode = await join_pair(client)
     await client.join("prefill-1", common_pb2.ROLE_PREFILL)
     chain = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
@@ -486,15 +489,19 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     decode.leave()
     await client.until_joined("prefill-0", "prefill-1")
     await client.schedule("late")
+    told = await client.explain("r3")
+    assert (told["log"], told["records"][0]["outcome"]) == (str(folder), "finished")
     await client.close()
     await service.stop()
-    rows = list(replay(path))
-    assert all(logged == now for _, _, logged, now in rows)
-    decisions = [decision for row in rows for decision in row[2]]
+    (life,) = lives(folder)
+    steps = list(replay(life))
+    assert all(step.logged == step.made for step in steps)
+    decisions = [decision for step in steps for decision in step.logged]
     assert {type(decision).__name__ for decision in decisions} == {"Place", "Reject"}
     assert next(len(decision.considered.prefill) for decision in decisions if isinstance(decision, Place)) == 2
-    arrivals = [json.loads(line) for line in path.read_text().splitlines() if '"RequestArrived"' in line]
-    assert arrivals[0]["keys"] == keys_u64(chain).tolist()
+    first, second = (search(folder, name).records[0]["hash_ids"] for name in ("r0", "r1"))
+    assert first == second
+    assert len(first) == 4
 
 
 async def test_a_node_is_asked_to_drain_on_its_stream_and_is_not_said_to_be_lost(conductor, caplog):

@@ -5,11 +5,14 @@ python tests/conductor/golden/write.py
 
 import heapq
 import itertools
+import json
 import random
+import tempfile
 from pathlib import Path
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
+from conductor.decision_log import DecisionLogConfig
 from conductor.policy.decisions import Copy, Place
 from conductor.policy.events import (
     CopyFinished,
@@ -53,11 +56,11 @@ def view(node_id: str, incarnation: int = 1) -> NodeView:
 class Simulation:
     """Prefill one after the other per node, decode in parallel; 60 families of prompts, a few of them hot."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now_ns = 0
-        config = ConductorConfig(
-            "none", ttft_objective_s=2.0, tbt_objective_s=0.2, report_timeout_s=0, decision_log=PATH
-        )
+        objectives = {"ttft_objective_s": 2.0, "tbt_objective_s": 0.2}
+        log = DecisionLogConfig(folder)
+        config = ConductorConfig("none", **objectives, report_timeout_s=0, decision_log=log)
         self.core = Core(config, clock=lambda: self.now_ns)
         self.rng = random.Random(7)
         self.heap: list[tuple[int, int, object]] = []
@@ -122,5 +125,9 @@ class Simulation:
 
 
 if __name__ == "__main__":
-    PATH.unlink(missing_ok=True)
-    Simulation().run(130)
+    with tempfile.TemporaryDirectory() as name:
+        Simulation(Path(name)).run(130)
+        (written,) = Path(name).glob("events-*.jsonl")
+        head, *rows = written.read_text().splitlines()
+        # Of no particular time.
+        PATH.write_text("\n".join([json.dumps({**json.loads(head), "life": 1}), *rows]) + "\n")

@@ -1,0 +1,103 @@
+"""The records that are not over, on disk: what a conductor that was killed leaves to the next one. One small file.
+
+Lines are `{"open": record}`, the last word on that request, and `{"over": request_id}`.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from conductor.decision_log.files import read_lines
+from conductor.decision_log.records import Change, Record
+
+__all__ = ["Journal", "read_journal"]
+
+_NAME = "open.jsonl"
+_LEAST_BYTES = 1 << 20  # below, a file that is mostly out of date is left as it is
+
+
+class Journal:
+    """Written by one writer; see `read_journal` for what it says."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        self._path = folder / _NAME
+        self._known: dict[str, int] = {}  # bytes of each open record's last line
+        self._fd = -1
+        self._nbytes = 0
+
+    def rewrite(self, records: list[Record]) -> None:
+        """Begin anew with exactly these open records. Raises OSError, and nothing has changed."""
+        lines = [(record["request_id"], _line("open", record)) for record in records]
+        fresh = self._path.with_suffix(".part")
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            _write(fd, b"".join(line for _, line in lines))
+            fresh.replace(self._path)
+        except OSError:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        self.close()
+        self._fd = fd
+        self._known = {request_id: len(line) for request_id, line in lines}
+        self._nbytes = sum(self._known.values())
+
+    def note(self, changes: list[Change]) -> None:
+        """Add what changed; of requests that came and ended since the last call, nothing. Raises OSError."""
+        last = {change.record["request_id"]: change for change in changes}
+        parts = []
+        for request_id, change in last.items():
+            if not change.is_over:
+                line = _line("open", change.record)
+                parts.append(line)
+                self._known[request_id] = len(line)
+            elif self._known.pop(request_id, None) is not None:
+                parts.append(_line("over", request_id))
+        data = b"".join(parts)
+        try:
+            _write(self._fd, data)
+        except OSError:
+            self.close()  # perhaps within a line: only `rewrite` makes it right again
+            raise
+        self._nbytes += len(data)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether most of the file says nothing any more, or it could not be written: time for `rewrite`."""
+        if self._fd < 0:
+            return True
+        return self._nbytes > _LEAST_BYTES and self._nbytes > 4 * sum(self._known.values())
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def read_journal(folder: Path) -> dict[str, Record]:
+    """The open records by request, of a journal that may be written at the moment or end in the middle of a line."""
+    found: dict[str, Record] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for _, line in read_lines(folder / _NAME):
+            try:
+                row = json.loads(line)
+                if "open" in row:
+                    found[row["open"]["request_id"]] = row["open"]
+                else:
+                    found.pop(row["over"], None)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a line that a full disk cut short
+    return found
+
+
+def _line(kind: str, value: Record | str) -> bytes:
+    return json.dumps({kind: value}, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]

@@ -1,0 +1,173 @@
+"""One record per request: a row of a Mooncake trace, the decisions on its attempts, and later what became of it.
+
+Pure: events and decisions in, finished records out. Where a request's end cannot be known the record says so; none is
+left out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.decision_log.hashing import Hashes
+from conductor.policy.codec import to_json
+from conductor.policy.config import NS
+from conductor.policy.decisions import Copy, Decision, Reject, ReleaseOrphan
+from conductor.policy.events import Event, NodeJoined, RequestArrived, RequestCompleted
+
+__all__ = ["RECORD_VERSION", "Change", "Record", "Records"]
+
+RECORD_VERSION = 1
+Record = dict[str, Any]
+_ASKS_AGAIN_S = 2.0  # frontends that may ask again after a rejection pause for at most a second
+_UNHEARD_S = 3600.0  # after its last decision: a request whose frontend died has nobody who tells its end
+_MOST_OPEN = 1 << 16
+_MOST_ATTEMPTS = 16  # kept per record: the first ones and the last
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A record that is new or has changed. `is_over`: nothing will be added to it."""
+
+    record: Record
+    is_over: bool
+
+
+@dataclass(slots=True)
+class _Open:
+    record: Record
+    ends_ns: int  # when it is given up, unless something happens
+
+
+class Records:
+    """The records of requests that are under way. `now_ns` is the policy's clock, `wall_ms` the time of day."""
+
+    def __init__(self, hashes: Hashes, started_ms: int) -> None:
+        """`started_ms`: the log's beginning, which timestamps count from."""
+        self._hashes = hashes
+        self._started_ms = started_ms
+        self._open: dict[str, _Open] = {}
+        self._key_tokens: dict[str, int] = {}  # per model
+        self._looked_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def find(self, request_id: str) -> Record | None:
+        """The record of a request that is under way."""
+        entry = self._open.get(request_id)
+        return entry.record if entry is not None else None
+
+    def under_way(self) -> list[Record]:
+        """All that are not over."""
+        return [entry.record for entry in self._open.values()]
+
+    def restore(self, now_ns: int, record: Record) -> None:
+        """A former conductor's record that was not over when that ended."""
+        self._open[record["request_id"]] = _Open(record, now_ns + round(_UNHEARD_S * NS))
+
+    def take(
+        self, now_ns: int, wall_ms: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]
+    ) -> Iterator[Change]:
+        """What an event and its decisions change."""
+        match event:
+            case RequestArrived():
+                yield from self._decided(now_ns, wall_ms, event, decisions, keys)
+            case RequestCompleted():
+                yield from self._completed(now_ns, wall_ms, event)
+            case NodeJoined(node) if node.role != "pool":
+                self._key_tokens[node.model] = node.block_tokens
+        for decision in decisions:
+            if isinstance(decision, ReleaseOrphan) and decision.request_id in self._open:
+                yield self._end(decision.request_id, "orphaned")
+        if now_ns - self._looked_ns >= NS:
+            self._looked_ns = now_ns
+            yield from self._give_up(now_ns)
+
+    def _decided(
+        self, now_ns: int, wall_ms: int, event: RequestArrived, decisions: Sequence[Decision], keys: NDArray[np.uint64]
+    ) -> Iterator[Change]:
+        entry = self._open.pop(event.request_id, None)
+        if entry is not None and event.attempt < entry.record["attempts"][-1]["attempt"]:
+            # The id is used again, for another request.
+            self._open[event.request_id] = entry
+            yield self._end(event.request_id, "unknown")
+            entry = None
+        record = self._new(wall_ms, event, keys) if entry is None else entry.record
+        answer = {name: value for name, value in to_json(decisions[0]).items() if name not in ("request_id", "attempt")}
+        attempt = {"attempt": event.attempt, "at_ms": self._since(record, wall_ms), "decision": answer}
+        if event.generated:
+            attempt["generated"] = event.generated
+        if event.excluded:
+            attempt["excluded"] = list(event.excluded)
+        copies = [to_json(decision) for decision in decisions if isinstance(decision, Copy)]
+        if copies:
+            attempt["copies"] = copies
+        attempts = record["attempts"]
+        if len(attempts) == _MOST_ATTEMPTS:
+            del attempts[_MOST_ATTEMPTS // 2]
+            record["attempts_left_out"] = record.get("attempts_left_out", 0) + 1
+        attempts.append(attempt)
+        rejected = isinstance(decisions[0], Reject)
+        record["outcome"] = "rejected" if rejected else "open"
+        self._open[event.request_id] = _Open(record, now_ns + round((_ASKS_AGAIN_S if rejected else _UNHEARD_S) * NS))
+        yield Change(record, is_over=False)
+        while len(self._open) > _MOST_OPEN:
+            yield self._end(next(iter(self._open)))
+
+    def _new(self, wall_ms: int, event: RequestArrived, keys: NDArray[np.uint64]) -> Record:
+        prompt_tokens = event.prompt_tokens - event.generated
+        key_tokens = self._key_tokens.get(event.model)
+        if key_tokens is None:
+            keys, key_tokens = keys[:0], 1
+        record: Record = {
+            "timestamp": max(0, wall_ms - self._started_ms),
+            "input_length": prompt_tokens,
+            "output_length": 0,
+            "hash_ids": self._hashes.ids(keys, key_tokens, prompt_tokens, event.request_id),
+            "version": RECORD_VERSION,
+            "request_id": event.request_id,
+            "at": wall_ms / 1000,
+            "model": event.model,
+            "max_new_tokens": event.max_new_tokens + event.generated,
+            "outcome": "open",
+            "attempts": [],
+        }
+        if event.tenant:
+            record["tenant"] = self._hashes.tenant(event.tenant)
+        if event.slo_class:
+            record["slo_class"] = event.slo_class
+        return record
+
+    def _completed(self, now_ns: int, wall_ms: int, event: RequestCompleted) -> Iterator[Change]:
+        entry = self._open.get(event.request_id)
+        if entry is None:
+            return
+        record = entry.record
+        attempt = next((one for one in record["attempts"] if one["attempt"] == event.attempt), record["attempts"][-1])
+        attempt["outcome"], attempt["ended_ms"] = event.outcome, self._since(record, wall_ms)
+        record["output_length"] = event.generated
+        for name, value in (("ttft_s", event.ttft_s), ("tbt_s", event.mean_tbt_s)):
+            if value:
+                record[name] = value
+        record["cached_tokens"] = event.cached_tokens
+        if event.outcome == "retry":
+            entry.ends_ns = now_ns + round(_UNHEARD_S * NS)
+            yield Change(record, is_over=False)
+        else:
+            yield self._end(event.request_id, event.outcome)
+
+    def _end(self, request_id: str, outcome: str = "") -> Change:
+        record = self._open.pop(request_id).record
+        record["outcome"] = outcome or ("rejected" if record["outcome"] == "rejected" else "unknown")
+        return Change(record, is_over=True)
+
+    def _give_up(self, now_ns: int) -> Iterator[Change]:
+        for request_id in [name for name, entry in self._open.items() if entry.ends_ns <= now_ns]:
+            yield self._end(request_id)
+
+    def _since(self, record: Record, wall_ms: int) -> int:
+        """Milliseconds after the request came."""
+        return max(0, wall_ms - round(1000 * float(record["at"])))

@@ -1,0 +1,93 @@
+"""Finding a request's records in a log's folder, while it is being written or long after."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conductor.decision_log.files import numbered, open_file
+from conductor.decision_log.journal import read_journal
+from conductor.decision_log.records import Record
+
+__all__ = ["DECISIONS_STEM", "Found", "search"]
+
+DECISIONS_STEM = "decisions"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a log has of one request id, oldest first (ids that clients choose may come again), and what it still has at
+    all: the time of day of its oldest request, and how many files were rotated away before that."""
+
+    records: list[Record]
+    oldest_at: float | None
+    num_removed_files: int
+    damaged: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As the conductor answers."""
+        return {
+            "records": self.records,
+            "oldest_at": self.oldest_at,
+            "removed_files": self.num_removed_files,
+            "damaged": list(self.damaged),
+        }
+
+
+def search(folder: Path, request_id: str) -> Found:
+    """Everything that the folder has of a request. Raises OSError for a folder that cannot be read."""
+    needle = b'"request_id":' + json.dumps(request_id).encode("ascii") + b","
+    under_way = read_journal(folder).get(request_id)  # first: what ends meanwhile is then in the files
+    files = numbered(folder, DECISIONS_STEM)
+    records: list[Record] = []
+    damaged: list[str] = []
+    oldest_at: float | None = None
+    for path in files.values():
+        try:
+            for line in _lines_with(path, needle, first=oldest_at is None):
+                record = _record(line)
+                if record is None:
+                    continue
+                oldest_at = record["at"] if oldest_at is None else oldest_at
+                if record["request_id"] == request_id:
+                    records.append(record)
+        except OSError as error:
+            damaged.append(f"{path.name}: {error.strerror or error}")
+    if under_way is not None and not any(_same(record, under_way) for record in records):
+        records.append(under_way)
+    return Found(records, oldest_at, min(files, default=1) - 1, tuple(damaged))
+
+
+def _lines_with(path: Path, needle: bytes, *, first: bool) -> list[bytes]:
+    """The whole lines that hold `needle`, and, if wanted, the first line. Pieces are searched, not lines: most of a
+    log is never looked at closely."""
+    found: list[bytes] = []
+    with open_file(path) as pieces:
+        rest = b""
+        for piece in pieces:
+            data = rest + piece
+            end = data.rfind(b"\n") + 1
+            whole, rest = data[:end], data[end:]
+            if first and whole:
+                found.append(whole[: whole.index(b"\n")])
+                first = False
+            at = whole.find(needle)
+            while at >= 0:
+                begin, stop = whole.rfind(b"\n", 0, at) + 1, whole.index(b"\n", at)
+                line = whole[begin:stop]
+                if line not in found:
+                    found.append(line)
+                at = whole.find(needle, stop)
+    return found
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+        return record if isinstance(record["request_id"], str) and isinstance(record["attempts"], list) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _same(one: Record, other: Record) -> bool:
+    return bool(one.get("at") == other.get("at"))

@@ -1,0 +1,253 @@
+"""Writes a log on a thread of its own. The event loop hands over what happened, at the cost of an append, and is never
+waited for: where the writer falls behind, or the disk is full, entries are left out, and counted."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.decision_log.event_lines import Head, dropped_line, event_line, head_line
+from conductor.decision_log.files import LineFiles, LinesLost
+from conductor.decision_log.hashing import Hashes
+from conductor.decision_log.journal import Journal, read_journal
+from conductor.decision_log.records import RECORD_VERSION, Change, Record, Records
+from conductor.decision_log.replaying import EVENTS_STEM
+from conductor.decision_log.searching import DECISIONS_STEM, Found, search
+from conductor.decision_log.settings import DecisionLogConfig
+from conductor.errors import ConfigError
+from conductor.policy import PolicyConfig
+from conductor.policy.decisions import Decision
+from conductor.policy.events import Event, NodeReported, RequestArrived
+
+__all__ = ["DecisionLog"]
+
+log = logging.getLogger(__name__)
+_EVERY_S = 0.1  # the writer looks for work so often: waking it at each decision would cost the loop its turns
+_MOST_ENTRIES, _MOST_BYTES = 1 << 15, 256 << 20  # that wait to be written
+_AT_ONCE = 16  # entries after which the writer lets the loop have its turn
+_TURN_S = 0.0005
+_TELL_AGAIN_S = 60.0
+_CLOSE_S = 10.0
+_ENTRY_NBYTES, _ITEM_NBYTES = 2048, 128  # of one that waits, beside its arrays; of each thing that a node reports
+
+Entry = tuple[int, Event, Sequence[Decision], NDArray[np.uint64]]
+
+
+class DecisionLog:
+    """One conductor's log. `note` and `close` are called by one thread, the others by any."""
+
+    def __init__(self, config: DecisionLogConfig, policy: PolicyConfig, *, now_ns: int) -> None:
+        """`now_ns`: the policy's clock now. Raises ConfigError when the folder cannot be used, or another conductor
+        writes there."""
+        self._config = config
+        self._wall_ns = time.time_ns() - now_ns  # what the policy's clock lacks to be the time of day
+        try:
+            config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = _lock(config.folder)
+            secret, started_ms = _identity(config.folder)
+            self._journal = Journal(config.folder)
+        except OSError as error:
+            raise ConfigError(f"decision_log is {str(config.folder)!r}, which cannot be used: {error}") from error
+        life, self._part = time.time_ns(), 0
+
+        def head() -> bytes:
+            self._part += 1
+            return head_line(Head(life, self._part, policy))
+
+        sizes = config.file_bytes, config.num_files
+        self._decisions = LineFiles(config.folder, DECISIONS_STEM, *sizes)
+        self._events = LineFiles(config.folder, EVENTS_STEM, *sizes, head=head) if config.with_events else None
+        self._records = Records(Hashes(secret, config.block_tokens), started_ms)
+        self._waiting: deque[Entry] = deque()
+        self._put_nbytes = self._taken_nbytes = 0  # each written by one thread only
+        self._dropped_events = 0  # since the last gap was written down; under _counting
+        self._lost: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._writing = threading.Lock()
+        self._told_s = -_TELL_AGAIN_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="decision log", daemon=True)
+        self._started_ns = now_ns
+        self._thread.start()
+
+    def note(self, now_ns: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]) -> None:
+        """Take an event, its decisions and the keys of its prompt's whole blocks. Nothing of it may change later."""
+        if len(self._waiting) >= _MOST_ENTRIES or self._put_nbytes - self._taken_nbytes > _MOST_BYTES:
+            self._drop(1)
+            return
+        self._put_nbytes += _nbytes(event, keys)
+        self._waiting.append((now_ns, event, decisions, keys))
+
+    def find(self, request_id: str) -> Found:
+        """What the log has of a request, up to now. It reads files: not for the event loop. Raises OSError."""
+        with self._writing:
+            self._drain()
+        return search(self._config.folder, request_id)
+
+    @property
+    def folder(self) -> Path:
+        """Where it stands."""
+        return self._config.folder
+
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """Lines written by kind, and entries left out by reason."""
+        with self._counting:
+            return {"written": dict(self._written), "lost": dict(self._lost)}
+
+    def close(self) -> None:
+        """Write what waits, as far as that takes no longer than seconds. What is not over stays in the journal."""
+        self._stop.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.error("the decision log was not closed: its disk does not answer")
+            return
+        os.close(self._lock_fd)
+
+    def _drop(self, count: int) -> None:
+        with self._counting:
+            self._lost["behind"] += count
+            self._dropped_events += count
+        self._tell(f"{count} entries were left out: the writer is behind")
+
+    def _run(self) -> None:
+        try:
+            with self._writing:
+                self._begin()
+            while not self._stop.wait(_EVERY_S):
+                with self._writing:
+                    self._drain()
+            with self._writing:
+                self._drain()
+        except Exception:
+            log.exception("the decision log has ended: what follows is not written")
+        finally:
+            for files in (self._decisions, self._events, self._journal):
+                if files is not None:
+                    files.close()
+
+    def _begin(self) -> None:
+        """Take over what the last conductor left."""
+        for record in read_journal(self._config.folder).values():
+            self._records.restore(self._started_ns, record)
+        self._try("journal", 0, lambda: self._journal.rewrite(self._records.under_way()))
+        with contextlib.suppress(OSError):
+            self._decisions.tidy()
+            if self._events is not None:
+                self._events.tidy()
+
+    def _drain(self) -> None:
+        """Write all that waits by now, in parts between which the loop has its turn, unless it fills the queue up."""
+        left = len(self._waiting)
+        while left > 0:
+            part = [self._waiting.popleft() for _ in range(min(left, _AT_ONCE))]
+            left -= len(part)
+            self._write(part)
+            if len(self._waiting) < _MOST_ENTRIES // 2:
+                time.sleep(_TURN_S)
+
+    def _write(self, entries: list[Entry]) -> None:
+        changes: list[Change] = []
+        events: list[bytes] = []
+        with self._counting:
+            dropped, self._dropped_events = self._dropped_events, 0
+        if dropped:
+            events.append(dropped_line(dropped))
+        for now_ns, event, decisions, keys in entries:
+            wall_ms = (self._wall_ns + now_ns) // 1_000_000
+            changes += self._records.take(now_ns, wall_ms, event, decisions, keys)
+            if self._events is not None:
+                events.append(event_line(now_ns, event, decisions))
+            self._taken_nbytes += _nbytes(event, keys)
+        over = [_line(change.record) for change in changes if change.is_over]
+        self._try("decisions", len(over), lambda: self._decisions.write(over))
+        if self._journal.is_stale:
+            self._try("journal", len(changes), lambda: self._journal.rewrite(self._records.under_way()))
+        else:
+            self._try("journal", len(changes), lambda: self._journal.note(changes))
+        files = self._events
+        if files is not None:
+            lost = self._try("events", len(events), lambda: files.write(events))
+            gap_lost = dropped > 0 and lost == len(events)  # it is the first line
+            with self._counting:
+                self._dropped_events += lost + (dropped - 1 if gap_lost else 0)
+                self._lost["disk"] -= gap_lost
+
+    def _try(self, kind: str, count: int, write: Callable[[], None]) -> int:
+        """How many of `count` lines were lost."""
+        lost = 0
+        try:
+            write()
+        except OSError as error:
+            lost = error.count if isinstance(error, LinesLost) else count
+            self._tell(f"{lost} {kind} were not written: {error.strerror or error}")
+        with self._counting:
+            self._written[kind] += count - lost
+            self._lost["disk"] += lost if kind != "journal" else 0
+        return lost
+
+    def _tell(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _TELL_AGAIN_S:
+            self._told_s = now_s
+            log.warning("decision log in %s: %s; requests are served as ever", self._config.folder, what)
+
+
+def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:
+    """About what an entry takes while it waits."""
+    nbytes = _ENTRY_NBYTES + int(keys.nbytes)
+    if isinstance(event, RequestArrived):
+        nbytes += 16 * len(event.matches.roster)
+    elif isinstance(event, NodeReported):
+        parts = (event.held, event.progress, event.prefills, event.decodes, event.transfers)
+        nbytes += _ITEM_NBYTES * sum(map(len, parts))
+    return nbytes
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _lock(folder: Path) -> int:
+    """Hold the folder until the descriptor is closed, or the process has ended. Raises OSError."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise OSError(error.errno, "another conductor writes its log there: give each its own folder") from error
+        raise
+    return fd
+
+
+def _identity(folder: Path) -> tuple[bytes, int]:
+    """The log's secret and its beginning, milliseconds of the time of day; made where there is none. Raises OSError."""
+    path = folder / "log.json"
+    try:
+        said = json.loads(path.read_bytes())
+        return bytes.fromhex(said["secret"]), int(said["started_ms"])
+    except FileNotFoundError:
+        secret, started_ms = secrets.token_bytes(32), time.time_ns() // 1_000_000
+    except (ValueError, KeyError, TypeError) as error:
+        text = f"{path} is damaged ({error!r}): remove it, and hash ids begin anew"
+        raise OSError(errno.EINVAL, text) from error
+    fresh = path.with_suffix(".part")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="ascii") as file:
+        json.dump({"version": RECORD_VERSION, "started_ms": started_ms, "secret": secret.hex()}, file)
+        file.flush()
+        os.fsync(fd)
+    fresh.replace(path)
+    return secret, started_ms
