@@ -19,11 +19,15 @@ def engine() -> None:
 
 
 def directory() -> None:
+    from conductor.policy.decode_kernels import decode_kernels
     from conductor.policy.kernels import kernels
+    from conductor.policy.length_kernels import length_kernels
     from kvpool import directory_table
 
     directory_table.warm_up()
     kernels()
+    decode_kernels()
+    length_kernels()
 
 
 def owner() -> None:

@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from conductor.policy.admission import judge_after_prefill
 from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink
+from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.events import (
     CopyFinished,
+    DecodeAsked,
     Event,
     NodeJoined,
     NodeLost,
@@ -36,7 +39,7 @@ class Conductor:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
-        kernels()  # compiled or loaded now: a first decision is as quick as the next
+        kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Take in one event. `now_ns` never decreases; its origin does not matter."""
@@ -48,6 +51,8 @@ class Conductor:
         match event:
             case RequestArrived():
                 decisions = place(now_ns, state, event)
+            case DecodeAsked():
+                decisions = self._decode_asked(now_ns, event)
             case RequestCompleted():
                 complete(now_ns, state, event)
             case NodeReported():
@@ -184,6 +189,23 @@ class Conductor:
             state.replication.made(now_ns, event, extent)
         state.counts["copied_bytes"] += event.nbytes
 
+    def _decode_asked(self, now_ns: int, event: DecodeAsked) -> list[Decision]:
+        state = self._state
+        judgement = judge_after_prefill(now_ns, state, event)
+        row = state.requests.find(event.request_id, event.attempt)
+        if row is None:
+            return []
+        claim = state.requests.claims[row]
+        if judgement.unwanted:
+            claim.unwanted = claim.unwanted or judgement.unwanted
+            state.count(claim.model, f"unwanted_{judgement.unwanted}")
+        if judgement.rejection is None:
+            return []
+        state.attainment.lost(claim.model, claim.tenant, claim.objectives, "rejected")
+        state.count(claim.model, "rejected_after_prefill")
+        state.retire(row, now_ns)
+        return [judgement.rejection]
+
     def _shrink(self, now_ns: int) -> list[Decision]:
         cold = self._state.replication.take_cold(now_ns)
         return [Shrink(replica.target, replica.match_key, replica.extent.had_blocks) for replica in cold]
@@ -198,6 +220,8 @@ class Conductor:
     def _count(self, event: Event, decisions: list[Decision]) -> None:
         count = self._state.count
         model = event.model if isinstance(event, RequestArrived) else ""
+        if isinstance(event, DecodeAsked) and decisions:
+            model = self._state.recent[event.request_id].claim.model
         for decision in decisions:
             match decision:
                 case Place():

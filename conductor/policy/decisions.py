@@ -79,7 +79,8 @@ NOTHING_CONSIDERED = Considered()
 class Place:
     """Run the request here. `decode` "" means that the prefill node goes on to the end.
 
-    `holders` cover [0, reuse_blocks) without gap or overlap, in order.
+    `holders` cover [0, reuse_blocks) without gap or overlap, in order. `asks_again`: the first token is to be withheld
+    until a DecodeAsked was answered.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class Place:
     predicted_ttft_s: float
     predicted_tbt_s: float
     considered: Considered = NOTHING_CONSIDERED
+    asks_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Reject:
     """Do not serve the request now; `retry_after_s` is in whole seconds, 0 where trying again cannot help.
 
     `may_return`: nothing is missing but nodes that are silent now, which may report again at any moment.
+    `after_prefill`: the prompt was computed in vain.
     """
 
     request_id: str
@@ -107,6 +110,7 @@ class Reject:
     retry_after_s: float
     may_return: bool = False
     considered: Considered = NOTHING_CONSIDERED
+    after_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,36 @@
 """Which decode node: the least predicted time between tokens at the moment the prefill ends, where there is room."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from conductor.policy.config import NS
+from conductor.policy.config import NS, AdmissionMode
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import DecodeScore
-from conductor.policy.kernels import kernels
+from conductor.policy.decode_kernels import LEARNED, NOW, UNIFORM, decode_kernels
 from conductor.policy.nodes import Candidates
-from conductor.policy.requests import Pace, RequestTable
+from conductor.policy.requests import NONE
+from conductor.policy.state import ClusterState
 
-__all__ = ["DecodeChoice", "choose_decode", "peak_tokens", "wait_for_room_s", "wait_for_tbt_s"]
+__all__ = [
+    "DecodeChoice",
+    "choose_decode",
+    "peak_tokens",
+    "tbt_now_s",
+    "wait_for_room_s",
+    "wait_for_tbt_s",
+]
+
+_SEES: Final[Mapping[AdmissionMode, int]] = {
+    "none": LEARNED,
+    "load": NOW,
+    "early": NOW,
+    "predicted-uniform": UNIFORM,
+    "predicted": LEARNED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +53,31 @@ def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> i
 
 def choose_decode(
     nodes: Candidates,
-    table: RequestTable,
+    state: ClusterState,
     costs: ModelCosts,
+    sums: NDArray[np.int64],
     *,
+    now_ns: int,
     at_ns: int,
     prompt_tokens: int,
     need_tokens: int,
-    num_slots: int,
 ) -> DecodeChoice:
-    """For a request whose prefill ends at `at_ns`: least TBT with room; where none has room, the one with most free."""
-    pace = _pace(costs, costs.typical_step_s)
-    chosen = kernels().choose_decode(
-        table.table,
-        len(table),
-        at_ns,
-        -1 if pace.decode_ns is None else pace.decode_ns,
-        pace.step_ns,
-        np.empty((num_slots, 3), np.int64),
+    """For a request whose prefill ends at `at_ns`: least TBT with room; where none has room, the one with most free.
+
+    `sums` [slots, 3]: what `state.tally` found. Load is what the mode of admission goes by (`decode_kernels`).
+    """
+    sees = _SEES[state.config.admission_mode]
+    chosen = decode_kernels().choose_decode(
+        state.requests.table,
+        len(state.requests),
+        now_ns,
+        now_ns if sees == NOW else at_ns,
+        sees,
+        _decode_ns(costs),
+        _step_ns(costs),
+        state.lengths.curves,
+        sums,
+        np.empty((len(sums), 2)),
         nodes.slots,
         nodes.capacity_tokens,
         nodes.max_batch,
@@ -61,24 +88,29 @@ def choose_decode(
     return DecodeChoice(*chosen)
 
 
+def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, now_ns: int, row: int) -> float:
+    """Predicted TBT of request `row` among those that decode on the candidate now."""
+    requests = state.requests
+    batch, context = decode_kernels().load_now(
+        requests.table, len(requests), int(nodes.slots[index]), row, now_ns, _step_ns(costs)
+    )
+    prompt_tokens = 0 if row == NONE else int(requests.column("prompt")[row])
+    return tbt_s(*costs.decode, batch + 1, context + prompt_tokens, int(nodes.max_batch[index]))
+
+
 def wait_for_room_s(
-    nodes: Candidates, index: int, table: RequestTable, costs: ModelCosts, *, now_ns: int, missing_tokens: int
+    nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, *, now_ns: int, missing_tokens: int
 ) -> float:
     """Predicted seconds until `missing_tokens` more are free on the candidate; 0 when none is missing."""
     if missing_tokens <= 0:
         return 0.0
-    freed, end_ns = 0, now_ns
-    for end, committed, _ in _departures(nodes, index, table, costs, now_ns):
-        if freed >= missing_tokens:
-            break
-        freed, end_ns = freed + committed, end
-    return (end_ns - now_ns) / NS
+    return _wait_s(nodes, index, state, costs, now_ns, missing_tokens, 0, 0.0)
 
 
 def wait_for_tbt_s(
     nodes: Candidates,
     index: int,
-    table: RequestTable,
+    state: ClusterState,
     costs: ModelCosts,
     *,
     now_ns: int,
@@ -89,26 +121,44 @@ def wait_for_tbt_s(
 
     When not even an empty node meets it: until the node is empty.
     """
-    leaving = _departures(nodes, index, table, costs, now_ns)
-    batch, context = len(leaving) + 1, sum(tokens for _, _, tokens in leaving) + prompt_tokens
-    end_ns = now_ns
-    for end, _, tokens in leaving:
-        if tbt_s(*costs.decode, batch, context, int(nodes.max_batch[index])) <= objective_s:
-            break
-        batch, context, end_ns = batch - 1, context - tokens, end
-    return (end_ns - now_ns) / NS
+    return _wait_s(nodes, index, state, costs, now_ns, 0, prompt_tokens, objective_s)
 
 
-def _departures(
-    nodes: Candidates, index: int, table: RequestTable, costs: ModelCosts, now_ns: int
-) -> list[tuple[int, int, int]]:
-    """Who leaves the candidate when, at the pace that its requests give it."""
-    slot = int(nodes.slots[index])
-    batch, context = table.claims_at(slot)
-    step_s = tbt_s(*costs.decode, batch, context, int(nodes.max_batch[index]))
-    return table.departures(slot, now_ns, _pace(costs, step_s))
+def _wait_s(
+    nodes: Candidates,
+    index: int,
+    state: ClusterState,
+    costs: ModelCosts,
+    now_ns: int,
+    missing_tokens: int,
+    prompt_tokens: int,
+    objective_s: float,
+) -> float:
+    # What is going to end is not to be seen by looking at what is there.
+    sees = UNIFORM if _SEES[state.config.admission_mode] == UNIFORM else LEARNED
+    wait_ns: int = decode_kernels().wait_ns(
+        state.requests.table,
+        len(state.requests),
+        int(nodes.slots[index]),
+        now_ns,
+        sees,
+        _decode_ns(costs),
+        state.lengths.curves,
+        costs.decode,
+        int(nodes.max_batch[index]),
+        missing_tokens,
+        prompt_tokens,
+        objective_s,
+    )
+    return wait_ns / NS
 
 
-def _pace(costs: ModelCosts, step_s: float) -> Pace:
+def _decode_ns(costs: ModelCosts) -> int:
+    """t_d, how long a request decodes (Mooncake, section 6.3); -1 while unknown."""
     mean_s = costs.decode_time.mean_s
-    return Pace(None if mean_s is None else round(mean_s * NS), max(1, round(step_s * NS)))
+    return -1 if mean_s is None else round(mean_s * NS)
+
+
+def _step_ns(costs: ModelCosts) -> int:
+    """A token per step."""
+    return max(1, round(costs.typical_step_s * NS))

@@ -10,6 +10,7 @@ from conductor.policy.matches import NO_MATCHES, PoolMatch, PoolMatches
 
 __all__ = [
     "CopyFinished",
+    "DecodeAsked",
     "DecodeSample",
     "Event",
     "Held",
@@ -152,6 +153,7 @@ class RequestArrived:
     tenant: str = ""
     slo_class: str = ""  # "" = that of its tenant, or the default one
     priority: int = 0  # among the requests of its class: lower goes first, as in vLLM
+    endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,29 @@ class ObjectivesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeAsked:
+    """The prefill has ended and the first token is withheld: may the request decode? A Reject says no, nothing yes.
+
+    Asked where `Place.asks_again` says so, before the client has anything.
+    """
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: orphans and silent nodes are looked for."""
 
 
 Event = (
-    NodeJoined | NodeLost | NodeReported | RequestArrived | RequestCompleted | CopyFinished | ObjectivesChanged | Tick
+    NodeJoined
+    | NodeLost
+    | NodeReported
+    | RequestArrived
+    | DecodeAsked
+    | RequestCompleted
+    | CopyFinished
+    | ObjectivesChanged
+    | Tick
 )

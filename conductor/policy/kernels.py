@@ -14,13 +14,9 @@ from numba import types
 from conductor.policy.requests import (
     COMMITTED,
     DECODE_NODE,
-    JOINED,
-    MAX_NEW,
     NONE,
     PREFILL_NODE,
     PREFILL_NS,
-    PROMPT,
-    READY,
     SENDER,
     STARTED,
 )
@@ -32,7 +28,6 @@ __all__ = ["Kernels", "kernels"]
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
 _prefill_s: Any = numba.njit(cost_formulas.prefill_s)
-_tbt_s: Any = numba.njit(cost_formulas.tbt_s)
 
 
 def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
@@ -158,60 +153,6 @@ def best(seconds: Any, queue_s: Any, found: Any) -> None:
             count = min(count + 1, len(found))
 
 
-def choose_decode(
-    table: Any,
-    rows: Any,
-    at_ns: Any,
-    decode_ns: Any,
-    step_ns: Any,
-    load: Any,
-    slots: Any,
-    capacity_tokens: Any,
-    max_batch: Any,
-    prompt_tokens: Any,
-    need_tokens: Any,
-    decode: Any,
-) -> Any:
-    """(index, predicted TBT, free tokens) of the candidate with the least TBT that has room for `need_tokens`.
-
-    Where none has room: of the one with most free. First of equals. `load` [slots, 3] is room for what decodes at
-    `at_ns` per slot: sequences, tokens of context, committed tokens. Counted are requests whose prefill ends by then,
-    not counted those that joined and will have decoded for longer than `decode_ns` (-1: unknown).
-    """
-    load[:] = 0
-    per_ns = 1.0 / step_ns
-    for row in range(rows):
-        slot = table[DECODE_NODE, row]
-        if slot == NONE:
-            continue
-        load[slot, 2] += table[COMMITTED, row]
-        joined = table[JOINED, row]
-        elapsed = at_ns - (table[READY, row] if joined == NONE else joined)
-        if elapsed < 0 or (decode_ns >= 0 and joined != NONE and elapsed > decode_ns):
-            continue
-        # elapsed // step_ns: the quotient by floating point is off by one at most.
-        grown = np.int64(elapsed * per_ns)
-        rest = elapsed - grown * step_ns
-        if rest < 0:
-            grown -= 1
-        elif rest >= step_ns:
-            grown += 1
-        load[slot, 0] += 1
-        load[slot, 1] += table[PROMPT, row] + min(grown, table[MAX_NEW, row])
-    chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
-    for c in range(len(slots)):
-        slot = slots[c]
-        here_free = capacity_tokens[c] - load[slot, 2]
-        here_room = here_free >= need_tokens
-        if has_room and not here_room:
-            continue
-        batch, context = float(load[slot, 0] + 1), float(load[slot, 1] + prompt_tokens)
-        here_s = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch[c])
-        if chosen < 0 or here_room != has_room or (here_s < tbt_s if here_room else here_free > free):
-            chosen, has_room, tbt_s, free = c, here_room, here_s, here_free
-    return chosen, tbt_s, free
-
-
 class Kernels(NamedTuple):
     """See the functions of the same names."""
 
@@ -220,7 +161,6 @@ class Kernels(NamedTuple):
     prefixes: Any
     score_prefill: Any
     best: Any
-    choose_decode: Any
 
 
 @functools.cache
@@ -231,7 +171,7 @@ def kernels() -> Kernels:
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
     floats, seconds = types.Array(f, 1, "C"), types.Array(f, 2, "C")
     two, three = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3)
-    scored, chosen = signatures.Tuple((n, f)), signatures.Tuple((n, f, n))
+    scored = signatures.Tuple((n, f))
     return Kernels(
         compiled(tally, types.void(wide, n, n, wide)),
         compiled(queues, types.void(wide, ints, floats)),
@@ -241,5 +181,4 @@ def kernels() -> Kernels:
             scored(wide, floats, n, n, n, n, n, n, f, three, two, two, two, seconds, ints, flags),
         ),
         compiled(best, types.void(seconds, floats, ints)),
-        compiled(choose_decode, chosen(wide, n, n, n, n, wide, ints, ints, ints, n, n, three)),
     )

@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.admission import Verdict, judge
+from conductor.policy.admission import Verdict, asks_again, judge
 from conductor.policy.algorithm1 import PrefillScores, Prefixes, holders, score_prefill
 from conductor.policy.candidates import Places, find_places
 from conductor.policy.config import NS
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
-from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reject
-from conductor.policy.decode_choice import DecodeChoice, choose_decode, wait_for_room_s
+from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reason, Reject
+from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.kernels import kernels
+from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatch, PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
@@ -56,12 +58,13 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
+    curve, places = _expect(now_ns, state, request, places, model.block_tokens)
     sums = state.tally(now_ns)
     prefixes = _prefixes(state, request, model, request.matches, places.prefill, sums)
     queue_all_s = _queue_s(now_ns, state, places, costs, sums)
     scores = _score(state, request, model, prefixes, queue_all_s, costs)
     chosen = scores.chosen
-    decode = _plan_decode(now_ns, state, request, places, costs, chosen, scores.ttft_s)
+    decode = _plan_decode(now_ns, state, request, places, costs, sums, chosen, scores.ttft_s)
     queue_s = float(scores.queue_s[chosen])
     # Prefill begins only once the decode node has the pages.
     ttft_s = scores.ttft_s + (max(0.0, decode.wait_s - queue_s) if decode is not None else 0.0)
@@ -79,13 +82,17 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     considered = (
         _considered(state, objectives, places, scores, decode, ttft_s) if state.config.explain else NOTHING_CONSIDERED
     )
-    rejection = judge(now_ns, state, request, verdict, costs)
-    if rejection is not None:
+    judgement = judge(now_ns, state, request, verdict, costs)
+    if judgement.rejection is not None:
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
-        return [replace(rejection, considered=considered)]
-    placed = _placed(request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered)
+        return [replace(judgement.rejection, considered=considered)]
+    if judgement.unwanted:
+        state.count(request.model, f"unwanted_{judgement.unwanted}")
+    placed = _placed(
+        request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered, asks_again(state.config)
+    )
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
-    _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives)
+    _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives, curve, judgement.unwanted)
     replicas = _replicas(state, request, model)
     if places.prefill.pools[chosen] in replicas:
         without = _without_replicas(state, request, model, replicas)
@@ -110,6 +117,21 @@ def _objectives(
     ttft_s = float((scores.transfer_s + scores.prefill_s).min()) if wanted.ttft.times else 0.0
     step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, 1) if wanted.tbt.times else 0.0
     return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, ttft_s, step_s)
+
+
+def _expect(
+    now_ns: int, state: ClusterState, request: RequestArrived, places: Places, block_tokens: int
+) -> tuple[int, Places]:
+    """The curve of the answer's length, and the places with the pages to reserve: the most that it may take, or what
+    answers like it exceed with the configured probability."""
+    if request.endless:
+        return ENDLESS, places
+    curve = state.lengths.curve_of(now_ns, request.model, request.tenant, request.prompt_tokens - request.generated)
+    overrun = state.config.overrun_probability
+    if overrun:
+        usual = state.lengths.quantile(curve, overrun, request.generated, request.max_new_tokens)
+        places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, block_tokens))
+    return curve, places
 
 
 def _limit(request: RequestArrived, model: ModelNodes) -> int:
@@ -190,9 +212,7 @@ def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts
         committed = sums[nodes.slots, 1]
         missing = np.where(nodes.is_aggregated, committed + places.need_tokens - nodes.capacity_tokens, 0)
         for i in np.flatnonzero(missing > 0):
-            wait_s = wait_for_room_s(
-                nodes, int(i), state.requests, costs, now_ns=now_ns, missing_tokens=int(missing[i])
-            )
+            wait_s = wait_for_room_s(nodes, int(i), state, costs, now_ns=now_ns, missing_tokens=int(missing[i]))
             queue_s[i] = max(queue_s[i], wait_s)
     return queue_s
 
@@ -223,6 +243,7 @@ def _plan_decode(
     request: RequestArrived,
     places: Places,
     costs: ModelCosts,
+    sums: Ints,
     chosen: int,
     ttft_s: float,
 ) -> _DecodePlan | None:
@@ -234,15 +255,16 @@ def _plan_decode(
         return None
     choice = choose_decode(
         nodes,
-        state.requests,
+        state,
         costs,
+        sums,
+        now_ns=now_ns,
         at_ns=now_ns + round(ttft_s * NS),
         prompt_tokens=request.prompt_tokens,
         need_tokens=places.need_tokens,
-        num_slots=state.nodes.num_slots,
     )
     missing = places.need_tokens - choice.free_tokens
-    wait_s = wait_for_room_s(nodes, choice.index, state.requests, costs, now_ns=now_ns, missing_tokens=missing)
+    wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
     return _DecodePlan(nodes, choice, wait_s)
 
 
@@ -279,6 +301,7 @@ def _placed(
     decode: _DecodePlan | None,
     ttft_s: float,
     considered: Considered,
+    asks: bool,
 ) -> Place:
     return Place(
         request_id=request.request_id,
@@ -290,6 +313,7 @@ def _placed(
         predicted_ttft_s=ttft_s,
         predicted_tbt_s=decode.choice.tbt_s if decode is not None else 0.0,
         considered=considered,
+        asks_again=asks and decode is not None and not request.generated,
     )
 
 
@@ -303,6 +327,8 @@ def _claim(
     chosen: int,
     placed: Place,
     objectives: EffectiveObjectives,
+    curve: int,
+    unwanted: Reason | Literal[""],
 ) -> None:
     decodes_at = placed.decode or (placed.prefill if places.prefill.is_aggregated[chosen] else "")
     claim = Claim(
@@ -314,6 +340,9 @@ def _claim(
         placed.predicted_tbt_s,
         tenant=request.tenant,
         objectives=objectives,
+        curve=curve,
+        max_tokens=request.generated + request.max_new_tokens,
+        unwanted=unwanted,
     )
     state.requests.add(
         claim,
@@ -323,7 +352,10 @@ def _claim(
         prefill_ns=round(float(scores.prefill_s[chosen]) * NS),
         ready_ns=now_ns + round(placed.predicted_ttft_s * NS),
         committed=places.need_tokens if decodes_at else 0,
-        prompt=request.prompt_tokens,
-        max_new=request.max_new_tokens,
+        prompt=places.need_tokens if request.endless else request.prompt_tokens,
+        max_new=0 if request.endless else request.max_new_tokens,
+        curve=curve,
+        generated=request.generated,
         seen_ns=now_ns,
+        placed_ns=now_ns,
     )

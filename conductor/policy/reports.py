@@ -44,6 +44,10 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     state.count(claim.model if claim is not None else "", f"completed_{event.outcome}")
     if claim is None or claim.is_revived:
         return
+    if event.outcome != "retry":
+        # Clients that leave do so again. Of what failed, or was cut off at its limit, no more is known than it had.
+        ended = event.outcome == "cancelled" or (event.outcome == "finished" and event.generated < claim.max_tokens)
+        state.lengths.learn(now_ns, claim.curve, event.generated, ended=ended)
     if event.outcome == "failed":
         state.attainment.lost(claim.model, claim.tenant, claim.objectives, "failed")
     if event.outcome != "finished":
@@ -133,7 +137,12 @@ def _note_held(now_ns: int, state: ClusterState, node: NodeView, held: Held) -> 
     claim, slot = state.requests.claims[row], state.nodes.slot(node.node_id)
     state.requests.column("seen_ns")[row] = now_ns
     claim.seen_prefill |= bool(state.requests.column("prefill_node")[row] == slot)
-    claim.seen_decode |= bool(state.requests.column("decode_node")[row] == slot)
+    decodes_here = bool(state.requests.column("decode_node")[row] == slot)
+    claim.seen_decode |= decodes_here
+    if decodes_here:
+        # Where less was reserved than the answer may take, the ledger follows what it does take.
+        committed = state.requests.column("committed")
+        committed[row] = max(committed[row], held.committed_tokens)
 
 
 def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: int | None) -> int | None:
@@ -152,6 +161,9 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         row = requests.add(
             claim, prefill_ns=0, ready_ns=now_ns, committed=0, prompt=prompt, max_new=max_new, seen_ns=now_ns
         )
+        requests.column("placed_ns")[row] = now_ns
+        requests.column("curve")[row] = state.lengths.curve_of(now_ns, node.model, "", prompt)
+        requests.column("generated")[row] = 0
         state.counts["revived"] += 1
     elif requests.claims[row].attempt != held.attempt:
         return row

@@ -5,15 +5,19 @@ can drift.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from conductor.policy.decisions import Reason
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
 
 __all__ = [
     "COMMITTED",
+    "CURVE",
     "DECODE_NODE",
+    "GENERATED",
     "JOINED",
     "MAX_NEW",
     "NONE",
@@ -24,12 +28,12 @@ __all__ = [
     "SENDER",
     "STARTED",
     "Claim",
-    "Pace",
     "RequestTable",
 ]
 
 NONE = -1  # no node, no time yet
 PREFILL_NODE, DECODE_NODE, SENDER, PREFILL_NS, STARTED, READY, JOINED, COMMITTED, PROMPT, MAX_NEW = range(10)
+CURVE, GENERATED = range(10, 12)
 _COLUMNS = (
     "prefill_node",  # slot of the node that prefills, NONE once it let go
     "decode_node",  # slot of the node whose pages are committed, NONE once they are free
@@ -40,8 +44,11 @@ _COLUMNS = (
     "joined_ns",  # when it joined the decode batch, or NONE
     "committed",  # tokens of pages claimed on the decode node
     "prompt",
-    "max_new",
+    "max_new",  # tokens that it may add; 0: not known
+    "curve",  # of its length, in `Lengths.curves`
+    "generated",  # tokens that its prompt has of the answer
     "seen_ns",  # when last placed, or held by a worker
+    "placed_ns",
 )
 _NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
 
@@ -61,14 +68,9 @@ class Claim:
     seen_decode: bool = False
     tenant: str = ""
     objectives: EffectiveObjectives = NOTHING_TO_MEET
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How a model's requests decode: a token per step, for t_d (Mooncake §6.3; None while unknown)."""
-
-    decode_ns: int | None
-    step_ns: int
+    curve: int = 0  # of the answer's length, in `Lengths.curves`
+    max_tokens: int = 0  # longest answer, over all attempts
+    unwanted: Reason | Literal[""] = ""  # why it would have been rejected, had that been enforced
 
 
 class RequestTable:
@@ -121,22 +123,3 @@ class RequestTable:
         """The pool node sends nothing any more."""
         sender = self.column("sender")
         sender[sender == slot] = NONE
-
-    def claims_at(self, slot: int) -> tuple[int, int]:
-        """(requests, tokens of their prompts) that decode on the node or are going to."""
-        here = self.column("decode_node") == slot
-        return int(np.count_nonzero(here)), int(self.column("prompt")[here].sum())
-
-    def departures(self, slot: int, now_ns: int, pace: Pace) -> list[tuple[int, int, int]]:
-        """(predicted end ns, committed tokens, context) of the node's requests, soonest first."""
-        rows = np.flatnonzero(self.column("decode_node") == slot)
-        longest = self.column("max_new")[rows] * pace.step_ns
-        if pace.decode_ns is not None:
-            longest = np.minimum(longest, pace.decode_ns)
-        ends = np.maximum(self._decoding_since()[rows] + longest, now_ns)
-        committed, prompt = self.column("committed")[rows], self.column("prompt")[rows]
-        return sorted(zip(ends.tolist(), committed.tolist(), prompt.tolist(), strict=True))
-
-    def _decoding_since(self) -> NDArray[np.int64]:
-        joined = self.column("joined_ns")
-        return np.where(joined == NONE, self.column("ready_ns"), joined)

@@ -12,6 +12,7 @@ from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.heat import Heat
 from conductor.policy.kernels import kernels
+from conductor.policy.lengths import Lengths
 from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
@@ -45,6 +46,7 @@ class ClusterState:
     config: PolicyConfig
     nodes: NodeTable = field(default_factory=NodeTable)
     requests: RequestTable = field(default_factory=RequestTable)
+    lengths: Lengths = field(default_factory=Lengths)
     transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first

@@ -23,6 +23,7 @@ from conductor.policy.events import (
     PrefillSample,
     Progress,
     RequestArrived,
+    RequestCompleted,
     TransferSample,
 )
 from conductor.policy.requests import NONE
@@ -67,7 +68,7 @@ class Plain:
         everyone = self.state.nodes.model("m").all_prefill
         at = everyone.ids.index(node.node_id)
         costs = self.state.costs_of("m")
-        wait_s = wait_for_room_s(everyone, at, self.state.requests, costs, now_ns=self.now_ns, missing_tokens=missing)
+        wait_s = wait_for_room_s(everyone, at, self.state, costs, now_ns=self.now_ns, missing_tokens=missing)
         return max(total / NS, wait_s)
 
     def sends(self, pool):
@@ -104,21 +105,40 @@ class Plain:
             found.append((took, node.node_id, own + missing, holders))
         return min(found)
 
+    def presence(self, row, at_ns, decode_ns, step_ns):
+        """(how likely the row decodes at `at_ns`, tokens that it has added by then), as the mode sees it."""
+        mode = self.state.config.admission_mode
+        at_ns = self.now_ns if mode == "early" else at_ns
+        since = max(row.ready_ns, self.now_ns) if row.joined_ns == NONE else row.joined_ns
+        if since > at_ns:
+            return 0.0, 0
+        grown = (at_ns - since) // step_ns
+        if mode == "early":
+            return float(row.joined_ns != NONE or row.prefill_ns == 0), min(grown, row.max_new)
+        if mode == "predicted-uniform":
+            gone = grown >= row.max_new if decode_ns is None else at_ns - since > decode_ns
+            return float(not gone), min(grown, row.max_new)
+        before = min(max(0, self.now_ns - since) // step_ns, row.max_new - 1)
+        after = before + (at_ns - max(since, self.now_ns)) // step_ns
+        if after >= row.max_new:
+            return 0.0, row.max_new
+        lengths = self.state.lengths
+        alive, then = (lengths.survival(row.curve, row.generated + tokens) for tokens in (before, after))
+        return then / alive, after
+
     def decode(self, at_ns, nodes):
         """(predicted TBT, node) of the choice."""
         costs, found = self.state.costs_of("m"), []
         decode_ns = None if costs.decode_time.mean_s is None else round(costs.decode_time.mean_s * NS)
         step_ns = max(1, round(costs.typical_step_s * NS))
         for node in nodes:
-            batch, context = 1, self.request.prompt_tokens
+            batch, context = 0.0, 0.0
             for row in self.rows:
-                if row.decode_node != self.slot(node.node_id):
-                    continue
-                elapsed = at_ns - (row.ready_ns if row.joined_ns == NONE else row.joined_ns)
-                gone = decode_ns is not None and row.joined_ns != NONE and elapsed > decode_ns
-                if elapsed >= 0 and not gone:
-                    batch, context = batch + 1, context + row.prompt + min(elapsed // step_ns, row.max_new)
+                if row.decode_node == self.slot(node.node_id):
+                    share, grown = self.presence(row, at_ns, decode_ns, step_ns)
+                    batch, context = batch + share, context + share * (row.prompt + grown)
             free = node.capacity_tokens - self.committed(node)
+            batch, context = batch + 1, context + self.request.prompt_tokens
             seconds = tbt_s(*costs.decode, batch, context, node.max_batch)
             found.append((free >= self.need, seconds, free, node.node_id))
         roomy = [(seconds, node_id) for has_room, seconds, _, node_id in found if has_room]
@@ -130,13 +150,15 @@ class Plain:
 
 COLUMNS = (
     *("prefill_node", "decode_node", "sender", "prefill_ns", "started_ns"),
-    *("ready_ns", "joined_ns", "committed", "prompt", "max_new"),
+    *("ready_ns", "joined_ns", "committed", "prompt", "max_new", "curve", "generated"),
 )
+MODES = ("predicted", "predicted-uniform", "early")
 
 
-def cluster(rng):
+def cluster(rng, mode):
     """A conductor with a random cluster that has served for a while, and its pool nodes' ids."""
-    conductor = Conductor(PolicyConfig(max_queue_s=1e9, balancing_threshold=float(rng.choice([1.0, 1.5, 3.0]))))
+    threshold = float(rng.choice([1.0, 1.5, 3.0]))
+    conductor = Conductor(PolicyConfig(max_queue_s=1e9, balancing_threshold=threshold, admission_mode=mode))
     pools = [f"pool-{i}" for i in range(int(rng.integers(1, 12)))]
     roles = ["prefill", "decode", *rng.choice(["prefill", "decode", "aggregated"], int(rng.integers(1, 24)))]
     joined = [NodeView(pool, "pool", 1, "h") for pool in pools[: max(1, len(pools) - 2)]]
@@ -170,16 +192,17 @@ def arrival(rng, number, pools, node_ids):
     return RequestArrived(f"r{number}", 0, "f", "m", prompt, new, matches, number % 5, excluded=excluded)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(27))
 def test_every_place_is_the_one_that_plain_loops_find(seed):
     rng = np.random.default_rng(seed)
-    conductor, pools, node_ids = cluster(rng)
+    conductor, pools, node_ids = cluster(rng, MODES[seed % 3])
     now_ns, places = 0, 0
     for number in range(40):
         now_ns += int(rng.integers(0, 400_000_000))
         request = arrival(rng, number, pools, node_ids)
         if number % 3 == 0:  # as replayed from a log: of the matches, only those that are some
             request = event_from_json(json.loads(json.dumps(to_json(request))))
+        conductor._state.lengths.curve_of(now_ns, "m", "", request.prompt_tokens)  # drawn as of now
         plain = Plain(conductor._state, now_ns, request)
         nodes = {node.node_id: node for node in conductor._state.nodes}
         prefills, decodes = list(plain.candidates("prefill", "aggregated")), list(plain.candidates("decode"))
@@ -204,6 +227,9 @@ def test_every_place_is_the_one_that_plain_loops_find(seed):
             if rng.random() < 0.4:
                 progress = (Progress(request.request_id, 0, phase),)
                 conductor.on_event(now_ns, NodeReported(node_id, progress=progress))
+        if rng.random() < 0.3:
+            generated = int(rng.integers(1, request.max_new_tokens + 1))
+            conductor.on_event(now_ns, RequestCompleted(request.request_id, 0, "finished", 0.1, 0.01, generated))
         if number == 25 and len(node_ids) > 6:
             conductor.on_event(now_ns, NodeLost(node_ids[0], 1))
     assert places or len(node_ids) < 8

@@ -1,0 +1,159 @@
+"""How long answers are, learned online: how likely one that has so many tokens is to go on. No clock, no I/O.
+
+An answer belongs to groups within each other: its model's, those of them with prompts about as long, its tenant's, its
+tenant's with prompts about as long. A group that has seen little says what the wider one says. Kaplan and Meier's
+estimator: an answer that was cut off at its limit tells that it was longer, and no more.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.config import NS
+from conductor.policy.length_kernels import CELLS, ENDED, GOES_ON, LEVELS, length_kernels, survival
+
+__all__ = ["ENDLESS", "MAX_TENANTS", "Lengths", "grid"]
+
+Floats = NDArray[np.float64]
+ENDLESS: Final = 0  # the curve of what never ends
+MAX_TENANTS: Final = 64  # of a model; the answers of others are counted with their model's
+_SIZES: Final = 6  # kinds of prompts: below 256 tokens, 1k, 4k, 16k, 64k, longer
+_HALF_NS: Final = 900 * NS  # in which what was learned loses half of its weight
+_KEPT: Final = 16.0  # answers that it is worth after any pause
+_IDLE_NS: Final = 1800 * NS  # a tenant whose answers taught nothing for so long gives its place to another
+
+
+def grid() -> Floats:
+    """The points of a curve: entry i is the share of answers of at least so many tokens."""
+    octave, quarter = np.divmod(np.arange(CELLS + 1), 4)
+    return np.asarray(2.0**octave * (1 + quarter / 4))
+
+
+@dataclass
+class _Family:
+    """The groups of a model, or of one of its tenants: all, and by the length of the prompt; 0 = none yet."""
+
+    everything: int = 0
+    sizes: list[int] = field(default_factory=lambda: [0] * _SIZES)
+    taught_ns: int = 0
+
+
+@dataclass
+class _Model:
+    everyone: _Family = field(default_factory=_Family)
+    tenants: dict[str, _Family] = field(default_factory=dict)
+
+
+class Lengths:
+    """Curves and what they are drawn from. A curve's number stays; what it says is as of when it was asked for last."""
+
+    def __init__(self) -> None:
+        self.curves = np.ones((1, CELLS + 1))
+        self._counts = np.zeros((1, 2, CELLS))
+        self._weights = np.zeros(1)
+        self._at_ns = np.zeros(1, np.int64)
+        self._groups = np.full((1, LEVELS), -1, np.int64)  # of the answers that a curve is for, the widest first
+        self._used = 1
+        self._models: dict[str, _Model] = {}
+        self._hazards = np.empty(CELLS)
+        length_kernels()
+
+    def __len__(self) -> int:
+        """Groups that there are."""
+        return self._used - 1
+
+    def curve_of(self, now_ns: int, model: str, tenant: str, prompt_tokens: int) -> int:
+        """The curve for a request, drawn anew: row of `curves` [n, CELLS + 1]."""
+        size = min(_SIZES - 1, max(0, (prompt_tokens.bit_length() - 7) // 2))
+        known = self._models.get(model)
+        if known is None:
+            known = self._models[model] = _Model()
+        everyone = known.everyone
+        curve = everyone.sizes[size]
+        if not curve:
+            everyone.everything = everyone.everything or self._add(now_ns)
+            curve = everyone.sizes[size] = self._add(now_ns, everyone.everything)
+        own = self._family(now_ns, known, tenant) if tenant else None
+        if own is not None:
+            own.everything = own.everything or self._add(now_ns)
+            wider = curve
+            curve = own.sizes[size]
+            if not curve:
+                curve = own.sizes[size] = self._add(now_ns, everyone.everything, wider, own.everything)
+        length_kernels().draw(self._counts, self._groups[curve], self._hazards, self.curves[curve])
+        return curve
+
+    def learn(self, now_ns: int, curve: int, tokens: int, *, ended: bool) -> None:
+        """An answer for which `curve` was drawn had `tokens`; `ended` False: of those on nothing is known."""
+        if curve == ENDLESS or tokens < 1:
+            return
+        length_kernels().learn(
+            self._counts,
+            self._weights,
+            self._at_ns,
+            self._groups[curve],
+            now_ns,
+            _HALF_NS,
+            _KEPT,
+            tokens,
+            ENDED if ended else GOES_ON,
+        )
+
+    def survival(self, curve: int, tokens: int) -> float:
+        """The share of answers that have more than `tokens`, as drawn last."""
+        return float(survival(self.curves, curve, tokens))
+
+    def quantile(self, curve: int, exceeded: float, generated: int, limit: int) -> int:
+        """How many more tokens an answer that has `generated` takes but for a share `exceeded`; at most `limit`."""
+        row = self.curves[curve]
+        wanted = exceeded * self.survival(curve, generated)
+        points = np.flatnonzero(row <= wanted)
+        if exceeded <= 0 or not len(points):
+            return limit
+        # At least so many tokens with at most that share: one token less is exceeded by no more of them.
+        most = int(np.ceil(grid()[points[0]])) - 1
+        return min(limit, max(1, most - generated))
+
+    def weight(self, curve: int) -> float:
+        """Answers that the narrowest group of the curve has seen, the older ones for less."""
+        return float(self._weights[curve])
+
+    def _family(self, now_ns: int, model: _Model, tenant: str) -> _Family | None:
+        family = model.tenants.get(tenant)
+        if family is None:
+            if len(model.tenants) >= MAX_TENANTS:
+                # Requests of the one that leaves may still teach; what they say of the other is soon forgotten.
+                idle = min(model.tenants, key=lambda name: (self._taught_ns(model.tenants[name]), name))
+                if now_ns - self._taught_ns(model.tenants[idle]) < _IDLE_NS:
+                    return None
+                family = model.tenants.pop(idle)
+                self._forget(now_ns, family)
+            else:
+                family = _Family()
+            family.taught_ns = now_ns
+            model.tenants[tenant] = family
+        return family
+
+    def _taught_ns(self, family: _Family) -> int:
+        return max(family.taught_ns, int(self._at_ns[family.everything]) if family.everything else 0)
+
+    def _forget(self, now_ns: int, family: _Family) -> None:
+        for group in (family.everything, *family.sizes):
+            if group:
+                self._counts[group], self._weights[group], self._at_ns[group] = 0.0, 0.0, now_ns
+
+    def _add(self, now_ns: int, *wider: int) -> int:
+        group = self._used
+        if group == len(self._weights):
+            self.curves = np.concatenate([self.curves, np.ones_like(self.curves)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
+            self._at_ns = np.concatenate([self._at_ns, np.zeros_like(self._at_ns)])
+            self._groups = np.concatenate([self._groups, np.full_like(self._groups, -1)])
+        self._used += 1
+        self._at_ns[group] = now_ns
+        path = (*wider, group)
+        self._groups[group, : len(path)] = path
+        return group
