@@ -153,8 +153,10 @@ class Planner:
 def describe(config: ServeConfig) -> str:
     """ "1 prefill, 1 decode, 1 pool node"; of several models "a: 1 prefill, 1 decode; b: 1 aggregated; 1 pool node"."""
     served, pools = config.served, config.topology.pool_nodes
+    is_paced = any(entry.engine(config.engine).engine == "paced" for entry in served)
     workers = [_describe_workers(entry.topology(config.topology)) for entry in served]
     pool_nodes = f"{pools} pool node{'s' if pools > 1 else ''}{' per host, in Ray' if config.runtime.is_ray else ''}"
+    pool_nodes += "; paced engines, which compute nothing" if is_paced else ""
     if len(served) == 1:
         return f"{workers[0]}, {pool_nodes}"
     return "; ".join([*(f"{entry.name}: {own}" for entry, own in zip(served, workers, strict=True)), pool_nodes])
