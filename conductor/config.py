@@ -7,6 +7,7 @@ from pathlib import Path
 from conductor.decision_log.settings import DecisionLogConfig
 from conductor.errors import ConfigError
 from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig
+from conductor.policy.objectives import SloRecord
 from conductor.redis_url import check_redis_url
 
 __all__ = ["ConductorConfig", "Objectives"]
@@ -17,9 +18,13 @@ class ConductorConfig:
     """What one conductor process needs to know."""
 
     listen: str  # gRPC target to serve on
+    node_id: str = "conductor"  # of this one among the conductors
     ttft_objective_s: float = 0.0  # requests predicted to miss it are rejected; 0 = off
     tbt_objective_s: float = 0.0  # likewise for the time between tokens
     model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
+    objectives: SloRecord | None = None  # in place of these three
+    objectives_forced: bool = False  # they become a new version at each start that finds another in force
+    objectives_dir: Path | None = None  # folder for versions of the objectives, without Redis; None = none is kept
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
     admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted

@@ -3,6 +3,7 @@
 ConductorError
 ├── ConfigError              a configuration that cannot work
 ├── ObjectivesError          a record of objectives that cannot be
+├── SloConflict              the record of objectives is not at the version that a change was made for
 ├── JoinRefused              a node that cannot be part of this cluster; `problem` says what differs from whom
 ├── UnknownNode              a node id under which nobody has joined
 ├── NodeInUse                a node that others need: it cannot be drained now
@@ -24,6 +25,10 @@ class ConfigError(ConductorError, ValueError):
 
 class ObjectivesError(ConductorError, ValueError):
     """A record of objectives that cannot be; the message names the place in it and what is expected there."""
+
+
+class SloConflict(ConductorError):
+    """Somebody else changed the record of objectives first; the message says which version there is, and whose."""
 
 
 class JoinRefused(ConductorError):

@@ -13,6 +13,7 @@ from conductor.policy.events import Tick
 from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
+from conductor.slo_keeping import slo_keeper
 from messenger.control import start_server
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
 
@@ -38,7 +39,10 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         stack.push_async_callback(pools.close)
         continuity = Continuity(config, contact, pools.following, registry)
         stack.push_async_callback(continuity.close)
-        service = ConductorService(core, registry, pools, continuity, contact.incarnation)
+        slo = slo_keeper(config, contact, core)
+        stack.push_async_callback(slo.close)
+        await slo.start()
+        service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, pools, config.tick_s), name="conductor tick")
         try:

@@ -16,6 +16,8 @@ from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
 from conductor.registry import Member, Registry
+from conductor.slo import SloKeeper
+from conductor.slo_calls import SloCalls
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
@@ -29,11 +31,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ConductorService(ConductorServicer):
     """One conductor's RPCs. Schedule awaits nothing: a decision is made in one go."""
 
-    def __init__(self, core: Core, registry: Registry, pools: Pools, continuity: Continuity, incarnation: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        registry: Registry,
+        pools: Pools,
+        continuity: Continuity,
+        slo: SloKeeper,
+        incarnation: int,
+    ) -> None:
         self._core = core
         self._registry = registry
         self._pools = pools
         self._continuity = continuity
+        self._slo = SloCalls(slo, core.policy)
         self._incarnation = incarnation
 
     async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
@@ -87,6 +98,7 @@ class ConductorService(ConductorServicer):
         return conductor_pb2.CompleteReply()
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
+        self._slo.keeper.front_doors.hear(request.frontend_id, request.tenants)
         suspects = self._core.policy.suspects
         return conductor_pb2.ClusterReply(
             conductor_incarnation=self._incarnation,
@@ -97,7 +109,7 @@ class ConductorService(ConductorServicer):
                 for member in self._registry
             ],
             ready_models=self._core.policy.ready_models(),
-            samples=[*self._pools.samples(), *self._continuity.samples()],
+            samples=[*self._pools.samples(), *self._continuity.samples(), *self._slo.keeper.samples()],
         )
 
     async def DrainNode(
@@ -112,6 +124,16 @@ class ConductorService(ConductorServicer):
         log.info("node %s is asked to drain", request.node_id)
         return conductor_pb2.DrainNodeReply()
 
+    async def ShowSlo(
+        self, request: conductor_pb2.ShowSloRequest, context: Context
+    ) -> conductor_pb2.ShowSloReply:
+        return await self._slo.show(request, context)
+
+    async def ChangeSlo(
+        self, request: conductor_pb2.ChangeSloRequest, context: Context
+    ) -> conductor_pb2.ChangeSloReply:
+        return await self._slo.change(request, context)
+
     async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
         state = self._core.policy.snapshot(self._core.now_ns())
         state.update(
@@ -119,6 +141,7 @@ class ConductorService(ConductorServicer):
             ready_models=self._core.policy.ready_models(),
             pools=self._pools.state(),
             shared_store=self._continuity.state(),
+            slo=self._slo.keeper.state(),
         )
         return common_pb2.JsonReply(json=json.dumps(state))
 

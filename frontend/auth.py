@@ -18,6 +18,11 @@ class ApiKeys:
         """Whether anybody needs one."""
         return bool(self._hashes)
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """All there are: what `check` may return."""
+        return tuple(tenant_of(known) for known in self._hashes) or ("",)
+
     def check(self, authorization: str | None) -> str:
         """The tenant that an Authorization header stands for, "" for everybody. Raises Unauthorized."""
         if not self._hashes:
@@ -30,7 +35,12 @@ class ApiKeys:
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         if not any(matches):
             raise Unauthorized("this API key is not known here")
-        return given.hex()[:16]
+        return tenant_of(given)
+
+
+def tenant_of(key_hash: bytes) -> str:
+    """The tenant's name, from which nobody can tell the key."""
+    return key_hash.hex()[:16]
 
 
 def _hash(key: bytes) -> bytes:

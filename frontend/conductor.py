@@ -20,6 +20,7 @@ _ONE_OF_SEVERAL_S: Final = 2.0  # the same, where somebody else can be asked ins
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _COMPLETE_S: Final = 15.0  # a restarted conductor takes seconds; its ledger outlives a lost Complete anyway
+_MOST_TENANTS: Final = 1000  # told with each look at the cluster
 _STAY_AWAY_S: Final = 5.0  # from a conductor that failed, before it is asked again by choice
 _ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})  # a conductor cut off from the nodes says so, too
 
@@ -39,11 +40,13 @@ class Line:
 class ConductorClient:
     """One line to each conductor."""
 
-    def __init__(self, targets: Sequence[str], *, asked_by: str) -> None:
-        """Front doors of different names `asked_by` prefer different conductors."""
+    def __init__(self, targets: Sequence[str], *, asked_by: str, tenants: Sequence[str] = ()) -> None:
+        """Front doors of different names `asked_by` prefer different conductors, and tell the `tenants` they know."""
         first = zlib.crc32(asked_by.encode()) % len(targets)
         ordered = [*targets[first:], *targets[:first]]
         self._lines = [Line(target) for target in ordered]  # the preferred one first
+        known = list(tenants) if len(tenants) <= _MOST_TENANTS else []
+        self._cluster = conductor_pb2.ClusterRequest(frontend_id=asked_by if known else "", tenants=known)
         self._telling: set[asyncio.Task[None]] = set()
 
     @property
@@ -108,7 +111,7 @@ class ConductorClient:
         trouble: ControlError | None = None
         for line in self._by_choice():
             try:
-                asked = line.stub.Cluster(conductor_pb2.ClusterRequest())
+                asked = line.stub.Cluster(self._cluster)
                 return await _answer(
                     line, call(asked, what="Conductor.Cluster", target=line.target, deadline_s=deadline_s)
                 )

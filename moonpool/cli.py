@@ -79,6 +79,12 @@ _LAZY = (
         "[bold]moonpool pool status[/bold]",
     ),
     (
+        "slo",
+        "moonpool.slo_command",
+        "The objectives of a running cluster, by class, tenant and model: show, change, go back, see who did what.\n\n"
+        "[bold]moonpool slo show[/bold]",
+    ),
+    (
         "simulate",
         "moonpool.simulate_command",
         "Run the cluster's own policies on a trace without a cluster: what would a pool of N blocks find?\n\n"

@@ -12,6 +12,7 @@ MoonpoolError               1
 │   └── StartupFailed       1  the same, or it was not ready in time, while the cluster came up
 ├── DrainRefused            1  a node that cannot be drained, or is unknown
 ├── ClusterNotFound         1  no running cluster could be found or asked
+├── SloNotChanged           1  objectives stay as they are: somebody was faster, or they cannot be stored now
 ├── PoolNotAsked            1  a pool node did not answer, or refused what was asked of it
 ├── ChatFailed              1  a chat cannot begin, or an answer failed
 │   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
@@ -71,6 +72,10 @@ class StartupFailed(RoleFailed):
 
 class ClusterNotFound(MoonpoolError):
     """There is no cluster where one was sought, or it does not answer."""
+
+
+class SloNotChanged(MoonpoolError):
+    """Somebody else was faster, the store is away, or not every conductor goes by the new version in time."""
 
 
 class PoolNotAsked(MoonpoolError):

@@ -7,6 +7,7 @@ from typing import Any
 from moonpool.config import ModelEntry, ServeConfig, TopologySettings, composite_settings, flatten
 from moonpool.config.models import node_prefixes
 from moonpool.config.roles import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.run_dir import OBJECTIVES
 from moonpool.threads import engine_threads, thread_environment
 
 CONDUCTOR_TIER, POOL_TIER, WORKER_TIER, FRONTEND_TIER = range(4)
@@ -74,12 +75,17 @@ class Planner:
         return [*conductors, *pools, *workers, frontend]
 
     def _one_conductor(self, name: str) -> RolePlan:
-        own = {"listen": self._conductors[name], **self._models}
+        own = {"listen": self._conductors[name], "slo_dir": self._slo_dir(), **self._models}
         if name != "conductor":  # each keeps files of its own
             folder, log = self._base["state_dir"], self._base["decision_log"]
             own["state_dir"] = str(Path(folder) / name) if folder else None
             own["decision_log"] = str(Path(log).with_name(f"{name}-{Path(log).name}")) if log else None
         return self._plan(name, "conductor", ConductorRole, CONDUCTOR_TIER, own)
+
+    def _slo_dir(self) -> str:
+        """One for all conductors; without a state folder, of this run of the cluster."""
+        given, state_dir = self._base["slo_dir"], self._base["state_dir"]
+        return str(given or Path(state_dir or self._run_dir) / OBJECTIVES)
 
     def pool(self, index: int) -> RolePlan:
         """The pool node of the `index`-th host."""

@@ -12,12 +12,15 @@ from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRol
 from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.slices import HostSettings, NodeSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
-from moonpool.run_dir import default_run_dir, make_run_dir
+from moonpool.errors import ConfigError
+from moonpool.run_dir import OBJECTIVES, default_run_dir, make_run_dir
+from moonpool.slo_file import checked_objectives
 from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
     from conductor.decision_log import DecisionLogConfig
     from conductor.policy.config import Admission, AdmissionMode
+    from conductor.policy.objectives import SloRecord
     from conductor.server import ConductorConfig
     from engine.model import Dtype
     from frontend import FrontendConfig
@@ -33,16 +36,22 @@ def node_id_of(node: NodeSettings, command: str) -> str:
     return node.node_id or f"{command.removesuffix('-node')}-{socket.gethostname()}"
 
 
-def conductor_config(config: ConductorRole) -> "ConductorConfig":
+def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
     from conductor.config import ConductorConfig, Objectives
 
     return ConductorConfig(
         listen=config.listen.listen,
+        node_id=node_id,
         ttft_objective_s=config.scheduling.ttft_slo,
         tbt_objective_s=config.scheduling.tbt_slo,
         model_objectives={
-            entry.name: Objectives(*entry.objectives(config.scheduling)) for entry in config.further.models
+            entry.name: Objectives(*entry.objectives)
+            for entry in config.further.models
+            if entry.objectives != (None, None)
         },
+        objectives=_objectives(config),
+        objectives_forced=config.slo.slo_force,
+        objectives_dir=_objectives_dir(config),
         balancing_threshold=config.scheduling.balancing_threshold,
         admission=cast("Admission", config.scheduling.admission),
         admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),
@@ -72,6 +81,23 @@ def _decision_log_config(settings: DecisionLogSettings) -> "DecisionLogConfig | 
         settings.decision_log_events,
         settings.decision_log_candidates,
     )
+
+
+def _objectives(config: ConductorRole) -> "SloRecord | None":
+    """Those of the file, if there is one: then no other place may say any."""
+    path = config.slo.slo_file
+    if path is None:
+        return None
+    said = {"--ttft-slo": config.scheduling.ttft_slo, "--tbt-slo": config.scheduling.tbt_slo}
+    said |= {f"those of the model {entry.name!r}": entry.objectives != (None, None) for entry in config.further.models}
+    if twice := [name for name, value in said.items() if value]:
+        raise ConfigError(f"--slo-file {path} holds all objectives: leave out {', '.join(twice)}, or write them there")
+    return checked_objectives(path)
+
+
+def _objectives_dir(config: ConductorRole) -> Path | None:
+    own, state_dir = config.slo.slo_dir, config.shared.state_dir
+    return own or (state_dir / OBJECTIVES if state_dir is not None else None)
 
 
 def pool_node_config(config: PoolNodeRole, node_id: str) -> "PoolNodeConfig":

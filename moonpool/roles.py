@@ -72,7 +72,7 @@ async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, o
     from conductor.server import serve_conductor
     from moonpool.role_configs import conductor_config
 
-    await serve_conductor(conductor_config(config), stop, on_ready)
+    await serve_conductor(conductor_config(config, node_id), stop, on_ready)
 
 
 async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from moonpool.errors import ConfigError, RunDirInUse
 
+OBJECTIVES = "objectives"  # the folder for versions of objectives, in a cluster's run directory or state folder
 LONGEST_SOCKET_NAME = 40  # bytes left for file names inside: a unix socket's path has at most 107
 _MAX_SOCKET_PATH_NBYTES = 107
 

@@ -1,13 +1,14 @@
 """`moonpool serve`: checks everything that can be checked, then runs the cluster until it is told to stop."""
 
 import asyncio
+import shutil
 
 from moonpool.config import ServeConfig
 from moonpool.encryption import secure
 from moonpool.errors import ConfigError
 from moonpool.http_port import claim_port
 from moonpool.model_folder import check_model_folder, check_paced_profile
-from moonpool.run_dir import RunDirLock, default_run_dir, make_run_dir
+from moonpool.run_dir import OBJECTIVES, RunDirLock, default_run_dir, make_run_dir
 from moonpool.runtime.choice import chosen_runtime
 
 
@@ -27,5 +28,6 @@ def serve(config: ServeConfig) -> int:
     port = claim_port(config.http.host, config.http.port)
     run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir(str(port)))
     with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
+        shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)  # an earlier run's: only a state folder outlives a run
         asyncio.run(Cluster(config, run_dir, port, runtime).run())
     return 0

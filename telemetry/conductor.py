@@ -22,6 +22,17 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "replication_spent_seconds_total": ("Seconds that copying prefixes between pool nodes took.", ()),
     "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),
     "shared_store_errors_total": ("Tries to write or read Redis that failed.", ("reason",)),
+    "slo_version": ("The version of the record of objectives that the conductor goes by; 0: not stored yet.", ()),
+    "slo_unmeetable": ("Objectives that no node can meet, by what was measured.", ()),
+    "slo_drift": ("Places in which the configured objectives differ from those in force.", ()),
+    "slo_requests_total": (
+        "Requests that had an objective, by what became of it; all: of both at once.",
+        ("model_name", "slo_class", "objective", "result"),
+    ),
+    "slo_tenant_requests_total": (
+        "The same by tenant; beyond the first few that the record does not name: other.",
+        ("tenant", "objective", "result"),
+    ),
     "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
 }
 

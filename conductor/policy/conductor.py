@@ -22,8 +22,9 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
+from conductor.policy.feasibility import reach, unmeetable
 from conductor.policy.kernels import kernels
-from conductor.policy.objectives import ObjectiveBook
+from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.placement import place
 from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
@@ -92,6 +93,14 @@ class Conductor:
     def slo(self) -> ObjectiveBook:
         """The record of objectives in force. Read it only."""
         return self._state.slo
+
+    def unmeetable(self, record: SloRecord) -> list[str]:
+        """Objectives that no node could ever meet, for people."""
+        return unmeetable(record, self._state.nodes, self._state.costs)
+
+    def reach(self, record: SloRecord) -> list[str]:
+        """How long a prompt may be for an idle node to keep each objective, for people."""
+        return reach(record, self._state.nodes, self._state.costs)
 
     @property
     def attainment(self) -> Attainment:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from conductor.errors import ConfigError
 from conductor.policy.objectives import SloRecord, record_of_seconds
+from conductor.policy.objectives import SloRecord, record_of_seconds
 
 __all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig"]
 
@@ -21,15 +22,16 @@ _MOST_OVERRUN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What an admitted request must be predicted to meet, in seconds; 0 = off."""
+    """What a model's admitted requests must be predicted to meet, in seconds; 0 = off, None = as the cluster's."""
 
-    ttft_s: float  # time to first token
-    tbt_s: float  # time between tokens
+    ttft_s: float | None = None  # time to first token
+    tbt_s: float | None = None  # time between tokens
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tbt_s"):
-            if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
-                raise ConfigError(f"objective {name} is {getattr(self, name)}: must be a finite number of at least 0")
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise ConfigError(f"objective {name} is {value}: must be a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,6 @@ class PolicyConfig:
     def record(self) -> SloRecord:
         """The objectives as a record: what holds until an ObjectivesChanged comes."""
         return record_of_seconds(
-            (self.ttft_objective_s, self.tbt_objective_s),
+            (self.ttft_objective_s or None, self.tbt_objective_s or None),
             {model: (own.ttft_s, own.tbt_s) for model, own in self.model_objectives.items()},
         )

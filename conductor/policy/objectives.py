@@ -93,16 +93,17 @@ class SloRecord:
     headers: HeaderRule = "any"
 
 
-def record_of_seconds(cluster: tuple[float, float], models: Mapping[str, tuple[float, float]]) -> SloRecord:
-    """A record of (TTFT, TBT) in seconds; 0 = off, which for a model means that the cluster's does not hold either."""
-    ttft_s, tbt_s = cluster
+def record_of_seconds(
+    cluster: tuple[float | None, float | None], models: Mapping[str, tuple[float | None, float | None]]
+) -> SloRecord:
+    """A record of (TTFT, TBT) in seconds; 0 = off, so that for a model the cluster's does not hold either."""
     return SloRecord(
-        Scope(Objective(ttft_s) if ttft_s else None, Objective(tbt_s) if tbt_s else None),
-        {
-            model: Scope(Objective(own_ttft_s), Objective(own_tbt_s))
-            for model, (own_ttft_s, own_tbt_s) in models.items()
-        },
+        _scope(*cluster), {model: _scope(*own) for model, own in models.items() if own != (None, None)}
     )
+
+
+def _scope(*bounds_s: float | None) -> Scope:
+    return Scope(*(None if bound_s is None else Objective(bound_s) for bound_s in bounds_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Redis as the conductors' shared memory: one class, one method per thing that is kept, each with a deadline.
 
 Keys: `moonpool:cluster` (hash: name, format), `moonpool:epoch` (the last conductor's incarnation), `moonpool:node:ID`
-(JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON). One database holds one cluster.
+(JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON), `moonpool:slo` (hash: version -> JSON, and
+`last`: the newest one's number), `moonpool:slo:ack:ID` (JSON, expires unless refreshed). One database holds one cluster.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
@@ -19,6 +20,19 @@ _CLUSTER, _EPOCH, _NODE, _SNAPSHOTS = "moonpool:cluster", "moonpool:epoch", "moo
 _CLAIM = """
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], 'name', ARGV[1], 'format', ARGV[2]) end
 return redis.call('HMGET', KEYS[1], 'name', 'format')
+"""
+_SLO, _SLO_ACK = "moonpool:slo", "moonpool:slo:ack:"
+# Compare and set: ARGV[1] is the newest version that the caller knows, ARGV[2] that which it writes, ARGV[3] how many
+# are kept; then numbers and texts in turn.
+_PUT_SLO = """
+if (redis.call('HGET', KEYS[1], 'last') or '0') ~= ARGV[1] then return 0 end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], 'last', ARGV[2])
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local number = tonumber(field)
+  if number and number <= tonumber(ARGV[2]) - tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], field) end
+end
+return 1
 """
 # Incarnations are microseconds since 1970, or more: exact in a Lua number until the year 2255.
 _RAISE = """
@@ -91,10 +105,7 @@ class RedisStore:
 
     async def nodes(self) -> dict[str, NodeRecord]:
         """All nodes of the cluster that are written there."""
-        async with self._errors():
-            keys = [key async for key in self._redis.scan_iter(match=_NODE + "*", count=1000)]
-            texts = await self._redis.mget(keys) if keys else []
-        records = [NodeRecord.from_json(str(text)) for text in texts if text is not None]
+        records = [NodeRecord.from_json(text) for text in await self._texts(_NODE)]
         return {record.node_id: record for record in records}
 
     async def put_snapshot(self, pointer: SnapshotPointer) -> None:
@@ -108,11 +119,45 @@ class RedisStore:
             texts = await self._redis.hvals(_SNAPSHOTS)
         return [SnapshotPointer.from_json(str(text)) for text in texts]
 
+    async def slo_versions(self) -> list[str]:
+        """The versions of the record of objectives, oldest first."""
+        async with self._errors():
+            fields = await self._redis.hgetall(_SLO)
+        texts = {int(name): str(text) for name, text in fields.items() if str(name).isdecimal()}
+        return [texts[number] for number in sorted(texts)]
+
+    async def put_slo_versions(self, texts: Mapping[int, str], *, after: int, keep: int) -> bool:
+        """Write versions, by ascending number, if the newest there is `after` (0: none); False: it is not."""
+        pairs = [item for number, text in texts.items() for item in (number, text)]
+        async with self._errors():
+            return bool(await self._redis.eval(_PUT_SLO, 1, _SLO, after, max(texts), keep, *pairs))
+
+    async def put_slo_acknowledgement(self, node_id: str, text: str, ttl_s: float) -> None:
+        """A conductor goes by a version; gone after `ttl_s` unless written again."""
+        async with self._errors():
+            await self._redis.set(_SLO_ACK + node_id, text, px=round(ttl_s * 1000))
+
+    async def forget_slo_acknowledgement(self, node_id: str) -> None:
+        """The conductor ends."""
+        async with self._errors():
+            await self._redis.delete(_SLO_ACK + node_id)
+
+    async def slo_acknowledgements(self) -> list[str]:
+        """Of all conductors."""
+        return await self._texts(_SLO_ACK)
+
     async def close(self) -> None:
         """Disconnect, whatever state the connection is in."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._deadline_s):
                 await self._redis.aclose()
+
+    async def _texts(self, prefix: str) -> list[str]:
+        """What all keys that begin so hold."""
+        async with self._errors():
+            keys = [key async for key in self._redis.scan_iter(match=prefix + "*", count=1000)]
+            texts = await self._redis.mget(keys) if keys else []
+        return [str(text) for text in texts if text is not None]
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:

@@ -82,10 +82,11 @@ class ModelEntry:
             cluster, **{key: self.settings[key] for key in slice_settings(EngineSettings) if key in self.settings}
         )
 
-    def objectives(self, cluster: SchedulingSettings) -> tuple[float, float]:
-        """(TTFT, TBT) in seconds; 0 = off."""
-        ttft_s, tbt_s = (self.settings.get(key, getattr(cluster, key)) for key in _SLO_KEYS)
-        return float(ttft_s), float(tbt_s)
+    @property
+    def objectives(self) -> tuple[float | None, float | None]:
+        """(TTFT, TBT) in seconds; 0 = off, None = the cluster's."""
+        ttft_s, tbt_s = (self.settings.get(key) for key in _SLO_KEYS)
+        return ttft_s, tbt_s
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from moonpool.config.slices import (
     is_wildcard,
     target_host,
 )
+from moonpool.config.slo import SloSettings
 from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
 from moonpool.errors import ConfigError
@@ -39,6 +40,7 @@ class ServeConfig:
     pool: PoolSettings = field(default_factory=PoolSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     decisions: DecisionLogSettings = field(default_factory=DecisionLogSettings)
+    slo: SloSettings = field(default_factory=SloSettings)
     shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
@@ -86,6 +88,7 @@ class ConductorRole:
     further: FurtherModels
     scheduling: SchedulingSettings
     decisions: DecisionLogSettings
+    slo: SloSettings
     shared: SharedStoreSettings
     tls: TlsSettings
     logs: LogSettings

@@ -68,6 +68,16 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds, None where it is empty. Raises ConfigError, for a key given twice, too."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the file {path}: {error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
 def parse_size(text: str) -> int:
     """Bytes from "1073741824", "512MiB", "1.5 GiB" or "2GB"; ValueError otherwise."""
     units = {"": 1, "B": 1}
@@ -149,12 +159,7 @@ def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, t
     """Key -> (value, "FILE: key")."""
     if path is None:
         return {}
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    document = read_yaml(path)
     if document is None:
         return {}
     if not isinstance(document, dict):

@@ -112,10 +112,10 @@ def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, message: 
 def test_the_time_outs_of_operators_reach_who_keeps_them() -> None:
     environ = {"MOONPOOL_REPORT_TIMEOUT": "9", "MOONPOOL_HOLD_OFF": "0.5", "MOONPOOL_PUSH_TIMEOUT": "4"}
     flags = {"conductor": "head:7000", "pool": "here:7001"}
-    assert conductor_config(loaded(ConductorRole, environ=environ)).report_timeout_s == 9
+    assert conductor_config(loaded(ConductorRole, environ=environ), "c").report_timeout_s == 9
     assert frontend_config(loaded(FrontendRole, flags={"conductor": "x:1"}, environ=environ), "f").hold_off_s == 0.5
     assert worker_config(loaded(WorkerRole, flags=flags, environ=environ), "w").push_timeout_s == 4
-    assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"})).report_timeout_s == 0
+    assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"}), "c").report_timeout_s == 0
     with pytest.raises(ConfigError, match=r"--report-timeout is 1\.5: nodes report every second"):
         loaded(flags={"report_timeout": "1.5"})
 

@@ -62,8 +62,8 @@ def test_a_file_names_models_with_settings_of_their_own(config_file: Path) -> No
     assert small.topology(config.topology).num_prefill == 2
     assert large.engine(config.engine).max_batch == 8
     assert small.engine(config.engine).max_batch == 64
-    assert large.objectives(config.scheduling) == (2.0, 0.5)
-    assert small.objectives(config.scheduling) == (2.0, 0.0)
+    assert large.objectives == (None, 0.5)
+    assert small.objectives == (None, 0.0)
 
 
 def test_a_model_given_beside_the_files_comes_first(config_file: Path) -> None:

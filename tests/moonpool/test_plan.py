@@ -148,7 +148,7 @@ def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> Non
         ("first", ("f",), "/m/first"),
         ("org/other:v2", ("o",), "/m/other"),
     ]
-    policy = conductor_config(settings_of("conductor", ConductorRole)).policy
+    policy = conductor_config(settings_of("conductor", ConductorRole), "conductor").policy
     book = ObjectiveBook(policy.record)
     assert book.resolve("org/other:v2", "", "").ttft.seconds == 3.0
     assert book.resolve("first", "", "").ttft.is_off

@@ -1,0 +1,86 @@
+"""Which objectives no node could ever meet, and how far others reach, by what work costs in an idle cluster. Pure.
+
+What was never measured, nor given as a profile, is not judged.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from conductor.policy.costs import ModelCosts, prefill_s, tbt_s
+from conductor.policy.nodes import ModelNodes, NodeTable
+from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo
+from conductor.policy.record_form import tell_objective
+
+__all__ = ["reach", "unmeetable"]
+
+PREFILL, DECODE = 0, 1
+
+
+def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
+    """For people: a line for each objective in seconds below the least that any node of a served model takes."""
+    found = []
+    for model, at in _served(nodes, costs):
+        for place, kind, objective in _absolute(record, model):
+            least_s, what = _least(kind, costs[model], at)
+            if objective.seconds < least_s:
+                found.append(
+                    f"{place} is {tell_objective(objective)}, and no node of model {model!r} takes less than "
+                    f"{least_s * 1e3:.3g} ms for {what}"
+                )
+    return found
+
+
+def reach(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
+    """For people: a line for each TTFT in seconds, with the longest prompt of which an idle node keeps it."""
+    found = []
+    for model, at in _served(nodes, costs):
+        quickness = _quickest(costs[model], PREFILL, at)
+        most = int(at.all_prefill.max_model_len.max(initial=0))
+        for place, kind, objective in _absolute(record, model):
+            if kind == "ttft" and quickness:
+                longest = _longest_prompt(objective.seconds / quickness, costs[model], most)
+                found.append(
+                    f"{place} is {tell_objective(objective)}: an idle node of model {model!r} keeps it for up to "
+                    f"{longest} tokens of prompt of which none is reused, of at most {most}"
+                )
+    return found
+
+
+def _served(nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> Iterator[tuple[str, ModelNodes]]:
+    for model in sorted(costs):
+        at = nodes.model(model)
+        if at is not None:
+            yield model, at
+
+
+def _absolute(record: SloRecord, model: str) -> Iterator[tuple[str, str, Objective]]:
+    """(place, kind, objective) of all that may hold for a request of the model."""
+    others: dict[str, SloClass | TenantSlo] = {
+        **{f"classes.{name}": one for name, one in sorted(record.classes.items())},
+        **{f"tenants.{name}": one for name, one in sorted(record.tenants.items())},
+    }
+    for kind in ("ttft", "tbt"):
+        own = getattr(record.models.get(model), kind, None)
+        first = {f"models.{model}": own} if own is not None else {"cluster": getattr(record.cluster, kind)}
+        for place, objective in (first | {place: getattr(one, kind) for place, one in others.items()}).items():
+            if objective is not None and objective.seconds:
+                yield f"{place}.{kind}", kind, objective
+
+
+def _least(kind: str, costs: ModelCosts, at: ModelNodes) -> tuple[float, str]:
+    """(seconds, for what); 0 while nothing is known."""
+    if kind == "ttft":
+        return prefill_s(*costs.prefill, 1, 0) * _quickest(costs, PREFILL, at), "even a prompt of one new token"
+    return tbt_s(*costs.decode, 1, 1, 1) * _quickest(costs, DECODE, at), "even a batch of one"
+
+
+def _quickest(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
+    """1, as all nodes of a model are taken to be alike; 0 while nothing is known."""
+    return 1.0 if costs.summary()["prefill" if kind == PREFILL else "decode"]["samples"] else 0.0
+
+
+def _longest_prompt(seconds: float, costs: ModelCosts, most: int) -> int:
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if prefill_s(*costs.prefill, middle, 0) <= seconds else (low, middle - 1)
+    return low

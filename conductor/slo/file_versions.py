@@ -1,0 +1,157 @@
+"""Versions in a folder, for one conductor or for several on one machine: a file that is replaced under a lock."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
+from conductor.slo.versions import KEPT, Acknowledgement, SloVersion
+
+__all__ = ["FileVersions"]
+
+T = TypeVar("T")
+_FORMAT = 1
+_LOCK_S = 5.0  # others hold it for the time of a small write
+_POLL_S = 0.01
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class FileVersions:
+    """`objectives.json` in `folder`, and beside it a small file for each conductor that acknowledges."""
+
+    outlives = True
+
+    def __init__(self, folder: Path, cluster_name: str) -> None:
+        """Raises OSError when the folder cannot be made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder.resolve()
+        self._path = self._folder / "objectives.json"
+        self._cluster_name = cluster_name
+
+    @property
+    def where(self) -> str:
+        return str(self._path)
+
+    async def history(self) -> list[SloVersion]:
+        return await self._run(self._read)
+
+    async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
+        def put() -> bool:
+            with self._locked():
+                kept = self._read()
+                if (kept[-1].version if kept else 0) != after:
+                    return False
+                self._write([*kept, *(one for one in versions if one.version > after)])
+                return True
+
+        return await self._run(put)
+
+    async def keep(self, versions: Sequence[SloVersion]) -> None:
+        """Hold exactly these: a copy of what is kept elsewhere."""
+
+        def keep() -> None:
+            with self._locked():
+                self._write(versions)
+
+        await self._run(keep)
+
+    async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
+        def write() -> None:
+            entry = {"until": time.time() + ttl_s, "said": mine.to_json()}
+            _replace(self._acknowledgement(mine.node_id), json.dumps(entry))
+
+        await self._run(write)
+
+    async def withdraw(self, node_id: str) -> None:
+        await self._run(lambda: self._acknowledgement(node_id).unlink(missing_ok=True))
+
+    async def acknowledged(self) -> list[Acknowledgement]:
+        def read() -> list[Acknowledgement]:
+            found = []
+            for path in self._folder.glob("acknowledged-*.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    entry = json.loads(path.read_text(encoding="utf-8"))
+                    if entry["until"] >= time.time():
+                        found.append(Acknowledgement.from_json(entry["said"]))
+                    else:
+                        path.unlink()
+            return sorted(found, key=lambda each: each.node_id)
+
+        return await self._run(read)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as error:
+            raise SharedStoreUnavailable(f"{self._path} cannot be used: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise SharedStoreRefused(f"a file beside {self._path} cannot be understood ({error!r})") from error
+
+    def _read(self) -> list[SloVersion]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        try:
+            content = json.loads(text)
+            name, versions = content["cluster"], [SloVersion.from_json(one) for one in content["versions"]]
+            if content["format"] != _FORMAT or [one.version for one in versions] != sorted(
+                {o.version for o in versions}
+            ):
+                raise ValueError(f"format {content['format']}, or versions out of order")
+        except (ValueError, KeyError, TypeError, SharedStoreRefused) as error:
+            raise SharedStoreRefused(
+                f"{self._path} is damaged or of another version of this program ({error}): mend it or move it away; "
+                "without it the configuration gives the first version again"
+            ) from error
+        if name != self._cluster_name:
+            raise SharedStoreRefused(
+                f"{self._path} holds the objectives of the cluster {name!r}, and this one is {self._cluster_name!r}: "
+                "give another folder, or --cluster-name if it is the same cluster"
+            )
+        return versions
+
+    def _write(self, versions: Sequence[SloVersion]) -> None:
+        kept = [one.to_json() for one in versions[-KEPT:]]
+        content = {"format": _FORMAT, "cluster": self._cluster_name, "versions": kept}
+        _replace(self._path, json.dumps(content, indent=1))
+
+    def _acknowledgement(self, node_id: str) -> Path:
+        return self._folder / f"acknowledged-{_NOT_IN_NAMES.sub('_', node_id)}.json"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone with the file. Raises TimeoutError, an OSError, when another holds it for too long."""
+        with (self._folder / "objectives.lock").open("a") as lock:
+            deadline_s = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError(f"another process holds {lock.name}") from None
+                    time.sleep(_POLL_S)
+            yield
+
+
+def _replace(path: Path, text: str) -> None:
+    """At once and for good: a reader sees the old or the new, also after the machine has failed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,101 @@
+"""The calls by which operators see and change the record of objectives: messages in, replies out."""
+
+from typing import Any, NoReturn
+
+import grpc
+
+from conductor.errors import ConductorError, ObjectivesError, SharedStoreError, SloConflict
+from conductor.policy import Conductor
+from conductor.policy.record_form import digest, record_text
+from conductor.slo import Change, SloKeeper, SloVersion
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["SloCalls"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SloCalls:
+    """ShowSlo and ChangeSlo of one conductor."""
+
+    def __init__(self, keeper: SloKeeper, policy: Conductor) -> None:
+        self.keeper = keeper
+        self._policy = policy
+
+    async def show(self, request: conductor_pb2.ShowSloRequest, context: Context) -> conductor_pb2.ShowSloReply:
+        """What is in force. A store that is away does not hide it: then nobody's acknowledgement is known."""
+        keeper, trouble = self.keeper, self.keeper.trouble
+        try:
+            acknowledged = await keeper.acknowledged()
+        except SharedStoreError as error:
+            acknowledged, trouble = [], trouble or str(error)
+        newest_first = list(reversed(keeper.history))
+        return conductor_pb2.ShowSloReply(
+            current=_message(newest_first[0]) if newest_first else self._configured(),
+            history=[_message(version) for version in newest_first[: request.history]],
+            acknowledged=[
+                conductor_pb2.SloAcknowledgement(
+                    node_id=each.node_id, incarnation=each.incarnation, version=each.version, digest=each.digest
+                )
+                for each in acknowledged
+            ],
+            kept=keeper.where,
+            trouble=trouble,
+            drift=keeper.drift,
+            unmeetable=keeper.unmeetable,
+        )
+
+    async def change(self, request: conductor_pb2.ChangeSloRequest, context: Context) -> conductor_pb2.ChangeSloReply:
+        """A new version, or what it would change."""
+        change = Change(
+            author=request.author,
+            reason=request.reason,
+            content=request.content,
+            rollback_to=request.rollback_to,
+            expect_version=request.expect_version if request.HasField("expect_version") else None,
+            is_trial=request.trial,
+            is_forced=request.force,
+            peer=_peer(context),
+        )
+        try:
+            changed = await self.keeper.change(change)
+        except (ObjectivesError, SloConflict, SharedStoreError) as error:
+            await _abort(context, error)
+        return conductor_pb2.ChangeSloReply(
+            version=_message(changed.version),
+            differences=changed.differences,
+            warnings=changed.warnings,
+            notes=self._policy.reach(changed.record),
+        )
+
+    def _configured(self) -> conductor_pb2.SloVersion:
+        text = record_text(self._policy.slo.record)
+        return conductor_pb2.SloVersion(content=text, digest=digest(text), origin="configuration")
+
+
+def _message(version: SloVersion) -> conductor_pb2.SloVersion:
+    return conductor_pb2.SloVersion(
+        version=version.version,
+        content=version.content,
+        author=version.author,
+        reason=version.reason,
+        at_s=version.at_s,
+        origin=version.origin,
+        peer=version.peer,
+        digest=version.digest,
+    )
+
+
+def _peer(context: Context) -> str:
+    """The name in the caller's certificate where traffic is encrypted, else its address."""
+    names = context.auth_context().get("x509_common_name") or ()
+    return next((name.decode("utf-8", "replace") for name in names), context.peer())
+
+
+async def _abort(context: Context, error: ConductorError) -> NoReturn:
+    code = grpc.StatusCode.ABORTED  # the store is away; UNAVAILABLE would say that the conductor is
+    if isinstance(error, ObjectivesError):
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    elif isinstance(error, SloConflict):
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    await context.abort(code, str(error))

@@ -1,0 +1,61 @@
+"""What the commands `moonpool slo …` ask of a running cluster's conductor."""
+
+import asyncio
+import time
+from typing import Any, TypeVar
+
+import grpc
+
+from messenger.control import control_error, open_channel
+from moonpool.errors import ClusterNotFound, ConfigError, SloNotChanged
+from moonpool_proto.v1 import conductor_pb2
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+
+T = TypeVar("T")
+_DEADLINE_S = 15.0  # a store that is away takes its own deadlines
+_POLL_S = 0.2
+
+
+async def ask_slo(conductor: str, *, history: int = 0) -> conductor_pb2.ShowSloReply:
+    """What is in force. Raises ClusterNotFound when the conductor does not answer."""
+    async with open_channel(conductor) as channel:
+        request = conductor_pb2.ShowSloRequest(history=history)
+        return await _asked(ConductorStub(channel).ShowSlo(request), "Conductor.ShowSlo", conductor)
+
+
+async def change_slo(conductor: str, change: conductor_pb2.ChangeSloRequest) -> conductor_pb2.ChangeSloReply:
+    """Have it changed. Raises ConfigError for what cannot be, SloNotChanged, ClusterNotFound."""
+    async with open_channel(conductor) as channel:
+        return await _asked(ConductorStub(channel).ChangeSlo(change), "Conductor.ChangeSlo", conductor)
+
+
+async def wait_until_acknowledged(conductor: str, version: int, *, wait_s: float) -> conductor_pb2.ShowSloReply:
+    """Until every conductor goes by the version, or a later one. Raises SloNotChanged, naming those that do not."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        seen = await ask_slo(conductor)
+        behind = [each for each in seen.acknowledged if each.version < version]
+        if not behind and not seen.trouble:
+            return seen
+        if time.monotonic() >= deadline_s:
+            who = ", ".join(f"{each.node_id} (version {each.version})" for each in behind)
+            said = f"not yet acknowledged by {who}" if who else f"nobody's acknowledgement is known: {seen.trouble}"
+            raise SloNotChanged(f"version {version} is stored, but after {wait_s:g} s {said}; see `moonpool slo show`")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _asked(rpc: "grpc.aio.UnaryUnaryCall[Any, T]", what: str, target: str) -> T:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            return await rpc
+    except TimeoutError as error:
+        raise ClusterNotFound(f"the conductor at {target} does not answer in {_DEADLINE_S:g} s") from error
+    except grpc.aio.AioRpcError as error:
+        told = error.details() or "refused"
+        if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+            raise ConfigError(told) from error
+        if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED):
+            raise SloNotChanged(told) from error
+        raise ClusterNotFound(
+            f"the conductor does not answer: {control_error(error, what=what, target=target)}"
+        ) from error
