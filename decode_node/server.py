@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any
-
-import grpc
 
 from decode_node.arrivals import Arrivals
 from decode_node.reservation import Reservation
 from messenger import Endpoint
-from messenger.control import start_server
-from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
 from moonpool_proto.v1.worker_pb2 import (
-    AbortReply,
     AbortRequest,
     BlockSlots,
     CommitReply,
@@ -26,52 +20,40 @@ from moonpool_proto.v1.worker_pb2 import (
     ReserveReply,
     ReserveRequest,
 )
-from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker.chosen import append
-from worker.config import WorkerConfig
 from worker.errors import RequestFailed, RequestRefused
 from worker.keeping import Kept
 from worker.node import WorkerNode
 from worker.prepare import reusable_blocks
 from worker.request import Request, Sequence
-from worker.servicer import WorkerFace
-from worker.serving import serve_until
 from worker.settle import in_thread, settled
 
 log = logging.getLogger(__name__)
 
 
-class DecodeFace(WorkerFace):
+class Decode:
     """Takes a request from its prefilled KV to its last token."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(WorkerNode(config, ROLE_DECODE))
-        self._arrivals = Arrivals(self.node)
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
+        self._arrivals = Arrivals(node)
         self._epochs = itertools.count(1)
         self._open: dict[int, Reservation] = {}
         self._loop = asyncio.get_running_loop()
-        self.node.messenger.on_peer_lost(self._on_peer_lost)
-
-    def accept(self, request: Request) -> None:
-        raise RequestRefused("wrong_role", f"{self.node.config.node_id} is a decode node; it takes no prompts")
+        node.messenger.on_peer_lost(self._on_peer_lost)
 
     def close(self) -> None:
         self._arrivals.close()
 
-    async def Reserve(
-        self, request: ReserveRequest, context: grpc.aio.ServicerContext[ReserveRequest, ReserveReply]
-    ) -> ReserveReply:
+    async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
+        """Take pages for the whole answer. Raises RequestRefused, or RequestFailed when it came to nothing."""
         node = self.node
-        try:
-            parsed = self.checked(request.request)
-            if parsed.generated + 1 == parsed.max_tokens < request.request.sampling.max_tokens:
-                raise RequestRefused("too_long", f"{len(parsed.prompt)} prompt tokens leave no room for an answer here")
-            if not node.streams.is_attached(parsed.frontend_id):
-                raise RequestRefused("not_attached", f"frontend {parsed.frontend_id} has no token stream here")
-            reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-            job = node.jobs.run(parsed, self._serve(parsed, request, reserved))
-        except RequestRefused as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
+        if request.generated + 1 == request.max_tokens < asked.request.sampling.max_tokens:
+            raise RequestRefused("too_long", f"{len(request.prompt)} prompt tokens leave no room for an answer here")
+        if not node.streams.is_attached(request.frontend_id):
+            raise RequestRefused("not_attached", f"frontend {request.frontend_id} has no token stream here")
+        reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        job = node.jobs.run(request, self._serve(request, asked, reserved))
         either: list[asyncio.Future[Any]] = [job, reserved]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +61,7 @@ class DecodeFace(WorkerFace):
             job.cancel()
             raise
         if not reserved.done():
-            await context.abort(grpc.StatusCode.ABORTED, "the reservation was cancelled or could not be made")
+            raise RequestFailed("reservation", "the reservation was cancelled or could not be made")
         reservation = reserved.result()
         blocks = reservation.slots[: reservation.num_blocks]
         return ReserveReply(
@@ -90,12 +72,11 @@ class DecodeFace(WorkerFace):
             endpoint=node.endpoint.to_proto(),
         )
 
-    async def Commit(
-        self, request: CommitRequest, context: grpc.aio.ServicerContext[CommitRequest, CommitReply]
-    ) -> CommitReply:
-        reservation = self._open.get(request.epoch)
+    async def commit(self, asked: CommitRequest) -> CommitReply:
+        """All layers are pushed: join, or the blocks that are not here whole."""
+        reservation = self._open.get(asked.epoch)
         if reservation is None:
-            return CommitReply(error=f"epoch {request.epoch} is not open on {self.node.config.node_id}")
+            return CommitReply(error=f"epoch {asked.epoch} is not open on {self.node.config.node_id}")
         missing = await reservation.missing_blocks()
         if reservation.gone is not None:
             return CommitReply(error=reservation.gone)
@@ -104,18 +85,18 @@ class DecodeFace(WorkerFace):
                 missing_blocks=missing, corrupt_blocks=sorted(reservation.corrupt_blocks.intersection(missing))
             )
         if not reservation.first_token.done():
-            reservation.token_s = request.token_s
-            reservation.first_token.set_result((request.first_index, request.first_token))
+            reservation.token_s = asked.token_s
+            reservation.first_token.set_result((asked.first_index, asked.first_token))
         return CommitReply(joined=True)
 
-    async def Abort(self, request: AbortRequest, context: object) -> AbortReply:
-        reservation = self._open.get(request.epoch)
-        if request.epoch == 0:  # the prefill node never heard of the epoch; nor may its Reserve have come yet
-            self.node.jobs.cancel(request.request_id, request.attempt)
+    def abort(self, asked: AbortRequest) -> None:
+        """The writer has stopped; the epoch's pages may be used again."""
+        reservation = self._open.get(asked.epoch)
+        if asked.epoch == 0:  # the prefill node never heard of the epoch; nor may its Reserve have come yet
+            self.node.jobs.cancel(asked.request_id, asked.attempt)
         elif reservation is not None and not reservation.first_token.done():
             reservation.gone = "aborted by the prefill node"
             reservation.first_token.cancel()
-        return AbortReply()
 
     def _on_peer_lost(self, node_id: str, incarnation: int) -> None:
         """On a messenger thread."""
@@ -236,13 +217,3 @@ class DecodeFace(WorkerFace):
             held = reservation.held_blocks
             node.give_slots(reservation.slots[:held])
             await node.fence_slots(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
-
-
-async def serve_decode_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
-    """Run a decode node until `stop`, or until it is drained: whether it was."""
-    face = DecodeFace(config)
-    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
-    try:
-        return await serve_until(face.node, server, stop, on_ready)
-    finally:
-        face.close()

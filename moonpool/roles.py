@@ -83,24 +83,22 @@ async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on
 
 
 async def _prefill_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    from moonpool.role_configs import worker_config
-    from prefill_node.server import serve_prefill_node
-
-    return await serve_prefill_node(worker_config(config, node_id), stop, on_ready)
+    return await _worker(config, "prefill", node_id, stop, on_ready)
 
 
 async def _decode_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    from decode_node.server import serve_decode_node
-    from moonpool.role_configs import worker_config
-
-    return await serve_decode_node(worker_config(config, node_id), stop, on_ready)
+    return await _worker(config, "decode", node_id, stop, on_ready)
 
 
 async def _aggregated_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
-    from moonpool.role_configs import worker_config
-    from worker.aggregated import serve_aggregated
+    return await _worker(config, "aggregated", node_id, stop, on_ready)
 
-    return await serve_aggregated(worker_config(config, node_id), stop, on_ready)
+
+async def _worker(config: WorkerRole, role: str, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    from moonpool.role_configs import worker_config
+    from moonpool.worker_process import serve_worker
+
+    return await serve_worker(worker_config(config, node_id), role, stop, on_ready)
 
 
 async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:

@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from messenger import RemoteKey
-from messenger.control import open_channel, start_server
-from moonpool_proto.v1.common_pb2 import ROLE_PREFILL
+from messenger.control import open_channel
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
-from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.handoff import Handoff
 from prefill_node.places import Place, Places
 from prefill_node.push import Pusher
-from worker.config import WorkerConfig
-from worker.errors import RequestFailed
 from worker.matchers import Matcher
 from worker.node import WorkerNode
 from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of
 from worker.request import Request, Sequence
-from worker.servicer import WorkerFace
-from worker.serving import serve_until
 from worker.settle import both, settled
 
 log = logging.getLogger(__name__)
 
 
-class PrefillFace(WorkerFace):
+class Prefill:
     """Takes a request from its prompt to its first token, and its KV to the decode node."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(WorkerNode(config, ROLE_PREFILL, self._layer_written))
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
+        node.engine.on_layer(self._layer_written)
         self._pushers: dict[int, Pusher] = {}
         self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._places = Places(config.prefill_lookahead, self.node.line)
+        self._places = Places(node.config.prefill_lookahead, node.line)
         self._channels: dict[str, grpc.aio.Channel] = {}
-
-    def accept(self, request: Request) -> None:
-        self.node.jobs.run(request, self._serve(request))
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -54,7 +45,7 @@ class PrefillFace(WorkerFace):
             if pusher is not None:
                 pusher.layer_written(layer, start, end)
 
-    async def _serve(self, request: Request) -> None:
+    async def serve(self, request: Request) -> None:
         node = self.node
         next_node = request.placement.decode.node_id
         node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
@@ -67,14 +58,7 @@ class PrefillFace(WorkerFace):
                     self._places.take(request.key) as place,
                     prepared(node, request, peak_tokens=len(request.prompt)) as work,
                 ):
-                    if request.placement.HasField("decode"):
-                        await self._prefill_and_hand_off(work, place, matcher)
-                    else:
-                        await load(node, work)
-                        sequence = await self._prefill(work, place, matcher, None)
-                        await keep(node, work, sequence)
-                        if not sequence.finish:
-                            raise RequestFailed("placement", "the request goes on, but no decode node was named")
+                    await self._prefill_and_hand_off(work, place, matcher)
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
@@ -126,17 +110,16 @@ class PrefillFace(WorkerFace):
         pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher
 
-    async def _prefill(self, work: Prepared, place: Place, matcher: Matcher | None, pusher: Pusher | None) -> Sequence:
+    async def _prefill(self, work: Prepared, place: Place, matcher: Matcher | None, pusher: Pusher) -> Sequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
         sequence = sequence_of(node, work, matcher, prefill_only=True)
-        if pusher is not None:
-            self._pushers[id(sequence)] = pusher
+        self._pushers[id(sequence)] = pusher
         node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
         try:
             await node.run_in_engine(sequence)
         finally:
-            self._pushers.pop(id(sequence), None)
+            del self._pushers[id(sequence)]
         place.end()
         return sequence
 
@@ -144,13 +127,3 @@ class PrefillFace(WorkerFace):
         if target not in self._channels:
             self._channels[target] = open_channel(target)
         return self._channels[target]
-
-
-async def serve_prefill_node(config: WorkerConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> bool:
-    """Run a prefill node until `stop`, or until it is drained: whether it was."""
-    face = PrefillFace(config)
-    server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
-    try:
-        return await serve_until(face.node, server, stop, on_ready)
-    finally:
-        await face.close()

@@ -60,14 +60,11 @@ class EngineLoop:
         steps: StepRunner,
         limits: BatchLimits,
         on_step: Callable[[StepResult], None],
-        on_layer: LayerHook | None = None,
     ) -> None:
-        """`on_layer(layer, chunks)` is called on the engine thread once the KV of a layer is written for the prompt
-        chunks (sequence, start, end) of the running step."""
         self._steps = steps
         self._limits = limits
         self._on_step = on_step
-        self._on_layer = on_layer
+        self._on_layer: LayerHook | None = None
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._closing = False
@@ -75,6 +72,11 @@ class EngineLoop:
         self._decoding: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+
+    def on_layer(self, hook: LayerHook) -> None:
+        """From the start on, call `hook(layer, chunks)` on the engine thread once the KV of a layer is written for
+        those prompt chunks (sequence, start, end) of the running step whose sequences leave with their first token."""
+        self._on_layer = hook
 
     def start(self) -> None:
         self._thread.start()
@@ -169,8 +171,9 @@ class EngineLoop:
         result = StepResult(decode_batch=len(decoding), decode_context=sum(s.num_computed for s in decoding))
         rows = decoding + [s for s, c in chunks if c.last]
         hook = None
-        if self._on_layer is not None and chunks:
-            report, spans = self._on_layer, [(s, c.start, c.end) for s, c in chunks]
+        spans = [(s, c.start, c.end) for s, c in chunks if s.prefill_only]
+        if self._on_layer is not None and spans:
+            report = self._on_layer
 
             def hook(layer: int) -> None:
                 report(layer, spans)

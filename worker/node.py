@@ -22,7 +22,7 @@ from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, Nod
 from moonpool_proto.v1.worker_pb2 import Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
-from worker.engine_loop import EngineLoop, LayerHook, StepResult
+from worker.engine_loop import EngineLoop, StepResult
 from worker.engines import Engine, load_engine
 from worker.errors import RequestFailed, RequestRefused, WorkerError
 from worker.jobs import Jobs
@@ -47,7 +47,7 @@ SWITCH_INTERVAL_S = 0.0005  # I/O must not wait 5 ms for the interpreter while t
 class WorkerNode:
     """The organs of one worker."""
 
-    def __init__(self, config: WorkerConfig, role: Role.ValueType, on_layer: LayerHook | None = None) -> None:
+    def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
         self.role = role
@@ -80,7 +80,7 @@ class WorkerNode:
         self.parity = Parity(self.memory, config.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
-        self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread, on_layer)
+        self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread)
         self.draining = asyncio.Event()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why the engine is past hope
         self._health = EngineHealth()

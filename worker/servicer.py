@@ -1,13 +1,12 @@
-"""The gRPC face shared by all workers: the token streams, and what to do with submits and cancels. Thin."""
+"""The gRPC face of every worker: the token streams, and what to do with submits, cancels and hand-overs. Thin."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol
 
 import grpc
 
@@ -25,7 +24,7 @@ from moonpool_proto.v1.worker_pb2 import (
     WorkerMessage,
 )
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
-from worker.errors import RequestRefused
+from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.request import Request
 from worker.streams import FrontendStream, first_message
@@ -35,16 +34,34 @@ log = logging.getLogger(__name__)
 LAST_WRITE_S = 0.5
 
 
+Serve = Callable[[Request], Coroutine[Any, Any, None]]  # one request's work here, from Submit to its end
+
+
+class TakesOver(Protocol):
+    """The receiving side of a hand-over from prefill to decode."""
+
+    async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
+        """Take pages under a new epoch. Raises RequestRefused, or RequestFailed when it came to nothing."""
+
+    async def commit(self, asked: CommitRequest) -> CommitReply:
+        """Everything was written."""
+
+    def abort(self, asked: AbortRequest) -> None:
+        """The writer has stopped."""
+
+
 class WorkerFace(WorkerServicer):
-    """Attach, State and Validate over a WorkerNode. A role says what a Submit means."""
+    """Does whatever a placement asks for: a node's role is a matter between it and the conductor.
 
-    def __init__(self, node: WorkerNode) -> None:
+    A request whose placement names a decode node is prefilled here and handed over, another one served to its end.
+    """
+
+    def __init__(self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: TakesOver) -> None:
         self.node = node
+        self._prefill = prefill
+        self._whole = whole
+        self._decode = decode
         self._background: set[asyncio.Task[None]] = set()
-
-    @abstractmethod
-    def accept(self, request: Request) -> None:
-        """Start working on a request submitted by a frontend. Raises RequestRefused."""
 
     async def Attach(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self,
@@ -112,6 +129,11 @@ class WorkerFace(WorkerServicer):
                 ),
             )
 
+    def accept(self, request: Request) -> None:
+        """Start working on a request submitted by a frontend. Raises RequestRefused."""
+        serve = self._prefill if request.placement.HasField("decode") else self._whole
+        self.node.jobs.run(request, serve(request))
+
     def checked(self, submit: Submit) -> Request:
         """The request, if this node takes it now. Raises RequestRefused."""
         node = self.node
@@ -139,20 +161,19 @@ class WorkerFace(WorkerServicer):
     async def Reserve(
         self, request: ReserveRequest, context: grpc.aio.ServicerContext[ReserveRequest, ReserveReply]
     ) -> ReserveReply:
-        await self._not_mine(context)
+        try:
+            return await self._decode.reserve(self.checked(request.request), request)
+        except RequestRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
+        except RequestFailed as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
 
-    async def Commit(
-        self, request: CommitRequest, context: grpc.aio.ServicerContext[CommitRequest, CommitReply]
-    ) -> CommitReply:
-        await self._not_mine(context)
+    async def Commit(self, request: CommitRequest, context: object) -> CommitReply:
+        return await self._decode.commit(request)
 
-    async def Abort(
-        self, request: AbortRequest, context: grpc.aio.ServicerContext[AbortRequest, AbortReply]
-    ) -> AbortReply:
-        await self._not_mine(context)
-
-    async def _not_mine(self, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{self.node.config.node_id} takes no hand-offs")
+    async def Abort(self, request: AbortRequest, context: object) -> AbortReply:
+        self._decode.abort(request)
+        return AbortReply()
 
     async def State(self, request: JsonRequest, context: object) -> JsonReply:
         return JsonReply(json=json.dumps(self.node.state()))

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from decode_node.server import DecodeFace
+from decode_node.server import Decode
 from engine import Model, load_model
 from engine.random_model import write_random_model
 from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_numbers
@@ -21,11 +21,15 @@ from kvpool.service import PoolService
 from messenger import MessengerConfig
 from messenger.control import ControlServer, open_channel, start_server
 from moonpool_proto.v1 import pool_pb2_grpc
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Cancel, Failure, FrontendMessage, Hello, Submit, Token
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_server
-from prefill_node.server import PrefillFace
+from prefill_node.server import Prefill
+from worker.aggregated import Whole
 from worker.config import WorkerConfig
+from worker.node import WorkerNode
+from worker.servicer import WorkerFace
 
 BLOCK = 8
 
@@ -130,8 +134,8 @@ class Frontend:
 
 @dataclass
 class Pair:
-    prefill: PrefillFace
-    decode: DecodeFace
+    prefill: Prefill
+    decode: Decode
     frontend: Frontend
     decode_target: str
     pool: PoolNode | None = None
@@ -196,6 +200,7 @@ def greedy() -> Callable[[Model, list[int], int], list[int]]:
 @pytest.fixture
 async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
     pairs: list[Pair] = []
+    started: list[tuple[Prefill, Decode]] = []
     servers: list[ControlServer] = []
 
     pools: list[PoolNode] = []
@@ -242,16 +247,19 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, "pool_target": pool_target, **options},
             )
 
-        prefill, decode = PrefillFace(config("prefill")), DecodeFace(config("decode", **decode_options))
         frontend = Frontend()
-        for name, face in (("prefill", prefill), ("decode", decode)):
-            server = await start_server(
-                face.node.config.listen, lambda s, face=face: add_WorkerServicer_to_server(face, s)
-            )
+        parts: dict[str, tuple[Prefill, Decode]] = {}
+        for name, role, options in (("prefill", ROLE_PREFILL, {}), ("decode", ROLE_DECODE, decode_options)):
+            node = WorkerNode(config(name, **options), role)
+            prefill, decode = parts[name] = Prefill(node), Decode(node)
+            face = WorkerFace(node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode)
+            server = await start_server(node.config.listen, lambda s, face=face: add_WorkerServicer_to_server(face, s))
             servers.append(server)
-            await face.node.start(server.target)
+            await node.start(server.target)
             await frontend.attach(name, server.target)
-        pairs.append(Pair(prefill, decode, frontend, servers[-1].target, pools[-1] if pool else None))
+        pair = Pair(parts["prefill"][0], parts["decode"][1], frontend, servers[-1].target, pools[-1] if pool else None)
+        pairs.append(pair)
+        started.extend(parts.values())
         return pairs[-1]
 
     yield start
@@ -259,10 +267,9 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         await pair.frontend.close()
     for server in servers:
         await server.stop(0.1)
-    for pair in pairs:
-        await pair.prefill.node.close()
-        await pair.decode.node.close()
-        await pair.prefill.close()
-        pair.decode.close()
+    for prefill, decode in started:
+        await prefill.node.close()
+        await prefill.close()
+        decode.close()
     for one in pools:
         await one.close()

@@ -12,9 +12,9 @@ import pytest
 from conductor.server import ConductorConfig, serve_conductor
 from engine import Model
 from messenger.control import open_channel
+from moonpool.worker_process import serve_worker
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
-from worker.aggregated import serve_aggregated
 from worker.config import WorkerConfig
 
 Start = Callable[..., Awaitable[Any]]
@@ -54,7 +54,7 @@ async def test_a_worker_stops_even_while_it_waits_for_its_pool_node(tmp_path: Pa
     stop = asyncio.Event()
     stop.set()
     async with asyncio.timeout(20):
-        await serve_aggregated(config, stop, lambda target: pytest.fail("it was never ready"))
+        await serve_worker(config, "aggregated", stop, lambda target: pytest.fail("it was never ready"))
 
 
 async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: Path, model_path: Path) -> None:
@@ -72,7 +72,7 @@ async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: P
     stop, ready = asyncio.Event(), asyncio.Event()
     scheduling = asyncio.create_task(serve_conductor(ConductorConfig(listen=conductor), stop, lambda target: None))
     async with asyncio.timeout(60):
-        leaving = asyncio.create_task(serve_aggregated(config, asyncio.Event(), lambda target: ready.set()))
+        leaving = asyncio.create_task(serve_worker(config, "aggregated", asyncio.Event(), lambda target: ready.set()))
         await ready.wait()
         async with open_channel(conductor) as channel:
             await ConductorStub(channel).DrainNode(DrainNodeRequest(node_id="leaver"))

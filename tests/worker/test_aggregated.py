@@ -14,9 +14,10 @@ from kvpool import chain_keys, chain_seed
 from messenger import MessengerConfig
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, Submit, WorkerMessage
-from worker.aggregated import AggregatedFace
+from worker.aggregated import Whole
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
+from worker.request import Request
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 VOCAB, BLOCK = 2048, 8
@@ -52,8 +53,10 @@ async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: P
         asked.logprobs, asked.prompt_logprobs = 2, 0
         schema = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 8, "maxItems": 8}
         asked.grammar.CopyFrom(Grammar(kind=Grammar.KIND_JSON_SCHEMA, source=json.dumps(schema)))
-        face = AggregatedFace(node)
-        face.accept(face.checked(submit))
+        request = Request.from_proto(
+            submit, vocab_size=node.model.config.vocab_size, max_model_len=node.max_model_len, block_tokens=BLOCK
+        )
+        node.jobs.run(request, Whole(node).serve(request))
         told = WorkerMessage()
         async for message in stream.messages():
             told.MergeFrom(message)

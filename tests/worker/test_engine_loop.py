@@ -27,7 +27,9 @@ class Harness:
         self.slots = SlotPool(64)
         cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
         limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK)
-        self.loop = EngineLoop(ModelSteps(model, cache), limits, self.steps.put, hook)
+        self.loop = EngineLoop(ModelSteps(model, cache), limits, self.steps.put)
+        if hook is not None:
+            self.loop.on_layer(hook)
         self.loop.start()
 
     def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
@@ -136,6 +138,16 @@ def test_layers_are_announced_in_order_and_cover_the_prompt(model: Model, harnes
     assert seen == [(layer, *chunk) for chunk in chunks for layer in range(model.config.num_layers)]
 
 
+def test_layers_of_a_prompt_that_is_decoded_here_are_nobody_elses(harness: Callable[..., Harness]) -> None:
+    seen: list[str] = []
+    run = harness(lambda layer, spans: seen.extend(s.request.request_id for s, _, _ in spans))
+    here, elsewhere = run.sequence(prompts()[2], 2), run.sequence(prompts()[1], 2, prefill_only=True)
+    for sequence in (here, elsewhere):
+        run.loop.submit(sequence)
+    run.run(2)
+    assert set(seen) == {elsewhere.request.request_id}
+
+
 def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callable[..., Harness]) -> None:
     broken = {"now": True}
 
@@ -144,7 +156,7 @@ def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callab
             raise RuntimeError("planted")
 
     run = harness(hook)
-    victim = run.sequence(prompts()[0], 3)
+    victim = run.sequence(prompts()[0], 3, prefill_only=True)
     run.loop.submit(victim)
     step = run.steps.get(timeout=60)
     assert step.left == [victim]

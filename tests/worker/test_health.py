@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import worker.node
+import worker.transformer
 from conductor.server import ConductorConfig, serve_conductor
 from engine import load_model
 from messenger import MessengerConfig
 from messenger.control import open_channel
+from moonpool.worker_process import serve_worker
 from moonpool_proto.v1.conductor_pb2 import ClusterRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
-from worker.aggregated import serve_aggregated
 from worker.config import WorkerConfig
 from worker.errors import EngineBroken
 from worker.policy import MAX_FAILED_STEPS, EngineHealth
@@ -67,7 +67,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         model.forward = forward  # type: ignore[method-assign]
         return model
 
-    monkeypatch.setattr(worker.node, "load_model", load)
+    monkeypatch.setattr(worker.transformer, "load_model", load)
     return switch
 
 
@@ -93,7 +93,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
             capacity_tokens=1024,
             messenger=MessengerConfig(run_dir=tmp_path),
         )
-        serving = asyncio.create_task(serve_aggregated(settings, stop, ready.set_result))
+        serving = asyncio.create_task(serve_worker(settings, "aggregated", stop, ready.set_result))
         tasks.append(serving)
         async with asyncio.timeout(60):
             return serving, await ready, await conductor

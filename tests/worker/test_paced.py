@@ -46,7 +46,8 @@ class Worker:
         self.results: queue.Queue[StepResult] = queue.Queue()
         self.layers: list[tuple[int, int, int]] = []
         limits = BatchLimits(max_batch=8, chunk_tokens=8, block_tokens=BLOCK)
-        self.loop = EngineLoop(ENGINE.steps(self.memory), limits, self.results.put, self._on_layer)
+        self.loop = EngineLoop(ENGINE.steps(self.memory), limits, self.results.put)
+        self.loop.on_layer(self._on_layer)
         self.loop.start()
 
     def _on_layer(self, layer: int, chunks: list[tuple[Sequence, int, int]]) -> None:
