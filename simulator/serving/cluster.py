@@ -7,6 +7,7 @@ from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Copy, Decision, Place, Reject, Shrink
 from conductor.policy.events import (
     CopyFinished,
+    DecodeAsked,
     Event,
     NodeJoined,
     NodeView,
@@ -30,6 +31,8 @@ __all__ = ["MODEL", "Cluster"]
 
 MODEL = "simulated"
 _FRONTEND = "frontend"
+OnReject = Callable[[Work, Callable[[], Work]], None]
+"""Told of a rejection before it is carried out, and given what would let the request in instead: which is then it."""
 
 
 class Cluster:
@@ -71,14 +74,14 @@ class Cluster:
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
         for node in self.prefill.values():
             node.hosts = self._hosts
-        self.on_reject: Callable[[Work], None] = lambda work: None  # told before a rejected request is given up
+        self.on_reject: OnReject = lambda work, let_in: None
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
     def run(self, keep_going: Callable[[], bool] | None = None) -> None:
         """From the joining of the nodes until every request has ended, or `keep_going()` says no."""
         self._join()
         names = self.pools.roster
-        for conversation, blocks in self._workload.before:
+        for conversation, blocks in self._workload.before[len(self._workload.before) - self._remembered() :]:
             self.pools.store(names[conversation % len(names)], 0, blocks)
         if self._workload.jobs:
             self.clock.at(self._workload.jobs[0].arrival_ns, lambda: self._arrive(0))
@@ -96,6 +99,15 @@ class Cluster:
         # The policy rejects nobody whose client has tokens already.
         self._schedule(work, replace(self._arrived(job), generated=1))
         return work
+
+    def _remembered(self) -> int:
+        """Prompts before the start that may have left something in the pools: twice what those hold."""
+        room = 2 * len(self.prefill) * (self.settings.pool_blocks + self.settings.ssd_blocks)
+        for count, (_, blocks) in enumerate(reversed(self._workload.before), 1):
+            room -= len(blocks)
+            if room < 0:
+                return count
+        return len(self._workload.before)
 
     def _join(self) -> None:
         settings, bytes_per_token = self.settings, self.truth.bytes_per_token
@@ -162,7 +174,7 @@ class Cluster:
                     self._place(work, decision)
                 case Reject(reason=reason):
                     work.reason = reason
-                    self.on_reject(work)
+                    self.on_reject(work, lambda: self.admit(work.job))
                     self._end(work, End.REJECTED)
                 case Copy():
                     self._copy(decision, work.job.blocks[: decision.num_blocks])
@@ -173,10 +185,34 @@ class Cluster:
         work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
         work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
         work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
+        work.asks_again = place.asks_again
         # To the frontend, and from there to the node.
         self.clock.after(2 * self._network_ns, lambda: self.prefill[place.prefill].submit(work))
 
     def _prefilled(self, work: Work) -> None:
+        if work.asks_again:
+            self.clock.after(self._network_ns, lambda: self._ask(work))
+        else:
+            self._go_on(work)
+
+    def _ask(self, work: Work) -> None:
+        """Nobody has seen the first token: may the request decode?"""
+        for decision in self._tell(DecodeAsked(work.job.name, 0)):
+            if isinstance(decision, Reject):
+                work.reason = decision.reason
+                self.on_reject(work, lambda: self._let_decode(work))
+                self.prefill[work.prefill_node].release(work)
+                self.decode[work.decode_node].release(work)
+                self._end(work, End.WITHHELD)
+                return
+        work.first_token_ns = self.clock.now_ns + self._network_ns
+        self.clock.after(self._network_ns, lambda: self._go_on(work))
+
+    def _let_decode(self, work: Work) -> Work:
+        self._go_on(work)
+        return work
+
+    def _go_on(self, work: Work) -> None:
         ready_ns = max(self.clock.now_ns, work.sent_ns) + self._handoff_ns
         self.clock.at(ready_ns, lambda: self._hand_over(work))
 

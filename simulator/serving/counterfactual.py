@@ -29,17 +29,17 @@ class FalseRejects:
         if share:
             cluster.on_reject = self._look_into
 
-    def _look_into(self, work: Work) -> None:
+    def _look_into(self, work: Work, let_in: Callable[[], Work]) -> None:
         if work.job.is_sampled < self._share and work.job.arrival_ns >= self._from_ns:
             self.num_tried += 1
-            self.num_false += in_a_copy(lambda: self._would_be_good(work))
+            self.num_false += in_a_copy(lambda: self._would_be_good(let_in))
 
-    def _would_be_good(self, work: Work) -> bool:
+    def _would_be_good(self, let_in: Callable[[], Work]) -> bool:
         cluster = self._cluster
-        cluster.on_reject = lambda work: None
-        forced = cluster.admit(work.job)
-        cluster.clock.run(lambda: forced.end is None)
-        return is_good(forced, cluster.settings)
+        cluster.on_reject = lambda work, let_in: None
+        work = let_in()
+        cluster.clock.run(lambda: work.end is None)
+        return is_good(work, cluster.settings)
 
 
 def in_a_copy(question: Callable[[], bool]) -> bool:

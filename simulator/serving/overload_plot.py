@@ -45,13 +45,17 @@ def plot_overload(found: Overload, path: Path) -> None:
     """Write it. Raises BadSetting when the file cannot be written."""
     with mpl.rc_context(_STYLE):
         modes = found.summaries
-        figure = Figure(figsize=(10.0, 4.4 + 1.05 * len(modes)), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=(3.6, 0.6 + 1.05 * len(modes)))
+        figure = Figure(figsize=(10.0, 3.6 + 1.35 * len(modes)), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.0, 0.6 + 1.35 * len(modes)))
         top, below = halves
-        goodput, ends, waste = top.subplots(1, 3, width_ratios=(1, 1.25, 1))
-        _bars(goodput, modes, [row.goodput for row in modes], "goodput, requests/s")
+        goodput, ends, waste = top.subplots(1, 3, width_ratios=(1, 1.2, 1), sharey=True)
+        _bars(goodput, modes, [row.goodput for row in modes], "goodput, requests/s", _BLUE)
         _stacked(ends, modes)
-        _bars(waste, modes, [row.wasted_tokens for row in modes], "wasted prefill, million tokens", _ORANGE)
+        _bars(waste, modes, [row.wasted_tokens for row in modes], "wasted prefill, M tokens", _ORANGE)
+        goodput.set_yticks(range(len(modes)), [row.mode for row in modes])
+        goodput.invert_yaxis()
+        handles, labels = ends.get_legend_handles_labels()
+        top.legend(handles, labels, frameon=False, fontsize=8, ncols=len(_ENDS), loc="outside lower center")
         _loads(below, found)
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -59,7 +63,7 @@ def plot_overload(found: Overload, path: Path) -> None:
             raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
 
 
-def _bars(axes: Axes, modes: tuple[ModeSummary, ...], values: list[Estimate], title: str, colour: str = _BLUE) -> None:
+def _bars(axes: Axes, modes: tuple[ModeSummary, ...], values: list[Estimate], title: str, colour: str) -> None:
     places = range(len(modes))
     means = [value.mean for value in values]
     errors = [[value.mean - value.low for value in values], [value.high - value.mean for value in values]]
@@ -68,9 +72,7 @@ def _bars(axes: Axes, modes: tuple[ModeSummary, ...], values: list[Estimate], ti
         axes.annotate(
             f"{value.mean:.3g}", (value.high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
         )
-    axes.set_yticks(places, [row.mode for row in modes])
     axes.set_xlim(0, 1.22 * max(0.001, *(value.high for value in values)))
-    axes.invert_yaxis()
     axes.set_title(title)
     axes.grid(axis="x", color=_GRID, linewidth=0.7)
 
@@ -81,11 +83,8 @@ def _stacked(axes: Axes, modes: tuple[ModeSummary, ...]) -> None:
         widths = [100 * share(row) for row in modes]
         axes.barh(range(len(modes)), widths, left=begins, color=colour, height=0.62, label=name)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
-    axes.set_yticks(range(len(modes)), [""] * len(modes))
-    axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_title("what became of the requests, %")
-    axes.legend(frameon=False, fontsize=7.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 
 
 def _loads(figure: Any, found: Overload) -> None:

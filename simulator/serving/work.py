@@ -35,6 +35,7 @@ class Work:
     committed_tokens: int = 0
     loaded: bool = False
     reserved: bool = False
+    asks_again: bool = False  # its first token is withheld until the conductor was asked once more
     first_token_ns: int = 0
     sent_ns: int = 0  # when all KV will have arrived at the decode node
     last_token_ns: int = 0
