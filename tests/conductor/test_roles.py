@@ -1,0 +1,75 @@
+"""When a node should change its role: only under pressure, only for much, only after long, and never the last one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.policy.config import NS
+from conductor.policy.roles import Demand, Split, Switching, better_split
+
+loads = st.floats(0, 100)
+counts = st.integers(1, 20)
+
+
+def switching() -> Switching:
+    return Switching(hold_ns=30 * NS, rest_ns=120 * NS)
+
+
+PRESSED = Split(2, 6, prefill_load=2.4, decode_load=2.0)
+
+
+@given(st.builds(Split, counts, counts, loads, loads))
+def test_a_change_helps_the_busier_role_and_leaves_no_role_without_nodes(split: Split) -> None:
+    to = better_split(split)
+    if to is not None:
+        moved = split.moved(to)
+        assert moved is not None
+        assert min(moved.prefill_nodes, moved.decode_nodes) >= 1
+        assert moved.busiest < 0.85 * split.busiest
+        assert split.busiest >= 0.7
+
+
+@given(st.builds(Split, counts, counts, loads, loads))
+def test_what_was_changed_is_not_changed_back_under_the_same_demand(split: Split) -> None:
+    to = better_split(split)
+    if to is not None:
+        moved = split.moved(to)
+        assert moved is not None
+        assert better_split(moved) in (to, None)
+
+
+def test_nothing_changes_where_there_is_time_to_spare_or_nothing_to_give() -> None:
+    assert better_split(Split(2, 6, prefill_load=1.2, decode_load=0.1)) is None  # 60 % busy
+    assert better_split(Split(1, 1, prefill_load=5.0, decode_load=0.1)) is None
+    assert better_split(PRESSED) == "prefill"
+    assert better_split(Split(6, 2, prefill_load=2.0, decode_load=2.4)) == "decode"
+
+
+def test_a_wish_must_last_and_rests_once_it_was_granted() -> None:
+    model = switching()
+    told = [model.look(second * NS, PRESSED) is not None for second in range(200)]
+    assert [second for second, said in enumerate(told) if said] == [30, 150]
+
+
+def test_a_wish_that_was_given_up_begins_anew() -> None:
+    model, calm = switching(), Split(2, 6, 0.1, 0.1)
+    for second in range(100):
+        assert model.look(second * NS, calm if second % 25 == 24 else PRESSED) is None
+
+
+def test_demand_is_what_arrives_per_second_and_fades() -> None:
+    demand = Demand()
+    for tenth in range(3000):
+        demand.arrived(tenth * NS // 10, prefill_s=0.25, prompt_tokens=1000)
+        demand.answered(tenth * NS // 10, 200)
+    now_ns = 300 * NS
+    assert abs(demand.prefill_load(now_ns) - 2.5) < 0.05
+    assert abs(demand.decode_load(now_ns, step_s=0.05, room=20) - 10 * 200 * 0.05 / 20) < 0.1
+    assert abs(demand.mean_context - 1100) < 1e-6
+    assert demand.prefill_load(now_ns + 600 * NS) < 0.01
+
+
+def test_a_young_cluster_is_not_thought_idle() -> None:
+    demand = Demand()
+    for tenth in range(100):
+        demand.arrived(tenth * NS // 10, prefill_s=0.25, prompt_tokens=1000)
+    assert abs(demand.prefill_load(10 * NS) - 2.5) < 0.2
