@@ -16,6 +16,7 @@ from conductor.service import ConductorService
 from conductor.slo_keeping import slo_keeper
 from messenger.control import start_server
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
+from telemetry import LoopWatch
 
 __all__ = ["ConductorConfig", "serve_conductor"]
 
@@ -42,7 +43,10 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         slo = slo_keeper(config, contact, core)
         stack.push_async_callback(slo.close)
         await slo.start()
-        service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation)
+        watch = LoopWatch()
+        watch.start()
+        stack.push_async_callback(watch.close)
+        service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation, watch)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, pools, config.tick_s), name="conductor tick")
         try:

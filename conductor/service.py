@@ -12,6 +12,7 @@ from conductor import wire
 from conductor.continuity import Continuity
 from conductor.core import Core
 from conductor.errors import JoinRefused, NodeInUse, UnknownNode
+from conductor.following import sample
 from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
@@ -21,6 +22,7 @@ from conductor.slo_calls import SloCalls
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
+from telemetry import LoopWatch
 
 __all__ = ["ConductorService"]
 
@@ -39,6 +41,7 @@ class ConductorService(ConductorServicer):
         continuity: Continuity,
         slo: SloKeeper,
         incarnation: int,
+        loop_watch: LoopWatch,
     ) -> None:
         self._core = core
         self._registry = registry
@@ -46,6 +49,7 @@ class ConductorService(ConductorServicer):
         self._continuity = continuity
         self._slo = SloCalls(slo, core.policy)
         self._incarnation = incarnation
+        self._loop_watch = loop_watch
 
     async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
@@ -109,7 +113,13 @@ class ConductorService(ConductorServicer):
                 for member in self._registry
             ],
             ready_models=self._core.policy.ready_models(),
-            samples=[*self._pools.samples(), *self._continuity.samples(), *self._slo.keeper.samples()],
+            samples=[
+                *self._pools.samples(),
+                *self._continuity.samples(),
+                *self._slo.keeper.samples(),
+                sample("event_loop_lag_seconds", self._loop_watch.longest_s, process="conductor"),
+                sample("event_loop_stalls_total", self._loop_watch.num_stalls, process="conductor"),
+            ],
         )
 
     async def DrainNode(

@@ -19,7 +19,7 @@ from frontend.session import Session
 from frontend.streams import WorkerStreams
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
-from telemetry import ConductorCollector, NodesCollector, RequestFamilies, new_registry
+from telemetry import ConductorCollector, ConductorSample, LoopWatch, NodesCollector, RequestFamilies, new_registry
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
@@ -45,7 +45,8 @@ class Service:
             on_suspect=self.streams.suspect,
         )
         self.registry.register(NodesCollector(self.cluster.samples))
-        self.registry.register(ConductorCollector(self.cluster.conductor_samples))
+        self.loop_watch = LoopWatch()
+        self.registry.register(ConductorCollector(self._samples))
         self.threads = WorkThreads(config.tokenizer_threads)
         families = RequestFamilies(self.registry)
         self.models = ServedModels(
@@ -65,6 +66,7 @@ class Service:
 
     async def start(self) -> None:
         """Look at the cluster for the first time; a conductor that is away is no error."""
+        self.loop_watch.start()
         await self.cluster.start()
 
     async def admit(self, name: str | None) -> ServedModel:
@@ -130,6 +132,7 @@ class Service:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.cluster.close()
         await self.conductor.close()
+        await self.loop_watch.close()
         self.threads.close()
 
     def validate(self) -> dict[str, Any]:
@@ -143,6 +146,15 @@ class Service:
         # Neither outlives its purpose: streams are kept for the next request, last words end within their deadline.
         counts |= {"streams": self.streams.num_open, "last_words": len(self._background)}
         return {"ok": not problems, "problems": problems, "counts": counts}
+
+    def _samples(self) -> list[ConductorSample]:
+        """The conductor's numbers, and the same of this process."""
+        watch, own = self.loop_watch, {"process": "frontend"}
+        return [
+            *self.cluster.conductor_samples(),
+            ConductorSample("event_loop_lag_seconds", watch.longest_s, own),
+            ConductorSample("event_loop_stalls_total", watch.num_stalls, own),
+        ]
 
     async def _idle_within(self, seconds: float) -> bool:
         try:

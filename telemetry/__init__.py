@@ -2,6 +2,7 @@
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
 from telemetry.errors import TelemetryError, UnknownLogLevel
+from telemetry.loop_lag import LoopWatch
 from telemetry.metrics import RequestFamilies, RequestMetrics, exposition, new_registry
 from telemetry.nodes import NodeSample, NodesCollector
 
@@ -9,6 +10,7 @@ __all__ = [
     "CONDUCTOR_METRICS",
     "ConductorCollector",
     "ConductorSample",
+    "LoopWatch",
     "NodeSample",
     "NodesCollector",
     "RequestFamilies",

@@ -33,6 +33,8 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "The same by tenant; beyond the first few that the record does not name: other.",
         ("tenant", "objective", "result"),
     ),
+    "event_loop_lag_seconds": ("Longest time that an event loop did not come round of late.", ("process",)),
+    "event_loop_stalls_total": ("Times that an event loop did not come round for 50 ms and more.", ("process",)),
     "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
 }
 
