@@ -796,15 +796,251 @@ class DrainNodeReply(_message.Message):
 Global___DrainNodeReply: _TypeAlias = DrainNodeReply  # noqa: Y015
 
 @_typing.final
-class ClusterRequest(_message.Message):
+class SloVersion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    content: _builtins.str
+    """JSON"""
+    author: _builtins.str
+    reason: _builtins.str
+    at_s: _builtins.float
+    """since 1970"""
+    origin: _builtins.str
+    """"configuration" | "admin" | "rollback to N" """
+    peer: _builtins.str
+    """who called; "" of none"""
+    digest: _builtins.str
+    """of the content"""
     def __init__(
         self,
+        *,
+        version: _builtins.int = ...,
+        content: _builtins.str = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        at_s: _builtins.float = ...,
+        origin: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "author", b"author", "content", b"content", "digest", b"digest", "origin", b"origin", "peer", b"peer", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SloVersion: _TypeAlias = SloVersion  # noqa: Y015
+
+@_typing.final
+class SloAcknowledgement(_message.Message):
+    """a conductor goes by this version"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    incarnation: _builtins.int
+    version: _builtins.int
+    digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "incarnation", b"incarnation", "node_id", b"node_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SloAcknowledgement: _TypeAlias = SloAcknowledgement  # noqa: Y015
+
+@_typing.final
+class ShowSloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HISTORY_FIELD_NUMBER: _builtins.int
+    history: _builtins.int
+    """how many versions to tell, the newest ones"""
+    def __init__(
+        self,
+        *,
+        history: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowSloRequest: _TypeAlias = ShowSloRequest  # noqa: Y015
+
+@_typing.final
+class ShowSloReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENT_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    UNMEETABLE_FIELD_NUMBER: _builtins.int
+    kept: _builtins.str
+    """where versions are kept"""
+    trouble: _builtins.str
+    """why that cannot be used now; "" when it can"""
+    @_builtins.property
+    def current(self) -> Global___SloVersion:
+        """version 0: what is configured, while the store has never answered"""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloVersion]:
+        """newest first"""
+
+    @_builtins.property
+    def acknowledged(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloAcknowledgement]: ...
+    @_builtins.property
+    def drift(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in what the configuration differs, if it says anything"""
+
+    @_builtins.property
+    def unmeetable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        current: Global___SloVersion | None = ...,
+        history: _abc.Iterable[Global___SloVersion] | None = ...,
+        acknowledged: _abc.Iterable[Global___SloAcknowledgement] | None = ...,
+        kept: _builtins.str = ...,
+        trouble: _builtins.str = ...,
+        drift: _abc.Iterable[_builtins.str] | None = ...,
+        unmeetable: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "current", b"current", "drift", b"drift", "history", b"history", "kept", b"kept", "trouble", b"trouble", "unmeetable", b"unmeetable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowSloReply: _TypeAlias = ShowSloReply  # noqa: Y015
+
+@_typing.final
+class ChangeSloRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    ROLLBACK_TO_FIELD_NUMBER: _builtins.int
+    EXPECT_VERSION_FIELD_NUMBER: _builtins.int
+    TRIAL_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    author: _builtins.str
+    reason: _builtins.str
+    content: _builtins.str
+    """JSON; or:"""
+    rollback_to: _builtins.int
+    """the content of this version; 0: that of `content`"""
+    expect_version: _builtins.int
+    """refused if another is in force"""
+    trial: _builtins.bool
+    """only say what would change"""
+    force: _builtins.bool
+    """also for tenants that no front door knows"""
+    def __init__(
+        self,
+        *,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        content: _builtins.str = ...,
+        rollback_to: _builtins.int = ...,
+        expect_version: _builtins.int | None = ...,
+        trial: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "expect_version", b"expect_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version", "author", b"author", "content", b"content", "expect_version", b"expect_version", "force", b"force", "reason", b"reason", "rollback_to", b"rollback_to", "trial", b"trial"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expect_version: _TypeAlias = _typing.Literal["expect_version"]  # noqa: Y015
+    _WhichOneofArgType__expect_version: _TypeAlias = _typing.Literal["_expect_version", b"_expect_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expect_version) -> _WhichOneofReturnType__expect_version | None: ...
+
+Global___ChangeSloRequest: _TypeAlias = ChangeSloRequest  # noqa: Y015
+
+@_typing.final
+class ChangeSloReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> Global___SloVersion:
+        """in force now"""
+
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none: nothing was to change, and no version was made"""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        version: Global___SloVersion | None = ...,
+        differences: _abc.Iterable[_builtins.str] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "notes", b"notes", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeSloReply: _TypeAlias = ChangeSloReply  # noqa: Y015
+
+@_typing.final
+class ClusterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    frontend_id: _builtins.str
+    """of a front door; "": somebody else asks"""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that it knows; one "" where it asks for no API key"""
+
+    def __init__(
+        self,
+        *,
+        frontend_id: _builtins.str = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

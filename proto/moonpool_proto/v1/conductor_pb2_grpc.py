@@ -60,6 +60,16 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
                 _registered_method=True)
+        self.ShowSlo = channel.unary_unary(
+                '/moonpool.v1.Conductor/ShowSlo',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloReply.FromString,
+                _registered_method=True)
+        self.ChangeSlo = channel.unary_unary(
+                '/moonpool.v1.Conductor/ChangeSlo',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloReply.FromString,
+                _registered_method=True)
         self.State = channel.unary_unary(
                 '/moonpool.v1.Conductor/State',
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
@@ -114,6 +124,20 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowSlo(self, request, context):
+        """The record of objectives: what is in force, its versions, and who goes by which.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeSlo(self, request, context):
+        """Make a new version of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def State(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -160,6 +184,16 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.SerializeToString,
+            ),
+            'ShowSlo': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowSlo,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloReply.SerializeToString,
+            ),
+            'ChangeSlo': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeSlo,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloReply.SerializeToString,
             ),
             'State': grpc.unary_unary_rpc_method_handler(
                     servicer.State,
@@ -312,6 +346,60 @@ class Conductor:
             '/moonpool.v1.Conductor/DrainNode',
             moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowSlo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/ShowSlo',
+            moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeSlo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/ChangeSlo',
+            moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.ChangeSloReply.FromString,
             options,
             channel_credentials,
             insecure,

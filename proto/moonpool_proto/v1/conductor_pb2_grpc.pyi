@@ -41,6 +41,10 @@ class ConductorStub:
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
     """Ask a node to take no new work, finish what it has and leave."""
+    ShowSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]
+    """The record of objectives: what is in force, its versions, and who goes by which."""
+    ChangeSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]
+    """Make a new version of it."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]
@@ -58,6 +62,10 @@ class ConductorAsyncStub(ConductorStub):
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
     """Ask a node to take no new work, finish what it has and leave."""
+    ShowSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]  # type: ignore[assignment]
+    """The record of objectives: what is in force, its versions, and who goes by which."""
+    ChangeSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]  # type: ignore[assignment]
+    """Make a new version of it."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
@@ -102,6 +110,22 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DrainNodeReply, _abc.Awaitable[_conductor_pb2.DrainNodeReply]]:
         """Ask a node to take no new work, finish what it has and leave."""
+
+    @_abc_1.abstractmethod
+    def ShowSlo(
+        self,
+        request: _conductor_pb2.ShowSloRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ShowSloReply, _abc.Awaitable[_conductor_pb2.ShowSloReply]]:
+        """The record of objectives: what is in force, its versions, and who goes by which."""
+
+    @_abc_1.abstractmethod
+    def ChangeSlo(
+        self,
+        request: _conductor_pb2.ChangeSloRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ChangeSloReply, _abc.Awaitable[_conductor_pb2.ChangeSloReply]]:
+        """Make a new version of it."""
 
     @_abc_1.abstractmethod
     def State(
