@@ -70,6 +70,7 @@ def score_prefill(
     block_tokens: int,
     block_nbytes: int,
     balancing_threshold: float,
+    slots: Ints,
     costs: ModelCosts,
     transfers: TransferCosts,
 ) -> PrefillScores:
@@ -86,7 +87,10 @@ def score_prefill(
         block_tokens,
         block_nbytes,
         balancing_threshold,
+        slots,
+        costs.paces.slowdown,
         costs.prefill,
+        costs.prefill_most,
         transfers.of("load"),
         transfers.of("fetch"),
         transfers.of("ssd_read"),

@@ -1,5 +1,6 @@
 """The conductor as a state machine: `on_event(now_ns, event) -> decisions`. It dispatches and counts."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrp
 from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.events import (
     CopyFinished,
+    CostsGiven,
     DecodeAsked,
     Event,
     NodeJoined,
     NodeLost,
     NodeReported,
+    NodeView,
     ObjectivesChanged,
     RequestArrived,
     RequestCompleted,
@@ -24,8 +27,11 @@ from conductor.policy.events import (
 )
 from conductor.policy.feasibility import reach, unmeetable
 from conductor.policy.kernels import kernels
+from conductor.policy.learning import mismatches
 from conductor.policy.objectives import ObjectiveBook, SloRecord
+from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.placement import place
+from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
@@ -63,9 +69,11 @@ class Conductor:
                 if known is not None and known.incarnation != node.incarnation:
                     lose_node(state, known)
                 state.nodes.add(node)
+                state.paces.make_room(state.nodes.num_slots)
                 state.hear(node.node_id, now_ns)
                 if node.role != "pool":
                     state.costs_of(node.model)
+                    self._compare(node)
             case NodeLost(node_id, incarnation):
                 known = state.nodes.get(node_id)
                 if known is not None and known.incarnation == incarnation:
@@ -74,6 +82,11 @@ class Conductor:
                 self._copy_finished(now_ns, event)
             case ObjectivesChanged(version, content):
                 state.slo = ObjectiveBook(record_from_text(content), version)
+            case CostsGiven(model):
+                state.given[model] = event
+                state.transfers.give(event.paths)
+                if model in state.costs:
+                    state.costs[model].give(event)
             case Tick():
                 state.forget_recent(now_ns)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns)]
@@ -111,6 +124,28 @@ class Conductor:
     def replication(self) -> Replication:
         """The account of copied prefixes. Read it only."""
         return self._state.replication
+
+    @property
+    def errors(self) -> PredictionErrors:
+        """How far predictions were off. Read it only."""
+        return self._state.errors
+
+    @property
+    def refused_samples(self) -> Mapping[str, Mapping[str, int]]:
+        """By node, and by what was wrong: measurements that nothing was learned from."""
+        return self._state.refused_samples
+
+    def slowdowns(self) -> Iterator[tuple[NodeView, float, float]]:
+        """Per node that computes: how many times longer than a usual node of its model it takes, prefill and decode."""
+        for node in self._state.nodes:
+            if node.role != "pool":
+                slot = self._state.nodes.slot(node.node_id)
+                yield node, self._state.paces.of(PREFILL, slot), self._state.paces.of(DECODE, slot)
+
+    def take_warnings(self) -> list[str]:
+        """What people should be told; each is given once."""
+        warnings, self._state.warnings = self._state.warnings, []
+        return warnings
 
     def models(self) -> list[str]:
         """Models that some joined node serves."""
@@ -150,6 +185,8 @@ class Conductor:
                 "committed_tokens": int(sums[slot, 1]),
                 "capacity_tokens": node.capacity_tokens,
                 "suspect": state.nodes.is_suspect(node.node_id),
+                "slowdown": {"prefill": state.paces.of(PREFILL, slot), "decode": state.paces.of(DECODE, slot)},
+                "refused_samples": dict(sorted(state.refused_samples.get(node.node_id, {}).items())),
             }
         return {
             "nodes": nodes,
@@ -181,6 +218,14 @@ class Conductor:
                 "tbt_samples": tally.tbt_error.num_samples,
             },
         }
+
+    def _compare(self, node: NodeView) -> None:
+        given = self._state.given.get(node.model)
+        if given is not None and (found := mismatches(given, node)):
+            self._state.warnings.append(
+                f"node {node.node_id} is not what the cost profile {given.name!r} of model {node.model!r} was measured "
+                f"with: {'; '.join(found)}. Predictions begin with the profile and follow what the node reports"
+            )
 
     def _serves(self, name: str) -> bool:
         model = self._state.nodes.model(name)
@@ -232,6 +277,8 @@ class Conductor:
         if isinstance(event, DecodeAsked) and decisions:
             model = self._state.recent[event.request_id].claim.model
         for decision in decisions:
+            for what in decision.extrapolated if isinstance(decision, Place | Reject) else ():
+                count(model, f"extrapolated_{what}")
             match decision:
                 case Place():
                     count(model, "placed")

@@ -1,23 +1,36 @@
-"""What work costs: prefill(new, reused), decode step(batch, context), transfer(bytes). Fitted per model, online.
+"""What work costs: prefill(new, reused), decode step(batch, context), transfer(bytes). Per model, learned as it runs.
 
-The priors describe a small model on a CPU or a large one on a GPU about equally badly; one sample sets their scale.
+The built-in guesses describe a small model on a CPU or a large one on a GPU about equally badly; one sample sets their
+scale. A measured profile (`events.CostsGiven`) takes their place. How far beyond what was measured a prediction lies is
+known, and lengthens it (`cost_formulas.margin`).
 """
 
+from collections.abc import Sequence
+from math import exp, log
 from typing import Any
 
-from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.events import CostsGiven, DecodeSample, PathCosts, PrefillSample, TransferSample
+from conductor.policy.paces import DECODE, PREFILL, NodePaces
 from conductor.policy.regression import LONGEST_S, CostFit
-from worker.policy.cost_formulas import fetch_s, prefill_s, read_s, tbt_s
+from conductor.policy.requests import NONE
+from conductor.policy.watch import Watch
+from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_s
 
 __all__ = ["MeanDuration", "ModelCosts", "TransferCosts", "fetch_s", "prefill_s", "read_s", "tbt_s"]
 
-_PREFILL_PRIOR = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
-_DECODE_PRIOR = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
-_TRANSFER_PRIOR = (5e-4, 1e-9)  # per batch, per byte
-_LOAD_PRIOR = (1e-4, 2e-10)  # likewise, within a host
-_SSD_PRIOR = (1e-3, 2e-9)
+_PREFILL_GUESS = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
+_DECODE_GUESS = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context
+_TRANSFER_GUESS = (5e-4, 1e-9)  # per batch, per byte
+_LOAD_GUESS = (1e-4, 2e-10)  # likewise, within a host
+_SSD_GUESS = (1e-3, 2e-9)
 _FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
+_WORTH = 5  # measurements that each corner of a profile's range counts as
+_LEAST_SHARE = 0.01  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
+_STREAK = 10
 
 
 class MeanDuration:
@@ -37,72 +50,152 @@ class MeanDuration:
 
 
 class ModelCosts:
-    """One model's compute costs, over all its nodes."""
+    """One model's compute costs, those of a usual node of it; `paces` says how far each one is from that."""
 
-    def __init__(self) -> None:
-        self._prefill = CostFit(_PREFILL_PRIOR)
-        self._decode = CostFit(_DECODE_PRIOR)
-        self._step = MeanDuration()
+    def __init__(self, paces: NodePaces | None = None) -> None:
+        self.paces = paces if paces is not None else NodePaces()
+        self.given = ""  # name of the profile that was given
         self.decode_time = MeanDuration()  # t_d: how long a request decodes
+        self._fits = (_Fit(_PREFILL_GUESS, 10), _Fit(_DECODE_GUESS, 20))
+        self._step = MeanDuration()
+        self.prefill_most = (0.0, 0.0)  # most new tokens, and most tokens of a prompt, that were measured
+        self.decode_most = (0.0, 0.0)  # largest batch, and most context in a step
 
-    def add_prefill(self, sample: PrefillSample) -> None:
-        self._prefill.add(_prefill_features(sample.new_tokens, sample.reused_tokens), sample.seconds)
+    def give(self, given: CostsGiven) -> None:
+        """Begin anew with a measured profile."""
+        self.given = given.name
+        self.prefill_most = given.new_tokens, given.prompt_tokens
+        self.decode_most = given.batch, given.context_tokens
+        new, prompt = given.new_tokens, given.prompt_tokens
+        prompts = ((1.0, 0.0), (new, 0.0), (1.0, prompt - 1.0), (new, max(0.0, prompt - new)))
+        steps = ((1.0, 0.0), (given.batch, given.batch), (1.0, given.context_tokens), self.decode_most)
+        self._fits = (
+            _Fit.around(given.prefill, [_prefill_features(*point) for point in prompts], 10),
+            _Fit.around(given.decode, [(1.0, *point) for point in steps], 20),
+        )
 
-    def add_decode(self, sample: DecodeSample) -> None:
-        if sample.batch > 0:
-            self._decode.add((1.0, sample.batch, sample.context_tokens), sample.seconds)
-            self._step.add(sample.seconds)
+    def add_prefill(self, sample: PrefillSample, slot: int = NONE) -> None:
+        """Learn from a prefill of a node, or of nobody in particular."""
+        new, prompt = sample.new_tokens, sample.new_tokens + sample.reused_tokens
+        features = _prefill_features(new, sample.reused_tokens)
+        if new > 0 and self._learn(PREFILL, features, sample.seconds, slot) is not None:
+            self.prefill_most = max(self.prefill_most[0], new), max(self.prefill_most[1], prompt)
+
+    def add_decode(self, sample: DecodeSample, slot: int = NONE) -> None:
+        """Likewise from a decode step."""
+        if sample.batch <= 0:
+            return
+        learned_s = self._learn(DECODE, (1.0, sample.batch, sample.context_tokens), sample.seconds, slot)
+        if learned_s is not None:
+            self._step.add(learned_s)
+            batch, context = self.decode_most
+            self.decode_most = max(batch, sample.batch), max(context, sample.context_tokens)
+
+    def recentre(self, kind: int, slots: NDArray[np.int64]) -> None:
+        """What all of the model's nodes (`slots`) have in common is the model's cost."""
+        if shift := self.paces.recentre(kind, slots):
+            self._fits[kind].fit.rescale(shift)
 
     @property
     def prefill(self) -> tuple[float, float, float]:
         """What `prefill_s` starts with."""
-        fixed, per_token, per_pair = self._prefill.coefficients
+        fixed, per_token, per_pair = self._fits[PREFILL].fit.coefficients
         return fixed, per_token, per_pair
 
     @property
     def decode(self) -> tuple[float, float, float]:
         """What `tbt_s` starts with."""
-        fixed, per_sequence, per_token = self._decode.coefficients
+        fixed, per_sequence, per_token = self._fits[DECODE].fit.coefficients
         return fixed, per_sequence, per_token
 
-    def prefill_cost_s(self, new_tokens: int) -> float:
-        """Seconds to prefill `new_tokens` with nothing reused."""
-        return self._prefill.predict(_prefill_features(new_tokens, 0))
+    @property
+    def decode_terms(self) -> tuple[float, float, float, float, float]:
+        """The same with `decode_most`, for compiled loops."""
+        return (*self.decode, *self.decode_most)
+
+    def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
+        """Seconds that a prefill takes on a node, or on a usual one."""
+        prompt = new_tokens + reused_tokens
+        seconds = prefill_s(*self.prefill, prompt, reused_tokens) * self.paces.of(PREFILL, slot)
+        return seconds * margin(new_tokens, self.prefill_most[0], prompt, self.prefill_most[1])
+
+    def step_cost_s(self, batch: float, context: float, max_batch: int, slot: int = NONE) -> float:
+        """Seconds between tokens there."""
+        turns = max(1.0, batch / max_batch)
+        seconds = tbt_s(*self.decode, batch, context, max_batch) * self.paces.of(DECODE, slot)
+        return seconds * margin(batch / turns, self.decode_most[0], context / turns, self.decode_most[1])
+
+    def covers_prefill(self, new_tokens: float, prompt_tokens: float) -> bool:
+        """Was as much measured?"""
+        return new_tokens <= self.prefill_most[0] and prompt_tokens <= self.prefill_most[1]
+
+    def covers_decode(self, batch: float, context: float) -> bool:
+        """Likewise."""
+        return batch <= self.decode_most[0] and context <= self.decode_most[1]
 
     @property
     def typical_step_s(self) -> float:
         """Seconds between a request's tokens as lately seen."""
-        return self._step.mean_s if self._step.mean_s is not None else self._decode.predict((1.0, 1.0, 0.0))
+        return self._step.mean_s if self._step.mean_s is not None else self._fits[DECODE].fit.predict((1.0, 1.0, 0.0))
 
     def summary(self) -> dict[str, Any]:
         """For export."""
         return {
-            "prefill": self._prefill.summary(),
-            "decode": self._decode.summary(),
+            "profile": self.given,
+            "prefill": {**self._fits[PREFILL].summary(), "most": list(self.prefill_most)},
+            "decode": {**self._fits[DECODE].summary(), "most": list(self.decode_most)},
             "decode_time_s": self.decode_time.mean_s,
         }
+
+    def _learn(self, kind: int, features: Sequence[float], seconds: float, slot: int) -> float | None:
+        """The seconds that were learned: those measured, but for outliers. None: nothing was."""
+        mine = self._fits[kind]
+        if not mine.fit.can_learn(features, seconds):
+            return None
+        if slot == NONE or not mine.fit.is_calibrated:
+            return mine.learn(features, seconds)
+        shared_s = mine.fit.predict(features)
+        mine.fit.note_error(shared_s * self.paces.of(kind, slot), seconds)
+        usual, is_outlier = self.paces.note(kind, slot, log(seconds / shared_s))
+        mine.num_clipped += is_outlier
+        if usual is None:
+            return None
+        learned_s = shared_s * exp(usual)
+        mine.fit.add(features, learned_s)
+        return learned_s * self.paces.of(kind, slot)
 
 
 class TransferCosts:
     """Cost of moving KV bytes, per path. Nothing costs nothing: 0 seconds for 0 bytes."""
 
     def __init__(self) -> None:
-        self._fits = {
-            "fetch": CostFit(_TRANSFER_PRIOR),
-            "load": CostFit(_LOAD_PRIOR),
-            "ssd_read": CostFit(_SSD_PRIOR),
-        }
+        guesses = {"fetch": _TRANSFER_GUESS, "load": _LOAD_GUESS, "ssd_read": _SSD_GUESS}
+        self._fits = {path: _Fit(guess, _STREAK) for path, guess in guesses.items()}
+        self._most: dict[str, float] = {}
+
+    def give(self, paths: tuple[PathCosts, ...]) -> None:
+        """Begin anew on these paths, with what was measured."""
+        for given in paths:
+            corners = [(1.0, 1.0), (1.0, given.nbytes)]
+            self._fits[given.path] = _Fit.around((given.fixed_s, given.per_byte_s), corners, _STREAK)
+            self._most[given.path] = given.nbytes
 
     def add(self, sample: TransferSample) -> None:
         path = "fetch" if sample.path in _FETCHES else sample.path
-        fit = self._fits.setdefault(path, CostFit(_TRANSFER_PRIOR))
-        if sample.nbytes > 0:
-            fit.add((1.0, sample.nbytes), sample.seconds)
+        mine = self._fits.setdefault(path, _Fit(_TRANSFER_GUESS, _STREAK))
+        features = (1.0, sample.nbytes)
+        if sample.nbytes > 0 and mine.fit.can_learn(features, sample.seconds):
+            mine.learn(features, sample.seconds)
+            self._most[path] = max(self._most.get(path, 0.0), sample.nbytes)
 
     def of(self, path: str) -> tuple[float, float]:
         """What `read_s` starts with for a path."""
-        fixed, per_byte = self._fits[path].coefficients
+        fixed, per_byte = self._fits[path].fit.coefficients
         return fixed, per_byte
+
+    def covers(self, path: str, nbytes: float) -> bool:
+        """Was as much measured in one batch?"""
+        return nbytes <= self._most.get(path, 0.0)
 
     def fetch_s(self, nbytes: float, num_concurrent: int) -> float:
         """Seconds to read `nbytes` from another host's pool node that sends to `num_concurrent` others."""
@@ -121,6 +214,54 @@ class TransferCosts:
         return {path: fit.summary() for path, fit in sorted(self._fits.items())}
 
 
-def _prefill_features(new_tokens: int, reused_tokens: int) -> tuple[float, float, float]:
+class _Fit:
+    """A fit that clips outliers and follows changes by itself, unless somebody else tells it what to learn."""
+
+    def __init__(self, prior: Sequence[float], streak: int) -> None:
+        self.fit = CostFit(prior)
+        self.num_clipped = 0
+        self._watch = Watch(streak)
+        self._given = 0
+
+    @classmethod
+    def around(cls, coefficients: Sequence[float], corners: Sequence[Sequence[float]], streak: int) -> "_Fit":
+        """As if `coefficients` had been measured at each of the corners, some times."""
+        largest = max(sum(c * x for c, x in zip(coefficients, corner, strict=True)) for corner in corners)
+        tops = [max(column) for column in zip(*corners, strict=True)]
+        floors = [_LEAST_SHARE * largest / top if top > 0 else 1.0 for top in tops]
+        made = cls([max(c, floor) for c, floor in zip(coefficients, floors, strict=True)], streak)
+        for _ in range(_WORTH):
+            for corner in corners:
+                made.fit.add(corner, sum(c * x for c, x in zip(coefficients, corner, strict=True)))
+        made._given = made.fit.num_samples
+        return made
+
+    def learn(self, features: Sequence[float], seconds: float) -> float | None:
+        """From a measurement that the fit can learn from; returns what was learned, if anything."""
+        predicted_s = self.fit.predict(features)
+        self.fit.note_error(predicted_s, seconds)
+        if self.fit.is_calibrated:
+            before = self._watch.num_outliers
+            usual, change = self._watch.note(log(seconds / predicted_s))
+            self.num_clipped += self._watch.num_outliers - before
+            if change:
+                self.fit.rescale(change)
+            if usual is None:
+                return None
+            seconds = predicted_s * exp(change + usual)
+        self.fit.add(features, seconds)
+        return seconds
+
+    def summary(self) -> dict[str, Any]:
+        """For export."""
+        return {
+            "coefficients": list(self.fit.coefficients),
+            "samples": self.fit.num_samples - self._given,
+            "clipped": self.num_clipped,
+            "relative_error": self.fit.relative_error,
+        }
+
+
+def _prefill_features(new_tokens: float, reused_tokens: float) -> tuple[float, float, float]:
     # Each new token attends to all reused ones and to half of the new ones.
     return 1.0, float(new_tokens), new_tokens * (reused_tokens + new_tokens / 2)

@@ -92,6 +92,7 @@ class Place:
     predicted_ttft_s: float
     predicted_tbt_s: float
     considered: Considered = NOTHING_CONSIDERED
+    extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
     asks_again: bool = False
 
 
@@ -110,6 +111,7 @@ class Reject:
     retry_after_s: float
     may_return: bool = False
     considered: Considered = NOTHING_CONSIDERED
+    extrapolated: tuple[str, ...] = ()  # as in Place
     after_prefill: bool = False
 
 

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.config import NS, AdmissionMode
-from conductor.policy.costs import ModelCosts, tbt_s
+from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.decode_kernels import LEARNED, NOW, UNIFORM, decode_kernels
 from conductor.policy.nodes import Candidates
+from conductor.policy.paces import DECODE
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
@@ -40,6 +41,7 @@ class DecodeChoice:
     index: int
     tbt_s: float
     free_tokens: int
+    is_covered: bool  # such a step was measured
 
     def explain(self, ids: tuple[str, ...]) -> tuple[DecodeScore, ...]:
         """The candidate chosen."""
@@ -67,7 +69,8 @@ def choose_decode(
     `sums` [slots, 3]: what `state.tally` found. Load is what the mode of admission goes by (`decode_kernels`).
     """
     sees = _SEES[state.config.admission_mode]
-    chosen = decode_kernels().choose_decode(
+    load = np.empty((len(sums), 2))
+    index, tbt_s, free_tokens = decode_kernels().choose_decode(
         state.requests.table,
         len(state.requests),
         now_ns,
@@ -77,15 +80,18 @@ def choose_decode(
         _step_ns(costs),
         state.lengths.curves,
         sums,
-        np.empty((len(sums), 2)),
+        load,
         nodes.slots,
         nodes.capacity_tokens,
         nodes.max_batch,
+        costs.paces.slowdown,
         prompt_tokens,
         need_tokens,
-        costs.decode,
+        costs.decode_terms,
     )
-    return DecodeChoice(*chosen)
+    batch, context = load[nodes.slots[index]].tolist()
+    batch = min(batch + 1, int(nodes.max_batch[index]))
+    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context + prompt_tokens))
 
 
 def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, now_ns: int, row: int) -> float:
@@ -95,7 +101,8 @@ def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCo
         requests.table, len(requests), int(nodes.slots[index]), row, now_ns, _step_ns(costs)
     )
     prompt_tokens = 0 if row == NONE else int(requests.column("prompt")[row])
-    return tbt_s(*costs.decode, batch + 1, context + prompt_tokens, int(nodes.max_batch[index]))
+    max_batch, slot = int(nodes.max_batch[index]), int(nodes.slots[index])
+    return costs.step_cost_s(batch + 1, context + prompt_tokens, max_batch, slot)
 
 
 def wait_for_room_s(
@@ -144,7 +151,8 @@ def _wait_s(
         sees,
         _decode_ns(costs),
         state.lengths.curves,
-        costs.decode,
+        costs.decode_terms,
+        costs.paces.of(DECODE, int(nodes.slots[index])),
         int(nodes.max_batch[index]),
         missing_tokens,
         prompt_tokens,

@@ -13,6 +13,7 @@ import numpy as np
 from numba import types
 
 from conductor.policy.length_kernels import survival
+from conductor.policy.paces import DECODE
 from conductor.policy.requests import (
     COMMITTED,
     CURVE,
@@ -34,6 +35,7 @@ NOW, UNIFORM, LEARNED = range(3)
 _LONGEST_NS: Final = 86_400_000_000_000  # a wait that nobody sits out
 _NEAR_NS: Final = 1_000_000  # waits are found this exactly
 _tbt_s: Any = numba.njit(cost_formulas.tbt_s)
+_margin: Any = numba.njit(cost_formulas.margin)
 _survival: Any = numba.njit(survival)
 
 
@@ -98,6 +100,16 @@ def _presence(
 _presence_of: Any = numba.njit(_presence)
 
 
+def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
+    """Seconds between tokens, as `ModelCosts.step_cost_s` has it."""
+    turns = max(1.0, batch / max_batch)
+    seconds = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch) * slowdown
+    return seconds * _margin(batch / turns, decode[3], context / turns, decode[4])
+
+
+_step_of: Any = numba.njit(_step)
+
+
 def choose_decode(
     table: Any,
     rows: Any,
@@ -112,6 +124,7 @@ def choose_decode(
     slots: Any,
     capacity_tokens: Any,
     max_batch: Any,
+    slowdown: Any,
     prompt_tokens: Any,
     need_tokens: Any,
     decode: Any,
@@ -119,7 +132,8 @@ def choose_decode(
     """(index, predicted TBT, free tokens) of the candidate with the least TBT that has room for `need_tokens`.
 
     Where none has room: of the one with most free. First of equals. `load` [slots, 2] is room for what decodes at
-    `at_ns` per slot: sequences, tokens of context. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
+    `at_ns` per slot: sequences, tokens of context. `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what
+    `tally` found, committed tokens at 1.
     """
     load[:] = 0.0
     per_ns = 1.0 / step_ns
@@ -141,7 +155,7 @@ def choose_decode(
         if has_room and not here_room:
             continue
         batch, context = load[slot, 0] + 1.0, load[slot, 1] + prompt_tokens
-        here_s = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch[c])
+        here_s = _step_of(decode, slowdown[DECODE, slot], batch, context, max_batch[c])
         if chosen < 0 or here_room != has_room or (here_s < tbt_s if here_room else here_free > free):
             chosen, has_room, tbt_s, free = c, here_room, here_s, here_free
     return chosen, tbt_s, free
@@ -197,6 +211,7 @@ def wait_ns(
     decode_ns: Any,
     curves: Any,
     decode: Any,
+    slowdown: Any,
     max_batch: Any,
     missing_tokens: Any,
     prompt_tokens: Any,
@@ -213,7 +228,7 @@ def wait_ns(
             count += 1
             context += table[PROMPT, row]
     here = found[:count]
-    step_s = _tbt_s(decode[0], decode[1], decode[2], float(count), context, max_batch)
+    step_s = _step_of(decode, slowdown, float(count), context, max_batch)
     step_ns = np.int64(max(1.0, min(1e9 * step_s, float(_LONGEST_NS))))
     low = high = now_ns
     for i in range(count):
@@ -228,7 +243,7 @@ def wait_ns(
     while True:
         batch, context, freed = _left_of(table, here, now_ns, at_ns, sees, decode_ns, step_ns, curves)
         if objective_s > 0.0:
-            next_s = _tbt_s(decode[0], decode[1], decode[2], batch + 1.0, context + prompt_tokens, max_batch)
+            next_s = _step_of(decode, slowdown, batch + 1.0, context + prompt_tokens, max_batch)
             is_over = next_s <= objective_s
         else:
             is_over = freed >= missing_tokens
@@ -255,10 +270,12 @@ def decode_kernels() -> DecodeKernels:
     signatures: Any = types
     n, f = types.int64, types.float64
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    reals, three = types.Array(f, 2, "C"), signatures.UniTuple(f, 3)
+    reals, five = types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(n, 2)
     return DecodeKernels(
-        compiled(choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, n, n, three)),
+        compiled(
+            choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
+        ),
         compiled(load_now, pair(wide, n, n, n, n, n)),
-        compiled(wait_ns, n(wide, n, n, n, n, n, reals, three, n, n, n, f)),
+        compiled(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )

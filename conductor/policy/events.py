@@ -10,6 +10,7 @@ from conductor.policy.matches import NO_MATCHES, PoolMatch, PoolMatches
 
 __all__ = [
     "CopyFinished",
+    "CostsGiven",
     "DecodeAsked",
     "DecodeSample",
     "Event",
@@ -19,6 +20,7 @@ __all__ = [
     "NodeReported",
     "NodeView",
     "ObjectivesChanged",
+    "PathCosts",
     "Phase",
     "PoolMatch",
     "PoolMatches",
@@ -50,6 +52,8 @@ class NodeView:
     max_model_len: int = 0
     max_batch: int = 1
     kv_bytes_per_token: int = 0
+    model_fingerprint: str = ""
+    hardware: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,36 @@ class DecodeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PathCosts:
+    """What one batch of bytes costs on a path; `nbytes`: the most that was measured."""
+
+    path: str
+    fixed_s: float
+    per_byte_s: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostsGiven:
+    """A measured profile of what a model's work costs, told before its nodes join.
+
+    Coefficients are those of `worker.policy.cost_formulas`, in its order; the other numbers are the most measured.
+    """
+
+    model: str
+    name: str
+    model_fingerprint: str  # "" = of no weights in particular
+    hardware: str
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    new_tokens: float
+    prompt_tokens: float
+    batch: float
+    context_tokens: float
+    paths: tuple[PathCosts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: orphans and silent nodes are looked for."""
 
@@ -213,5 +247,6 @@ Event = (
     | RequestCompleted
     | CopyFinished
     | ObjectivesChanged
+    | CostsGiven
     | Tick
 )

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
+from conductor.policy.paces import PREFILL
 from conductor.policy.requests import (
     COMMITTED,
     DECODE_NODE,
@@ -27,6 +28,7 @@ __all__ = ["Kernels", "kernels"]
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
+_margin: Any = numba.njit(cost_formulas.margin)
 _prefill_s: Any = numba.njit(cost_formulas.prefill_s)
 
 
@@ -98,7 +100,10 @@ def score_prefill(
     block_tokens: Any,
     block_nbytes: Any,
     threshold: Any,
+    slots: Any,
+    slowdown: Any,
     prefill: Any,
+    prefill_most: Any,
     load: Any,
     fetch: Any,
     ssd_read: Any,
@@ -108,6 +113,7 @@ def score_prefill(
 ) -> Any:
     """Algorithm 1's loop: `seconds` [2, candidates] of transfer and prefill, `reuse`, `fetches`.
 
+    `slowdown` [2, slots], `prefill_most`: see `paces` and `ModelCosts`.
     Returns who is soonest, and how soon.
     """
     chosen, least_s = 0, np.inf
@@ -126,7 +132,9 @@ def score_prefill(
                 _read_s(fetch[0], fetch[1], missing_nbytes, num_sends), _read_s(load[0], load[1], missing_nbytes, 0)
             )
         )
-        prefill_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, float(reuse[c] * block_tokens))
+        reused = float(reuse[c] * block_tokens)
+        prefill_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, reused) * slowdown[PREFILL, slots[c]]
+        prefill_s *= _margin(prompt_tokens - reused, prefill_most[0], float(prompt_tokens), prefill_most[1])
         seconds[0, c], seconds[1, c] = transfer_s, prefill_s
         ttft_s = transfer_s + queue_s[c] + prefill_s
         if ttft_s < least_s:
@@ -178,7 +186,7 @@ def kernels() -> Kernels:
         compiled(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
         compiled(
             score_prefill,
-            scored(wide, floats, n, n, n, n, n, n, f, three, two, two, two, seconds, ints, flags),
+            scored(wide, floats, n, n, n, n, n, n, f, ints, seconds, three, two, two, two, two, seconds, ints, flags),
         ),
         compiled(best, types.void(seconds, floats, ints)),
     )

@@ -110,6 +110,11 @@ class ModelNodes:
     all_prefill: Candidates  # draining and suspect ones too: what the model's requests could have
     all_decode: Candidates
 
+    @property
+    def all_slots(self) -> Ints:
+        """Of all these nodes."""
+        return np.concatenate([self.all_prefill.slots, self.all_decode.slots])
+
 
 class NodeTable:
     """All joined nodes. Each has a slot, a small number that is given to another node only after it was lost."""

@@ -16,6 +16,7 @@ from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reason, Reject
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived
+from conductor.policy.extrapolation import extrapolated
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatch, PoolMatches
@@ -62,7 +63,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     sums = state.tally(now_ns)
     prefixes = _prefixes(state, request, model, request.matches, places.prefill, sums)
     queue_all_s = _queue_s(now_ns, state, places, costs, sums)
-    scores = _score(state, request, model, prefixes, queue_all_s, costs)
+    slots = places.prefill.slots
+    scores = _score(state, request, model, slots, prefixes, queue_all_s, costs)
     chosen = scores.chosen
     decode = _plan_decode(now_ns, state, request, places, costs, sums, chosen, scores.ttft_s)
     queue_s = float(scores.queue_s[chosen])
@@ -82,23 +84,34 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     considered = (
         _considered(state, objectives, places, scores, decode, ttft_s) if state.config.explain else NOTHING_CONSIDERED
     )
+    beyond = extrapolated(
+        prefixes,
+        scores,
+        decode.choice if decode is not None else None,
+        prompt_tokens=request.prompt_tokens,
+        block_tokens=model.block_tokens,
+        block_nbytes=model.block_nbytes,
+        costs=costs,
+        transfers=state.transfers,
+    )
     judgement = judge(now_ns, state, request, verdict, costs)
     if judgement.rejection is not None:
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
-        return [replace(judgement.rejection, considered=considered)]
+        return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
     placed = _placed(
         request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered, asks_again(state.config)
     )
+    if beyond:
+        placed = replace(placed, extrapolated=beyond)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives, curve, judgement.unwanted)
     replicas = _replicas(state, request, model)
     if places.prefill.pools[chosen] in replicas:
         without = _without_replicas(state, request, model, replicas)
-        alone = _score(
-            state, request, model, _prefixes(state, request, model, without, places.prefill, sums), queue_all_s, costs
-        )
+        alone_prefixes = _prefixes(state, request, model, without, places.prefill, sums)
+        alone = _score(state, request, model, slots, alone_prefixes, queue_all_s, costs)
         saved_s = max(0.0, alone.ttft_s - scores.ttft_s)
         state.replication.use(now_ns, replicas[places.prefill.pools[chosen]], saved_s)
     return [placed] if copy is None else [placed, copy]
@@ -221,6 +234,7 @@ def _score(
     state: ClusterState,
     request: RequestArrived,
     model: ModelNodes,
+    slots: Ints,
     prefixes: Prefixes,
     queue_s: Floats,
     costs: ModelCosts,
@@ -232,6 +246,7 @@ def _score(
         block_tokens=model.block_tokens,
         block_nbytes=model.block_nbytes,
         balancing_threshold=state.config.balancing_threshold,
+        slots=slots,
         costs=costs,
         transfers=state.transfers,
     )

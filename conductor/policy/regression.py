@@ -1,4 +1,4 @@
-"""Online least squares for costs: non-negative coefficients, forgetting, outliers clipped."""
+"""Online least squares for costs: non-negative coefficients, forgetting. `watch` tells it which news are outliers."""
 
 from collections.abc import Sequence
 from math import exp, log, sqrt
@@ -10,9 +10,9 @@ LONGEST_S = 1e4  # nothing that is measured here takes hours: whoever says so, o
 _FORGETTING = 0.995  # weight of the past per sample: about 200 samples are remembered
 _PRIOR_WEIGHT = 0.05  # samples that the prior's shape is worth, per coefficient
 _ERROR_MEMORY = 0.95
-_CLIP_FROM = 8  # samples before outliers are told from news
-_STREAK = 5  # outliers on the same side in a row that are no outliers but a change
-_KEPT_AT_CHANGE = 0.02  # weight that the past keeps at one
+_FROM = 24  # samples that are fitted together: until then nobody can say which of them are outliers
+_ROUNDS = 4
+_BAND, _LEAST_BAND = 4.0, 0.2  # median errors that are no outliers among them, and as a logarithm
 _FLOOR_S = 1e-9
 
 
@@ -21,7 +21,8 @@ class CostFit:
 
     Recursive least squares in its normal-equation form: with forgetting it cannot wind up, and the non-negative
     solution is exact for the few features that costs have. The prior is a shape: before the first sample it is the
-    prediction itself, later its scale follows the samples and its proportions fill in what they do not tell.
+    prediction itself, later its scale follows the samples and its proportions fill in what they do not tell. The first
+    samples are kept and fitted together, over and over, outliers clipped (Huber): a few that are wrong set no scale.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -32,77 +33,91 @@ class CostFit:
         self._moment = [0.0] * size
         self._log_scale = 0.0
         self._weight = 0.0
-        self._log_error = 0.0
-        self._streak = 0  # outliers in a row, negative for those below
+        self._first: list[tuple[tuple[float, ...], float]] = []
         self._coefficients: tuple[float, ...] | None = self._prior
         self.num_samples = 0
-        self.num_clipped = 0
-        self.relative_error = (
-            0.0  # running mean of |predicted - measured| / measured, each predicted before it was used
-        )
+        self.relative_error = 0.0  # running mean of |predicted - measured| / measured, at most 10 each
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Does it know enough to call a measurement an outlier?"""
+        return self.num_samples >= _FROM
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Seconds per unit of each feature, none negative."""
         if self._coefficients is None:
-            self._coefficients = self._solve()
+            self._coefficients = self._fit_first() if self._first else self._solve()
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds, never negative for non-negative features."""
         return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
 
+    def can_learn(self, features: Sequence[float], seconds: float) -> bool:
+        """Is this a credible duration of some work?"""
+        return 0 < seconds < LONGEST_S and sum(features) < float("inf") and min(features) >= 0 and max(features) > 0
+
     def add(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement; those without a credible duration or without work are ignored."""
-        shape = sum(p * x for p, x in zip(self._prior, features, strict=True))
-        if not 0 < seconds < LONGEST_S or shape <= 0:
+        """Learn from one measurement; one that `can_learn` does not hold for is ignored."""
+        if not self.can_learn(features, seconds):
             return
-        seconds, predicted = max(seconds, _FLOOR_S), max(self.predict(features), _FLOOR_S)
-        # Errors are relative to what is usual for such work: relative to the measured time, short ones would rule.
-        usual = sqrt(seconds * predicted) if self.num_samples else seconds
-        seconds = self._clip(seconds, predicted)
-        self._discount(_FORGETTING)
-        self._weight += 1
-        self._log_scale += (log(seconds / shape) - self._log_scale) / self._weight
-        rows = [p * x / usual for p, x in zip(self._prior, features, strict=True)]
-        for i, row in enumerate(rows):
-            self._moment[i] += row * seconds / usual
-            for j, other in enumerate(rows):
-                self._gram[i][j] += row * other
+        seconds = max(seconds, _FLOOR_S)
+        self.num_samples += 1
+        if self.num_samples <= _FROM:
+            self._first.append((tuple(features), seconds))
+            self._coefficients = None
+            if self.num_samples == _FROM:
+                self._coefficients = self._fit_first()
+                self._first = []
+            return
+        self._take(features, seconds, self.predict(features))
         self._coefficients = None
 
-    def summary(self) -> dict[str, float | list[float]]:
-        """For export."""
-        return {
-            "coefficients": list(self.coefficients),
-            "samples": self.num_samples,
-            "clipped": self.num_clipped,
-            "relative_error": self.relative_error,
-        }
+    def note_error(self, predicted_s: float, seconds: float) -> None:
+        """How far off a prediction was that was made before its measurement was learned from."""
+        memory = min(_ERROR_MEMORY, 1 - 1 / max(1, self.num_samples))
+        error = min(abs(predicted_s - seconds) / max(seconds, _FLOOR_S), 10.0)
+        self.relative_error += (1 - memory) * (error - self.relative_error)
 
-    def _clip(self, seconds: float, predicted: float) -> float:
-        """Bring an outlier to the edge of what is usual; several in a row are believed, at the past's cost."""
-        self.num_samples += 1
-        memory = min(_ERROR_MEMORY, 1 - 1 / self.num_samples)
-        self.relative_error += (1 - memory) * (min(abs(predicted - seconds) / seconds, 10.0) - self.relative_error)
-        deviation = log(seconds / predicted)
-        band = 0.3 + 3 * self._log_error
-        self._log_error += (1 - memory) * (min(abs(deviation), 2 * band) - self._log_error)
-        if self.num_samples <= _CLIP_FROM or abs(deviation) <= band:
-            self._streak = 0
-            return seconds
-        self._streak = max(self._streak, 0) + 1 if deviation > 0 else min(self._streak, 0) - 1
-        if abs(self._streak) >= _STREAK:
-            self._streak = 0
-            self._discount(_KEPT_AT_CHANGE)
-            return seconds
-        self.num_clipped += 1
-        return predicted * exp(band if deviation > 0 else -band)
+    def rescale(self, log_factor: float) -> None:
+        """All work takes exp(`log_factor`) times what it took: as if all of the past had been measured so."""
+        factor = exp(log_factor)
+        self._log_scale += log_factor
+        self._first = [(features, seconds * factor) for features, seconds in self._first]
+        self._moment = [value / factor for value in self._moment]
+        self._gram = [[value / factor**2 for value in row] for row in self._gram]
+        self._coefficients = None
 
-    def _discount(self, factor: float) -> None:
-        self._weight *= factor
-        self._moment = [factor * value for value in self._moment]
-        self._gram = [[factor * value for value in row] for row in self._gram]
+    def _take(self, features: Sequence[float], seconds: float, predicted: float) -> None:
+        # Errors are relative to what is usual for such work: relative to the measured time, short ones would rule.
+        usual = sqrt(seconds * max(predicted, _FLOOR_S))
+        self._weight = _FORGETTING * self._weight + 1
+        self._log_scale += (log(seconds / self._shape(features)) - self._log_scale) / self._weight
+        rows = [p * x / usual for p, x in zip(self._prior, features, strict=True)]
+        for i, row in enumerate(rows):
+            self._moment[i] = _FORGETTING * self._moment[i] + row * seconds / usual
+            self._gram[i] = [_FORGETTING * old + row * other for old, other in zip(self._gram[i], rows, strict=True)]
+
+    def _fit_first(self) -> tuple[float, ...]:
+        """The coefficients that fit the first samples; none is thrown away, but outliers pull no more than others."""
+        logs = sorted(log(seconds / self._shape(features)) for features, seconds in self._first)
+        scale = exp((logs[(len(logs) - 1) // 2] + logs[len(logs) // 2]) / 2)
+        found = tuple(scale * p for p in self._prior)
+        size = len(self._prior)
+        for _ in range(_ROUNDS):
+            predicted = [sum(c * x for c, x in zip(found, features, strict=True)) for features, _ in self._first]
+            errors = [log(s / max(p, _FLOOR_S)) for p, (_, s) in zip(predicted, self._first, strict=True)]
+            band = _LEAST_BAND + _BAND * sorted(map(abs, errors))[len(errors) // 2]
+            self._gram, self._moment = [[0.0] * size for _ in range(size)], [0.0] * size
+            self._weight = self._log_scale = 0.0
+            for (features, _), usual_s, error in zip(self._first, predicted, errors, strict=True):
+                self._take(features, max(usual_s, _FLOOR_S) * exp(min(max(error, -band), band)), usual_s)
+            found = self._solve()
+        return found
+
+    def _shape(self, features: Sequence[float]) -> float:
+        return sum(p * x for p, x in zip(self._prior, features, strict=True))
 
     def _solve(self) -> tuple[float, ...]:
         """Non-negative solution in units of scale * prior; one that would be negative is 0."""

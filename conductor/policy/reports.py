@@ -3,6 +3,7 @@
 from conductor.policy.config import NS
 from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
+from conductor.policy.learning import learn
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
 
@@ -16,15 +17,9 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
         return
     state.hear(node.node_id, now_ns)
     state.nodes.set_draining(node.node_id, event.draining)
-    for transfer in event.transfers:
-        state.transfers.add(transfer)
+    learn(state, node, event)
     if node.role == "pool":
         return
-    costs = state.costs_of(node.model)
-    for prefill in event.prefills:
-        costs.add_prefill(prefill)
-    for decode in event.decodes:
-        costs.add_decode(decode)
     for progress in event.progress:
         _progress(now_ns, state, node, progress)
     over = {(p.request_id, p.attempt) for p in event.progress if p.phase == "ended"}

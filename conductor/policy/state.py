@@ -10,12 +10,15 @@ from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.events import CostsGiven
 from conductor.policy.heat import Heat
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.liveness import Liveness
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
+from conductor.policy.paces import NodePaces
+from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
 
@@ -49,6 +52,11 @@ class ClusterState:
     lengths: Lengths = field(default_factory=Lengths)
     transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
+    given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
+    paces: NodePaces = field(default_factory=NodePaces)
+    errors: PredictionErrors = field(default_factory=PredictionErrors)
+    refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node, and by what was wrong
+    warnings: list[str] = field(default_factory=list)  # for people, until they are taken
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
@@ -71,7 +79,9 @@ class ClusterState:
     def costs_of(self, model: str) -> ModelCosts:
         """The model's costs, those of the prior while nothing was measured."""
         if model not in self.costs:
-            self.costs[model] = ModelCosts()
+            self.costs[model] = ModelCosts(self.paces)
+            if model in self.given:
+                self.costs[model].give(self.given[model])
         return self.costs[model]
 
     def count(self, model: str, what: str, by: int = 1) -> None:
@@ -103,6 +113,10 @@ class ClusterState:
 
     def forget_node(self, node_id: str) -> None:
         """A node has left; nothing may refer to its slot any more."""
+        self.paces.forget(self.nodes.slot(node_id))
+        self.refused_samples.pop(node_id, None)
+        if (node := self.nodes.get(node_id)) is not None:
+            self.errors.forget(node.model, node_id)
         self.nodes.remove(node_id)
         self.liveness.forget(node_id)
         self.nodes.set_suspects(self.liveness.suspects)

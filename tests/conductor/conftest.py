@@ -87,8 +87,8 @@ class Cluster:
 
     def learn(self, node_id: str, *, per_token_s: float = 1e-3, step_s: float = 0.01) -> None:
         """Give the model flat, known costs: `per_token_s` per new token, `step_s` per decode step of one sequence."""
-        prefills = tuple(PrefillSample(n, r, n * per_token_s) for n in (64, 256, 1024) for r in (0, 512)) * 40
-        decodes = tuple(DecodeSample(b, c, step_s * b) for b in (1, 2, 4, 8) for c in (100, 4000)) * 40
+        prefills = tuple(PrefillSample(n, r, n * per_token_s) for n in (64, 512, 4096) for r in (0, 4096)) * 40
+        decodes = tuple(DecodeSample(b, c, step_s * b) for b in (1, 2, 4, 64) for c in (100, 100_000)) * 40
         self.send(NodeReported(node_id, prefills=prefills, decodes=decodes))
 
     @property

@@ -9,7 +9,7 @@ import pytest
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.config import NS
-from conductor.policy.costs import fetch_s, prefill_s, read_s, tbt_s
+from conductor.policy.costs import fetch_s, read_s
 from conductor.policy.decisions import Place
 from conductor.policy.decode_choice import peak_tokens, wait_for_room_s
 from conductor.policy.events import (
@@ -99,7 +99,8 @@ class Plain:
             over_network = read_s(*transfers.of("fetch"), missing * nbytes, self.sends(best))
             took += fetch_s(over_network, read_s(*transfers.of("load"), missing * nbytes, 0))
             took += self.queue_s(node)
-            took += prefill_s(*costs.prefill, self.request.prompt_tokens, (own + missing) * BLOCK)
+            reused = (own + missing) * BLOCK
+            took += costs.prefill_cost_s(self.request.prompt_tokens - reused, reused, self.slot(node.node_id))
             holders = [(node.pool_node_id, own, own_ssd)] * (own > 0)
             holders += [(best, missing, min(missing, most_ssd))] * fetches
             found.append((took, node.node_id, own + missing, holders))
@@ -139,7 +140,7 @@ class Plain:
                     batch, context = batch + share, context + share * (row.prompt + grown)
             free = node.capacity_tokens - self.committed(node)
             batch, context = batch + 1, context + self.request.prompt_tokens
-            seconds = tbt_s(*costs.decode, batch, context, node.max_batch)
+            seconds = costs.step_cost_s(batch, context, node.max_batch, self.slot(node.node_id))
             found.append((free >= self.need, seconds, free, node.node_id))
         roomy = [(seconds, node_id) for has_room, seconds, _, node_id in found if has_room]
         if roomy:

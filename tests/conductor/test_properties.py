@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.algorithm1 import Prefixes, score_prefill
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.costs import ModelCosts, TransferCosts
-from conductor.policy.costs import prefill_s as cost_of_prefill_s
 from conductor.policy.decisions import Copy, Place, Reject
 from conductor.policy.events import (
     CopyFinished,
@@ -225,11 +225,16 @@ def test_when_all_is_completed_and_all_let_go_nothing_is_left(history):
     queues=st.lists(st.floats(0, 10), min_size=6, max_size=6),
     threshold=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
     sends=st.integers(0, 4),
+    slowdowns=st.lists(st.floats(0.2, 5.0), min_size=6, max_size=6),
+    most=st.sampled_from([0, 100, 1000, 1 << 20]),
 )
-def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, threshold, sends):
+def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, threshold, sends, slowdowns, most):
     best = max([best, *own])
     prompt = 101 * BLOCK
     costs, transfers = ModelCosts(), TransferCosts()
+    costs.paces.make_room(6)
+    costs.paces.slowdown[0] = slowdowns
+    costs.prefill_most = float(most), 2.0 * most
     found = score_prefill(
         Prefixes(np.array([own, np.minimum(own, on_ssd // 2)]), best, min(best, on_ssd), "pool", sends),
         np.array(queues[: len(own)]),
@@ -237,6 +242,7 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
         block_tokens=BLOCK,
         block_nbytes=1000,
         balancing_threshold=threshold,
+        slots=np.arange(len(own))[::-1].copy(),
         costs=costs,
         transfers=transfers,
     )
@@ -248,6 +254,8 @@ def test_the_vectorised_algorithm_is_the_papers_loop(own, best, on_ssd, queues, 
             ssd += min(missing, on_ssd)
             transfer_s += transfers.fetch_s(missing * 1000.0, sends)
         transfer_s += transfers.ssd_read_s(ssd * 1000.0)
-        prefill_s = cost_of_prefill_s(*costs.prefill, prompt, float(reuse * BLOCK))
+        prefill_s = costs.prefill_cost_s(prompt - reuse * BLOCK, reuse * BLOCK, len(own) - 1 - i)
         assert (found.reuse_blocks[i], found.fetches[i]) == (reuse, ratio > threshold)
-        assert found.transfer_s[i] + found.queue_s[i] + found.prefill_s[i] == transfer_s + queues[i] + prefill_s
+        assert found.prefill_s[i] == prefill_s
+        total_s = found.transfer_s[i] + found.queue_s[i] + found.prefill_s[i]
+        assert total_s == pytest.approx(transfer_s + queues[i] + prefill_s, rel=1e-12)

@@ -1,0 +1,33 @@
+"""Which of a decision's predictions lie beyond what was measured. They are lengthened where they are made."""
+
+from conductor.policy.algorithm1 import PrefillScores, Prefixes
+from conductor.policy.costs import ModelCosts, TransferCosts
+from conductor.policy.decode_choice import DecodeChoice
+
+__all__ = ["extrapolated"]
+
+
+def extrapolated(
+    prefixes: Prefixes,
+    scores: PrefillScores,
+    choice: DecodeChoice | None,
+    *,
+    prompt_tokens: int,
+    block_tokens: int,
+    block_nbytes: int,
+    costs: ModelCosts,
+    transfers: TransferCosts,
+) -> tuple[str, ...]:
+    """Of "prefill", "decode", "load", "fetch" and "ssd_read", for the candidates chosen."""
+    chosen = scores.chosen
+    own, own_ssd = prefixes.held[:, chosen].tolist()
+    reuse = int(scores.reuse_blocks[chosen])
+    missing = reuse - own
+    on_ssd = own_ssd + min(missing, prefixes.best_ssd)
+    found = [] if costs.covers_prefill(prompt_tokens - reuse * block_tokens, prompt_tokens) else ["prefill"]
+    if choice is not None and not choice.is_covered:
+        found.append("decode")
+    if reuse:
+        moved = (("load", own), ("fetch", missing), ("ssd_read", on_ssd))
+        found += [path for path, blocks in moved if blocks and not transfers.covers(path, blocks * block_nbytes)]
+    return tuple(found)
