@@ -22,7 +22,7 @@ def read_objectives(path: Path) -> Any:
         raise ConfigError(f"cannot read the objectives in {path}: {error.strerror}") from error
     if nbytes > _LARGEST_NBYTES:
         raise ConfigError(f"{path} has {nbytes} bytes: objectives have at most {_LARGEST_NBYTES}")
-    return read_yaml(path)
+    return read_yaml(path, "file of objectives")
 
 
 def checked_objectives(path: Path) -> "SloRecord":

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from conductor.policy.costs import ModelCosts, prefill_s, tbt_s
 from conductor.policy.nodes import ModelNodes, NodeTable
 from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo
+from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.record_form import tell_objective
 
 __all__ = ["reach", "unmeetable"]
-
-PREFILL, DECODE = 0, 1
 
 
 def unmeetable(record: SloRecord, nodes: NodeTable, costs: Mapping[str, ModelCosts]) -> list[str]:
@@ -74,8 +73,12 @@ def _least(kind: str, costs: ModelCosts, at: ModelNodes) -> tuple[float, str]:
 
 
 def _quickest(costs: ModelCosts, kind: int, at: ModelNodes) -> float:
-    """1, as all nodes of a model are taken to be alike; 0 while nothing is known."""
-    return 1.0 if costs.summary()["prefill" if kind == PREFILL else "decode"]["samples"] else 0.0
+    """The quickest node's factor on the model's cost; 0 while nothing is known of it."""
+    most, candidates = (costs.prefill_most, at.all_prefill) if kind == PREFILL else (costs.decode_most, at.all_decode)
+    if not most[0]:
+        return 0.0
+    slots = candidates.slots if len(candidates) else at.all_prefill.slots
+    return float(costs.paces.slowdown[kind, slots].min(initial=1.0))
 
 
 def _longest_prompt(seconds: float, costs: ModelCosts, most: int) -> int:

@@ -68,12 +68,12 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, what: str) -> Any:
     """What a YAML file holds, None where it is empty. Raises ConfigError, for a key given twice, too."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the file {path}: {error}") from error
+        raise ConfigError(f"cannot read the {what} {path}: {error}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
@@ -159,7 +159,7 @@ def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, t
     """Key -> (value, "FILE: key")."""
     if path is None:
         return {}
-    document = read_yaml(path)
+    document = read_yaml(path, "configuration file")
     if document is None:
         return {}
     if not isinstance(document, dict):
