@@ -39,6 +39,10 @@ class UnknownNode(ConductorError, LookupError):
     """Nobody has joined under this node id; the message names those who have."""
 
 
+class SwitchRefused(ConductorError):
+    """The node cannot have that role; the message says why."""
+
+
 class NodeInUse(ConductorError):
     """Others need the node; the message names them."""
 

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from conductor.errors import JoinRefused, NodeInUse, UnknownNode
+from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.wire import ROLES
-from moonpool_proto.v1 import conductor_pb2
+from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["Member", "Registry"]
 
 _MAX_MODELS_ASKED = 1000  # names come from clients
+_CHANGING = frozenset({common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE})  # roles that a node may exchange
 _LARGEST = 1 << 31  # the bytes of a block, which are a product of two such sizes, go into an int64
 
 
@@ -21,7 +22,8 @@ class Member:
     node: conductor_pb2.Node
     report: conductor_pb2.NodeReport
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # another stream speaks for the node now
-    drain_asked: asyncio.Event = field(default_factory=asyncio.Event)  # the node is to finish its work and leave
+    commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be told
+    is_leaving: bool = False  # it was asked to finish its work and leave
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
         """Keep what `Cluster` shows of a report."""
@@ -65,13 +67,50 @@ class Registry:
         """Tell the node to finish its work and leave. Raises UnknownNode, or NodeInUse for a pool node with workers."""
         member = self._members.get(node_id)
         if member is None:
-            raise UnknownNode(
-                f"no node {node_id!r} has joined; joined are: {', '.join(sorted(self._members)) or 'none'}"
-            )
+            raise self._unknown(node_id)
         users = [other.node.node_id for other in self if other.node.pool_node_id == node_id]
         if users:
             raise NodeInUse(f"pool node {node_id!r} serves the workers {', '.join(users)}: drain these first")
-        member.drain_asked.set()
+        if not member.is_leaving:
+            member.is_leaving = True
+            member.commands.put_nowait(conductor_pb2.NodeCommand(drain=conductor_pb2.Drain()))
+
+    def ask_to_switch(self, node_id: str, role: common_pb2.Role.ValueType) -> None:
+        """Tell a prefill node to become a decode node, or the other way round. Raises UnknownNode or SwitchRefused."""
+        member = self._members.get(node_id)
+        if member is None:
+            raise self._unknown(node_id)
+        node = member.node
+        if role == node.role:
+            raise SwitchRefused(f"node {node_id!r} is a {ROLES[role]} node already")
+        if not {role, node.role} <= _CHANGING:
+            wanted = ROLES.get(role, "node of a role unknown here")
+            raise SwitchRefused(
+                f"node {node_id!r} is a {ROLES[node.role]} node and cannot become a {wanted}: "
+                "prefill and decode are the roles that change"
+            )
+        if member.is_leaving or member.report.draining:
+            raise SwitchRefused(f"node {node_id!r} is draining")
+        others = [
+            other
+            for other in self
+            if other is not member
+            and (other.node.model, other.node.role) == (node.model, node.role)
+            and not (other.is_leaving or other.report.draining)
+        ]
+        if not others:
+            raise SwitchRefused(f"node {node_id!r} is the last {ROLES[node.role]} node of {node.model!r}")
+        member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
+
+    def renew(self, member: Member, node: conductor_pb2.Node) -> None:
+        """The node announced itself anew in its stream. Raises JoinRefused where more than its role has changed."""
+        before = conductor_pb2.Node()
+        before.CopyFrom(member.node)
+        before.role = node.role
+        if before != node or not {node.role, member.node.role} <= _CHANGING:
+            raise JoinRefused(f"node {member.node.node_id!r} announced itself anew as another one than it was")
+        member.node = self._nodes[node.node_id] = node
+        self._peers.clear()
 
     def remove(self, member: Member) -> bool:
         """The stream ended. False when another one speaks for the node by now."""
@@ -88,6 +127,10 @@ class Registry:
                 self._peers.clear()
             self._peers[model] = self._find_worker(model, other_than="")
         return self._peers[model]
+
+    def _unknown(self, node_id: str) -> UnknownNode:
+        joined = ", ".join(sorted(self._members)) or "none"
+        return UnknownNode(f"no node {node_id!r} has joined; joined are: {joined}")
 
     def _find_worker(self, model: str, *, other_than: str) -> conductor_pb2.Node | None:
         workers = (member.node for member in self if ROLES[member.node.role] != "pool")

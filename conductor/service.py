@@ -11,7 +11,7 @@ import grpc
 from conductor import wire
 from conductor.continuity import Continuity
 from conductor.core import Core
-from conductor.errors import JoinRefused, NodeInUse, UnknownNode
+from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.following import sample
 from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import NodeJoined, NodeLost
@@ -64,16 +64,13 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         self._joined(member, first)
         reading = asyncio.ensure_future(self._read(member, request_iterator))
+        telling = asyncio.ensure_future(self._tell(member, context))
         try:
-            accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
-            await context.write(conductor_pb2.NodeCommand(accepted=accepted))
-            await _first_of(reading, member.replaced, member.drain_asked)
-            if member.drain_asked.is_set() and not member.replaced.is_set() and not reading.done():
-                await context.write(conductor_pb2.NodeCommand(drain=conductor_pb2.Drain()))
-                await _first_of(reading, member.replaced)
+            await _first_of(reading, telling, member.replaced)
         finally:
+            telling.cancel()
             reading.cancel()
-            (end,) = await asyncio.gather(reading, return_exceptions=True)
+            end, _ = await asyncio.gather(reading, telling, return_exceptions=True)
             if isinstance(end, Exception):
                 log.error("a report of node %s cannot be taken in", member.node.node_id, exc_info=end)
             self._left(member)
@@ -117,7 +114,8 @@ class ConductorService(ConductorServicer):
                 *self._pools.samples(),
                 *self._continuity.samples(),
                 *self._slo.keeper.samples(),
-                sample("event_loop_lag_seconds", self._loop_watch.longest_s, process="conductor"),
+                sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
+                sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),
                 sample("event_loop_stalls_total", self._loop_watch.num_stalls, process="conductor"),
             ],
         )
@@ -134,15 +132,25 @@ class ConductorService(ConductorServicer):
         log.info("node %s is asked to drain", request.node_id)
         return conductor_pb2.DrainNodeReply()
 
-    async def ShowSlo(
-        self, request: conductor_pb2.ShowSloRequest, context: Context
-    ) -> conductor_pb2.ShowSloReply:
+    async def ShowSlo(self, request: conductor_pb2.ShowSloRequest, context: Context) -> conductor_pb2.ShowSloReply:
         return await self._slo.show(request, context)
 
     async def ChangeSlo(
         self, request: conductor_pb2.ChangeSloRequest, context: Context
     ) -> conductor_pb2.ChangeSloReply:
         return await self._slo.change(request, context)
+
+    async def SwitchNode(
+        self, request: conductor_pb2.SwitchNodeRequest, context: Context
+    ) -> conductor_pb2.SwitchNodeReply:
+        try:
+            self._registry.ask_to_switch(request.node_id, request.role)
+        except UnknownNode as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except SwitchRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        log.info("node %s is asked to become a %s node", request.node_id, wire.ROLES[request.role])
+        return conductor_pb2.SwitchNodeReply()
 
     async def State(self, request: common_pb2.JsonRequest, context: Context) -> common_pb2.JsonReply:
         state = self._core.policy.snapshot(self._core.now_ns())
@@ -184,10 +192,20 @@ class ConductorService(ConductorServicer):
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
 
+    async def _tell(self, member: Member, context: Context) -> None:
+        accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
+        await context.write(conductor_pb2.NodeCommand(accepted=accepted))
+        while True:
+            await context.write(await member.commands.get())
+
     async def _read(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
         async for report in reports:
             if member.replaced.is_set():
                 return
+            if report.HasField("node") and report.node != member.node:
+                self._registry.renew(member, report.node)
+                log.info("node %s is a %s node from now on", report.node.node_id, wire.ROLES[report.node.role])
+                self._core.handle(NodeJoined(wire.node_view(report.node)))
             member.note(report)
             self._core.handle(wire.report(member.node.node_id, report))
 
@@ -195,7 +213,7 @@ class ConductorService(ConductorServicer):
         if not self._registry.remove(member):
             return
         node = member.node
-        if member.drain_asked.is_set() or member.report.draining:
+        if member.is_leaving or member.report.draining:
             log.info("node %s has left after draining", node.node_id)
         else:
             log.warning("node %s is lost: its stream ended", node.node_id)
@@ -219,15 +237,15 @@ class ConductorService(ConductorServicer):
                 self._pools.start_copy(decision, peer.kv_namespace, request.chain)
 
 
-async def _first_of(reading: "asyncio.Future[None]", *events: asyncio.Event) -> None:
-    """Until `reading` is done or one of the events is set."""
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in events]
+async def _first_of(reading: "asyncio.Future[None]", telling: "asyncio.Future[None]", event: asyncio.Event) -> None:
+    """Until one of the streams' sides is done or the event is set."""
+    waiting = asyncio.ensure_future(event.wait())
+    either: list[asyncio.Future[Any]] = [reading, telling, waiting]
     try:
-        await asyncio.wait([reading, *waits], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:

@@ -16,7 +16,7 @@ from moonpool.inspection import config_keys, validate
 from moonpool.lazy_command import add_lazy
 from moonpool.options import configured_command
 from moonpool.roles import ROLES, Role, run_role
-from moonpool.scale_commands import drain, scale
+from moonpool.scale_commands import drain, scale, switch
 from moonpool.serve import serve
 from moonpool.status_command import status
 
@@ -125,6 +125,7 @@ app.command("status")(status)
 app.command("validate")(validate)
 app.command("scale")(scale)
 app.command("drain")(drain)
+app.command("switch")(switch)
 app.command("config")(config_keys)
 for _role in ROLES:
     configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help)

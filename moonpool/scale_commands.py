@@ -1,4 +1,4 @@
-"""The commands `scale` and `drain`: how many workers there are, and which one is to go."""
+"""The commands `scale`, `drain` and `switch`: how many workers there are, which one is to go, and what one does."""
 
 import asyncio
 from pathlib import Path
@@ -53,6 +53,27 @@ def drain(
 
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
         asyncio.run(drain_and_wait(located.conductor, node_id, force=force, wait_s=wait))
+
+
+def switch(
+    node_id: Annotated[str, typer.Argument(help="As `moonpool status` names it.")],
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until it has changed; 0: only ask.", min=0.0)] = 60.0,
+) -> None:
+    """Make a prefill node a decode node, or the other way round: it finishes what it has, and keeps model and KV.
+
+    Example: moonpool switch prefill-1 decode
+    """
+    with reported_errors():
+        from moonpool.switch_client import ROLES, switch_and_wait
+
+        if role not in ROLES:
+            raise ConfigError(f"{role!r} is no role that a node can change to: expected {' or '.join(ROLES)}")
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        asyncio.run(switch_and_wait(located.conductor, node_id, role, wait_s=wait))
 
 
 def parse_counts(arguments: list[str]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from messenger.control import control_error, open_channel
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
+    NodeCommand,
     NodeReport,
     Phase,
     PrefillSample,
@@ -32,13 +33,15 @@ class JoinStream:
     """Collects what happened between two reports to the conductor at `target` and sends it; lives on the event loop."""
 
     def __init__(
-        self, node: Node, target: str, fill: Callable[[NodeReport], None], on_drain: Callable[[], None]
+        self, node: Node, target: str, fill: Callable[[NodeReport], None], on_command: Callable[[NodeCommand], None]
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters."""
+        """`fill(report)` adds the current load, held requests and counters. Commands but `accepted` go to
+        `on_command`."""
         self.target = target
         self._node = node
+        self._announced: Node | None = None  # on the stream that is open now
         self._fill = fill
-        self._on_drain = on_drain
+        self._on_command = on_command
         self._news = asyncio.Event()
         self._pending = NodeReport()
         self._streams = 0  # begun so far
@@ -52,6 +55,11 @@ class JoinStream:
     def is_kept_out(self) -> bool:
         """The conductor has refused this node, and never taken it in."""
         return self.refused.is_set() and not self.has_joined
+
+    def announce(self, node: Node) -> None:
+        """The node is another one than before, in its role; said with the next report, which comes at once."""
+        self._node = node
+        self.hurry()
 
     def hurry(self) -> None:
         """Report now."""
@@ -91,8 +99,8 @@ class JoinStream:
                         self.joined.set()
                         self.last_refusal = self._last_trouble = ""
                         backoff.succeeded()
-                    elif command.HasField("drain"):
-                        self._on_drain()
+                    else:
+                        self._on_command(command)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
                 if refused and error.details() != self.last_refusal:
@@ -117,6 +125,7 @@ class JoinStream:
         self._pending = NodeReport()  # what the conductor missed is in `held`
         self._streaming = True
         first = NodeReport(node=self._node)
+        self._announced = self._node
         self._fill(first)
         yield first
         while True:
@@ -129,5 +138,8 @@ class JoinStream:
                 return
             self._news.clear()
             report, self._pending = self._pending, NodeReport()
+            if self._announced is not self._node:
+                self._announced = self._node
+                report.node.CopyFrom(self._node)
             self._fill(report)
             yield report

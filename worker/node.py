@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvpool import digest, kv_namespace
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
-from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeReport
+from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
 from worker.config import WorkerConfig
 from worker.counters import Counters
@@ -34,6 +34,7 @@ from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
+from worker.role_switch import RoleSwitch
 from worker.settle import settled
 from worker.slot_queue import SlotQueue
 from worker.streams import TokenStreams
@@ -50,7 +51,6 @@ class WorkerNode:
     def __init__(self, config: WorkerConfig, role: Role.ValueType) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.config = config
-        self.role = role
         self.incarnation = secrets.randbits(63)
         self.model: Engine = load_engine(config)
         own = self.model.config.max_model_len
@@ -89,6 +89,14 @@ class WorkerNode:
         self.jobs = Jobs(
             lambda request, failure: self.streams.send_failure(request.frontend_id, failure), self._job_over
         )
+        self.role = RoleSwitch(
+            role,
+            self.jobs,
+            grace_s=config.drain_grace_s,
+            news=lambda: self.reporter.hurry(),
+            done=lambda: self.reporter.announce(self._description()),
+        )
+        self.target = ""  # where it is dialled, once it is started
         self._leaving: dict[int, asyncio.Future[None]] = {}
         self.line = Line()  # of the requests that wait here for slots or for their first token
         self._slot_queue = SlotQueue(self.line, self._acquire, self.slots.release)
@@ -108,11 +116,18 @@ class WorkerNode:
         self.engine.start()
         self._commit_ahead_of(())
         await self.pool.meet()
-        node = Node(
+        self.target = target
+        self.reporter = Reporter(
+            self._description(), self.config.conductor_targets, self._fill_report, self._on_command
+        )
+        self._reporting = asyncio.create_task(self.reporter.run())
+
+    def _description(self) -> Node:
+        return Node(
             node_id=self.config.node_id,
-            role=self.role,
+            role=self.role.role,
             incarnation=self.incarnation,
-            target=target,
+            target=self.target,
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
             pool_node_id=self.pool.own_node_id,
@@ -127,12 +142,17 @@ class WorkerNode:
             model_fingerprint=self.model.fingerprint,
             engine=self.model.label,
         )
-        self.reporter = Reporter(node, self.config.conductor_targets, self._fill_report, self.draining.set)
-        self._reporting = asyncio.create_task(self.reporter.run())
+
+    def _on_command(self, command: NodeCommand) -> None:
+        if command.HasField("drain"):
+            self.draining.set()
+        elif command.HasField("switch_role"):
+            self.role.begin(command.switch_role.role)
 
     async def close(self) -> None:
         """Cancel what still runs and free everything."""
         self.draining.set()
+        await self.role.close()
         await self.jobs.cancel_all()
         if self._reporting is not None:
             self._reporting.cancel()
@@ -326,7 +346,7 @@ class WorkerNode:
         report.num_running = self.engine.num_sequences
         report.num_waiting = max(0, len(self.jobs) - self.engine.num_sequences)
         report.free_tokens = self.slots.num_available * self.config.block_tokens
-        report.draining = self.draining.is_set()
+        report.draining = self.draining.is_set() or self.role.is_switching
         report.held.extend(self.held.values())
         now_s = time.monotonic()
         for held in report.held:
@@ -359,7 +379,7 @@ class WorkerNode:
         return {
             "node_id": self.config.node_id,
             "incarnation": self.incarnation,
-            "role": Role.Name(self.role),
+            "role": Role.Name(self.role.role),
             "model": self.config.served_model_name,
             "frontends": len(self.streams),
             "draining": self.draining.is_set(),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moonpool_proto.v1.conductor_pb2 import Node, NodeReport, Phase
+from moonpool_proto.v1.conductor_pb2 import Node, NodeCommand, NodeReport, Phase
 from worker.errors import StartupError
 from worker.join_stream import JoinStream
 
@@ -19,10 +19,15 @@ class Reporter:
         node: Node,
         conductor_targets: Sequence[str],
         fill: Callable[[NodeReport], None],
-        on_drain: Callable[[], None],
+        on_command: Callable[[NodeCommand], None],
     ) -> None:
-        """`fill(report)` adds the current load, held requests and counters. Any conductor may call `on_drain`."""
-        self._streams = [JoinStream(node, target, fill, on_drain) for target in conductor_targets]
+        """`fill(report)` adds the current load, held requests and counters. Any conductor may give a command."""
+        self._streams = [JoinStream(node, target, fill, on_command) for target in conductor_targets]
+
+    def announce(self, node: Node) -> None:
+        """Tell all conductors what the node is from now on."""
+        for stream in self._streams:
+            stream.announce(node)
 
     def hurry(self) -> None:
         """Report now."""

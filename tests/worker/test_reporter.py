@@ -55,11 +55,11 @@ async def _serve(folder: Path, name: str = "conductor", refuses: str = "") -> tu
 
 
 def _reporter(*targets: str) -> Reporter:
-    return Reporter(Node(node_id="n"), targets, lambda report: None, lambda: None)
+    return Reporter(Node(node_id="n"), targets, lambda report: None, lambda command: None)
 
 
 def _stream(target: str) -> JoinStream:
-    return JoinStream(Node(node_id="n"), target, lambda report: None, lambda: None)
+    return JoinStream(Node(node_id="n"), target, lambda report: None, lambda command: None)
 
 
 async def test_nothing_is_kept_for_a_conductor_that_is_away(tmp_path: Path) -> None:

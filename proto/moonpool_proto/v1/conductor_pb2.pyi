@@ -328,7 +328,7 @@ class NodeReport(_message.Message):
     draining: _builtins.bool
     @_builtins.property
     def node(self) -> Global___Node:
-        """set in the first message only"""
+        """set in the first message, and again when the node has changed its role"""
 
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
@@ -373,21 +373,25 @@ class NodeCommand(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    SWITCH_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___JoinAccepted: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def switch_role(self) -> Global___SwitchRole: ...
     def __init__(
         self,
         *,
         accepted: Global___JoinAccepted | None = ...,
         drain: Global___Drain | None = ...,
+        switch_role: Global___SwitchRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "command", b"command", "drain", b"drain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "command", b"command", "drain", b"drain", "switch_role", b"switch_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "command", b"command", "drain", b"drain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "command", b"command", "drain", b"drain", "switch_role", b"switch_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["accepted", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["accepted", "drain", "switch_role"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -426,6 +430,27 @@ class Drain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class SwitchRole(_message.Message):
+    """finish what the old role asked for, then announce the node anew, in the same stream"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRole: _TypeAlias = SwitchRole  # noqa: Y015
 
 @_typing.final
 class ScheduleRequest(_message.Message):
@@ -794,6 +819,43 @@ class DrainNodeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainNodeReply: _TypeAlias = DrainNodeReply  # noqa: Y015
+
+@_typing.final
+class SwitchNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    role: _common_pb2.Role.ValueType
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchNodeRequest: _TypeAlias = SwitchNodeRequest  # noqa: Y015
+
+@_typing.final
+class SwitchNodeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchNodeReply: _TypeAlias = SwitchNodeReply  # noqa: Y015
 
 @_typing.final
 class SloVersion(_message.Message):

@@ -60,6 +60,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
                 _registered_method=True)
+        self.SwitchNode = channel.unary_unary(
+                '/moonpool.v1.Conductor/SwitchNode',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeReply.FromString,
+                _registered_method=True)
         self.ShowSlo = channel.unary_unary(
                 '/moonpool.v1.Conductor/ShowSlo',
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ShowSloRequest.SerializeToString,
@@ -119,6 +124,13 @@ class ConductorServicer:
 
     def DrainNode(self, request, context):
         """Ask a node to take no new work, finish what it has and leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwitchNode(self, request, context):
+        """Make a prefill node a decode node, or the other way round, without restarting it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,6 +196,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.SerializeToString,
+            ),
+            'SwitchNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchNode,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeReply.SerializeToString,
             ),
             'ShowSlo': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowSlo,
@@ -346,6 +363,33 @@ class Conductor:
             '/moonpool.v1.Conductor/DrainNode',
             moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_conductor__pb2.DrainNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/SwitchNode',
+            moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.SwitchNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

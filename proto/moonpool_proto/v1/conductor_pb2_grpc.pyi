@@ -41,6 +41,8 @@ class ConductorStub:
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
     """Ask a node to take no new work, finish what it has and leave."""
+    SwitchNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.SwitchNodeRequest, _conductor_pb2.SwitchNodeReply]
+    """Make a prefill node a decode node, or the other way round, without restarting it."""
     ShowSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]
     """The record of objectives: what is in force, its versions, and who goes by which."""
     ChangeSlo: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]
@@ -62,6 +64,8 @@ class ConductorAsyncStub(ConductorStub):
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
     """Ask a node to take no new work, finish what it has and leave."""
+    SwitchNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.SwitchNodeRequest, _conductor_pb2.SwitchNodeReply]  # type: ignore[assignment]
+    """Make a prefill node a decode node, or the other way round, without restarting it."""
     ShowSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ShowSloRequest, _conductor_pb2.ShowSloReply]  # type: ignore[assignment]
     """The record of objectives: what is in force, its versions, and who goes by which."""
     ChangeSlo: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ChangeSloRequest, _conductor_pb2.ChangeSloReply]  # type: ignore[assignment]
@@ -110,6 +114,14 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DrainNodeReply, _abc.Awaitable[_conductor_pb2.DrainNodeReply]]:
         """Ask a node to take no new work, finish what it has and leave."""
+
+    @_abc_1.abstractmethod
+    def SwitchNode(
+        self,
+        request: _conductor_pb2.SwitchNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.SwitchNodeReply, _abc.Awaitable[_conductor_pb2.SwitchNodeReply]]:
+        """Make a prefill node a decode node, or the other way round, without restarting it."""
 
     @_abc_1.abstractmethod
     def ShowSlo(
