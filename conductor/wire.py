@@ -1,12 +1,14 @@
 """Between the wire's messages and the policy's plain data, in both directions. No state, no decisions."""
 
 from collections.abc import Mapping
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
+    NO_TURN,
     DecodeSample,
     Held,
     NodeReported,
@@ -18,6 +20,7 @@ from conductor.policy.events import (
     RequestCompleted,
     Role,
     TransferSample,
+    Turn,
 )
 from conductor.policy.matches import NO_MATCHES, PoolMatches
 from kvpool.directory_matches import Matches
@@ -25,6 +28,7 @@ from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "prefix_key", "rejection", "report"]
 
+_LONGEST_S = 86400.0
 ROLES: Mapping[int, Role] = {
     common_pb2.ROLE_PREFILL: "prefill",
     common_pb2.ROLE_DECODE: "decode",
@@ -78,7 +82,18 @@ def _held(held: conductor_pb2.Held) -> Held:
         held.prompt_tokens,
         held.max_new_tokens,
         held.decode_node,
+        _turn(held.turn) if held.HasField("turn") else NO_TURN,
     )
+
+
+def _turn(turn: conductor_pb2.Turn) -> Turn:
+    times = (_seconds(value) for value in (turn.waited_s, turn.due_in_s, turn.ages_in_s))
+    return Turn(turn.level, turn.account, max(0, turn.start_ns), turn.priority, *times)
+
+
+def _seconds(value: float) -> float:
+    """What a clock that jumped may have told, as a time that can be reckoned with."""
+    return max(-_LONGEST_S, min(value, _LONGEST_S)) if isfinite(value) else 0.0
 
 
 def prefix_key(kv_namespace: bytes, last_key: int) -> int:
@@ -115,6 +130,8 @@ def arrived(
         tenant=request.tenant,
         slo_class=request.slo_class,
         priority=request.priority,
+        waited_s=max(0.0, _seconds(request.waited_s)),
+        endless=request.endless,
     )
 
 
@@ -138,6 +155,15 @@ def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conducto
         reuse_blocks=place.reuse_blocks,
         predicted_ttft_s=place.predicted_ttft_s,
         predicted_tbt_s=place.predicted_tbt_s,
+        turn=conductor_pb2.Turn(
+            level=place.turn.level,
+            account=place.turn.account,
+            start_ns=place.turn.start_ns,
+            priority=place.turn.priority,
+            waited_s=place.turn.waited_s,
+            due_in_s=place.turn.due_in_s,
+            ages_in_s=place.turn.ages_in_s,
+        ),
         holders=[
             conductor_pb2.Holder(
                 pool=_ref(nodes[h.pool]),

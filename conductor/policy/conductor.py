@@ -28,6 +28,7 @@ from conductor.policy.events import (
 from conductor.policy.feasibility import reach, unmeetable
 from conductor.policy.kernels import kernels
 from conductor.policy.learning import mismatches
+from conductor.policy.line_kernels import line_kernels
 from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.placement import place
@@ -36,6 +37,7 @@ from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
+from conductor.policy.seats import accrue_endless
 from conductor.policy.state import ClusterState
 
 __all__ = ["Conductor"]
@@ -47,6 +49,7 @@ class Conductor:
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
         kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
+        line_kernels()
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Take in one event. `now_ns` never decreases; its origin does not matter."""
@@ -89,6 +92,7 @@ class Conductor:
                     state.costs[model].give(event)
             case Tick():
                 state.forget_recent(now_ns)
+                accrue_endless(now_ns, state)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns)]
         self._count(event, decisions)
         return decisions

@@ -43,6 +43,9 @@ class PolicyConfig:
     model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # of models that have their own
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait for a prefill turn or for decode pages
+    aging_s: float = 60.0  # who has waited for so long goes before everything newer, whatever its class
+    max_tenants: int = 64  # of a model, with accounts of their own; further ones share one
+    max_endless: int = 4  # requests without an end that one tenant may have at a time
     replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
     replica_idle_s: float = 180.0  # a copied prefix that was not used for so long is given up again
     hot_load: float = 0.5  # share of its holders' time that a prefix may take before it is copied ahead of need

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from conductor.policy.events import NO_TURN, Turn
+
 __all__ = [
     "Considered",
     "Copy",
@@ -17,7 +19,9 @@ __all__ = [
     "Shrink",
 ]
 
-Reason = Literal["ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long"]
+Reason = Literal[
+    "ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long", "endless"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Place:
     holders: tuple[Holder, ...]
     predicted_ttft_s: float
     predicted_tbt_s: float
+    turn: Turn = NO_TURN
     considered: Considered = NOTHING_CONSIDERED
     extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
     asks_again: bool = False

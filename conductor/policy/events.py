@@ -31,6 +31,7 @@ __all__ = [
     "Role",
     "Tick",
     "TransferSample",
+    "Turn",
 ]
 
 Role = Literal["prefill", "decode", "aggregated", "pool"]
@@ -72,6 +73,22 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """When a request is served among those that wait on its node (`worker.policy.turns`), as of this moment."""
+
+    level: int = 0  # of its class: lower goes first
+    account: str = ""  # token of the one who is charged
+    start_ns: int = 0  # virtual start time among the accounts
+    priority: int = 0  # among the account's own: lower goes first
+    waited_s: float = 0.0  # since it came to the front door
+    due_in_s: float = 0.0  # until its first token should be there
+    ages_in_s: float = 0.0  # from then on nothing newer goes before it
+
+
+NO_TURN = Turn()
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A request (attempt) that a worker holds right now."""
 
@@ -82,6 +99,7 @@ class Held:
     prompt_tokens: int = 0
     max_new_tokens: int = 0
     decode_node: str = ""  # told by prefill nodes: where the request decodes next
+    turn: Turn = NO_TURN  # while it waits for its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +174,9 @@ class RequestArrived:
     tbt_objective_s: float = 0.0
     tenant: str = ""
     slo_class: str = ""  # "" = that of its tenant, or the default one
-    priority: int = 0  # among the requests of its class: lower goes first, as in vLLM
+    priority: int = 0  # among its tenant's requests of its class: lower goes first, as in vLLM
+    waited_s: float = 0.0  # since it came to the front door
+    endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
     endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
 
 

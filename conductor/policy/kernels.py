@@ -52,12 +52,6 @@ def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
             sums[slot, 2] += 1
 
 
-def queues(sums: Any, slots: Any, queue_s: Any) -> None:
-    """Seconds until each candidate's prefills have ended, of what `tally` found."""
-    for c in range(len(slots)):
-        queue_s[c] = sums[slots[c], 0] / 1e9
-
-
 def prefixes(
     blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, held: Any, own: Any
 ) -> Any:
@@ -165,7 +159,6 @@ class Kernels(NamedTuple):
     """See the functions of the same names."""
 
     tally: Any
-    queues: Any
     prefixes: Any
     score_prefill: Any
     best: Any
@@ -182,7 +175,6 @@ def kernels() -> Kernels:
     scored = signatures.Tuple((n, f))
     return Kernels(
         compiled(tally, types.void(wide, n, n, wide)),
-        compiled(queues, types.void(wide, ints, floats)),
         compiled(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
         compiled(
             score_prefill,

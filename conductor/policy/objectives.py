@@ -73,12 +73,16 @@ class SloClass:
 
 @dataclass(frozen=True, slots=True)
 class TenantSlo:
-    """What one tenant has of its own. `slo_class`: of requests that name none; `headers` None: the record's rule."""
+    """What one tenant has of its own. `slo_class`: of requests that name none; `headers` None: the record's rule.
+
+    `weight`: its share of the cluster beside other tenants' (`fairness`), that of one of whom nothing is said being 1.
+    """
 
     ttft: Objective | None = None
     tbt: Objective | None = None
     slo_class: str = ""
     headers: HeaderRule | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,11 @@ class ObjectiveBook:
     def knows(self, slo_class: str) -> bool:
         """Whether a request may name the class."""
         return not slo_class or slo_class in self.record.classes
+
+    def weight_of(self, tenant: str) -> float | None:
+        """The tenant's weight; None where the record does not name it."""
+        own = self.record.tenants.get(tenant)
+        return None if own is None else own.weight
 
     def resolve(self, model: str, tenant: str, slo_class: str) -> Resolved:
         """Tenant before class before model before cluster. A class that is gone counts as none being named."""

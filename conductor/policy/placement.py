@@ -24,6 +24,7 @@ from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
+from conductor.policy.seats import Seat, endless_refused, seat_of, sit
 from conductor.policy.state import ClusterState
 
 __all__ = ["place"]
@@ -53,16 +54,21 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     if stale is not None:
         # A new attempt, or the same one asked again: what the old answer claimed is void.
         former = state.requests.remove(stale)
+    if former is not None and former.charge is not None:
+        former.charge.cancel()
     places = find_places(now_ns, state, request)
     if isinstance(places, Reject):
         return [places]
+    if (refused := endless_refused(state, request)) is not None:
+        return [refused]
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
     curve, places = _expect(now_ns, state, request, places, model.block_tokens)
     sums = state.tally(now_ns)
     prefixes = _prefixes(state, request, model, request.matches, places.prefill, sums)
-    queue_all_s = _queue_s(now_ns, state, places, costs, sums)
+    seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs)
+    queue_all_s = _queue_s(now_ns, state, places, costs, sums, seat)
     slots = places.prefill.slots
     scores = _score(state, request, model, slots, prefixes, queue_all_s, costs)
     chosen = scores.chosen
@@ -105,8 +111,10 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     )
     if beyond:
         placed = replace(placed, extrapolated=beyond)
+    placed = replace(placed, turn=seat.turn)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives, curve, judgement.unwanted)
+    sit(state, seat, request, placed, model, costs)
     replicas = _replicas(state, request, model)
     if places.prefill.pools[chosen] in replicas:
         without = _without_replicas(state, request, model, replicas)
@@ -215,11 +223,9 @@ def _without_replicas(
     return PoolMatches.of(*without.values())
 
 
-def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts, sums: Ints) -> Floats:
+def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts, sums: Ints, seat: Seat) -> Floats:
     """Per candidate: seconds until its turn."""
-    nodes = places.prefill
-    queue_s = np.empty(len(nodes))
-    kernels().queues(sums, nodes.slots, queue_s)
+    nodes, queue_s = places.prefill, seat.queue_s
     if nodes.has_aggregated:
         # There the prefill itself waits for the pages that the whole request needs.
         committed = sums[nodes.slots, 1]

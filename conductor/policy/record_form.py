@@ -29,6 +29,7 @@ _LARGEST_S = {"ttft": 86400.0, "tbt": 3600.0}
 _LEAST_S = 1e-6
 _LARGEST_TIMES = 1000.0
 _LARGEST_PRIORITY = 1000
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 0.01, 100.0
 _MOST = {"classes": 64, "models": 256, "tenants": 1000}
 _AT = r"(\s+p(?P<percentile>\d{1,2}(\.\d{1,4})?))?"
 _OBJECTIVE = re.compile(r"(?P<number>\d{1,9}(\.\d{1,9})?)\s*(?P<unit>ms|s|x|)" + _AT)
@@ -75,6 +76,7 @@ def tell_record(record: SloRecord) -> dict[str, Any]:
             name: _told_scope(one)
             | ({"class": one.slo_class} if one.slo_class else {})
             | ({"headers": one.headers} if one.headers else {})
+            | ({"weight": one.weight} if one.weight != 1 else {})
             for name, one in sorted(record.tenants.items())
         }
     if record.default_class:
@@ -148,11 +150,12 @@ def _slo_class(value: Any, where: str) -> SloClass:
 
 
 def _tenant(value: Any, where: str) -> TenantSlo:
-    said = _mapping({} if value is None else value, where, _KINDS, ("class", "headers"))
+    said = _mapping({} if value is None else value, where, _KINDS, ("class", "headers", "weight"))
     return TenantSlo(
         **_objectives(said, where),
         slo_class=_text(said.get("class", ""), f"{where}.class"),
         headers=_rule(said["headers"], f"{where}.headers") if said.get("headers") is not None else None,
+        weight=_weight(said.get("weight", 1), f"{where}.weight"),
     )
 
 
@@ -217,6 +220,15 @@ def _rule(value: Any, where: str) -> HeaderRule:
     if value not in _RULES:
         raise ObjectivesError(f"{where} is {_shown(value)}: expected one of {', '.join(_RULES)}")
     return cast(HeaderRule, value)
+
+
+def _weight(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_WEIGHT <= value <= _LARGEST_WEIGHT:
+        raise ObjectivesError(
+            f"{where} is {_shown(value)}: expected a share from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g}, beside 1 of "
+            "tenants of whom nothing is said"
+        )
+    return float(value)
 
 
 def _text(value: Any, where: str) -> str:

@@ -5,6 +5,7 @@ from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
 from conductor.policy.learning import learn
 from conductor.policy.requests import NONE, Claim
+from conductor.policy.seats import begun, revived_turn
 from conductor.policy.state import ClusterState
 
 __all__ = ["complete", "lose_node", "report"]
@@ -37,6 +38,13 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         recent = state.recent.get(event.request_id)
         claim = recent.claim if recent is not None and recent.claim.attempt == event.attempt else None
     state.count(claim.model if claim is not None else "", f"completed_{event.outcome}")
+    if claim is not None and claim.charge is not None:
+        claim.charge.close(
+            state.recent[event.request_id].at_ns,
+            generated=event.generated,
+            cached_tokens=event.cached_tokens if event.attempt == 0 else None,
+            is_lost=event.outcome == "retry",
+        )
     if claim is None or claim.is_revived:
         return
     if event.outcome != "retry":
@@ -82,6 +90,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
     match progress.phase:
         case "prefill_started" if prefills_here:
             requests.column("started_ns")[row] = now_ns
+            begun(now_ns, state, row)
             requests.column("ready_ns")[row] = now_ns + requests.column("prefill_ns")[row]
             requests.column("sender")[row] = NONE
         case "prefill_ended" if prefills_here:
@@ -166,6 +175,7 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = round(cost_s * NS)
+        revived_turn(now_ns, state, row, held.turn)
         requests.column("ready_ns")[row] = now_ns + round(cost_s * NS)
         next_slot = state.nodes.slot(held.decode_node)
         if next_slot != NONE and requests.column("decode_node")[row] == NONE:

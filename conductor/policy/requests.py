@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.decisions import Reason
+from conductor.policy.charges import Charge
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
+from conductor.policy.turn_columns import ACCOUNT, ARRIVED, DUE, LEVEL, NUM_COLUMNS, PRIORITY, TICKET
 
 __all__ = [
     "COMMITTED",
@@ -68,6 +70,7 @@ class Claim:
     seen_decode: bool = False
     tenant: str = ""
     objectives: EffectiveObjectives = NOTHING_TO_MEET
+    charge: Charge | None = None  # None: what this conductor did not place
     curve: int = 0  # of the answer's length, in `Lengths.curves`
     max_tokens: int = 0  # longest answer, over all attempts
     unwanted: Reason | Literal[""] = ""  # why it would have been rejected, had that been enforced
@@ -78,6 +81,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.table = np.full((len(_COLUMNS), 64), NONE, np.int64)  # by column; of each, the first len(self) hold
+        self.turns = np.full((NUM_COLUMNS, 64), NONE, np.int64)  # likewise; who has none (revived) goes first
         self._rows: dict[str, int] = {}
         self.claims: list[Claim] = []
 
@@ -94,7 +98,9 @@ class RequestTable:
         row = len(self.claims)
         if row == self.table.shape[1]:
             self.table = np.concatenate([self.table, np.full_like(self.table, NONE)], axis=1)
+            self.turns = np.concatenate([self.turns, np.full_like(self.turns, NONE)], axis=1)
         self.table[:, row] = [values.get(name, NONE) for name in _COLUMNS]
+        self.turns[:, row] = NONE
         self.claims.append(claim)
         self._rows[claim.request_id] = row
         return row
@@ -108,11 +114,22 @@ class RequestTable:
         """Drop a row; the last row takes its number."""
         claim, last = self.claims[row], len(self.claims) - 1
         self.table[:, row] = self.table[:, last]
+        self.turns[:, row] = self.turns[:, last]
         self.claims[row] = self.claims[last]
         self._rows[self.claims[row].request_id] = row
         del self._rows[claim.request_id]
         self.claims.pop()
         return claim
+
+    def share_tickets(self, row: int) -> None:
+        """Of the account's requests of this class in line at the row's prefill node, the first uses the smallest
+        ticket, the next the next, as on the node (`worker.policy.turns.Line`)."""
+        turns = self.turns[:, : len(self.claims)]
+        alike = (turns[ACCOUNT] == turns[ACCOUNT, row]) & (turns[LEVEL] == turns[LEVEL, row])
+        here = self.column("prefill_node") == self.column("prefill_node")[row]
+        group = np.flatnonzero(alike & here & (self.column("prefill_ns") > 0))
+        order = np.lexsort((turns[ARRIVED, group], turns[DUE, group], turns[PRIORITY, group]))
+        turns[TICKET, group[order]] = np.sort(turns[TICKET, group])
 
     def rows_at(self, slot: int) -> list[int]:
         """Rows with a claim on the node, highest first: safe to remove while iterating."""

@@ -1,6 +1,8 @@
 """All that the policy knows, in one place. Data and look-ups; decisions are made elsewhere."""
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +13,7 @@ from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.copies import Copies
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.events import CostsGiven
+from conductor.policy.fairness import Shares
 from conductor.policy.heat import Heat
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
@@ -21,6 +24,7 @@ from conductor.policy.paces import NodePaces
 from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
+from conductor.policy.turn_columns import ACCOUNT
 
 __all__ = ["ClusterState", "ModelTally", "Recent"]
 
@@ -57,6 +61,7 @@ class ClusterState:
     errors: PredictionErrors = field(default_factory=PredictionErrors)
     refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node, and by what was wrong
     warnings: list[str] = field(default_factory=list)  # for people, until they are taken
+    shares: dict[str, Shares] = field(default_factory=dict)  # by model
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
@@ -67,6 +72,7 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    _account_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(self.config.record)
@@ -83,6 +89,17 @@ class ClusterState:
             if model in self.given:
                 self.costs[model].give(self.given[model])
         return self.costs[model]
+
+    def shares_of(self, model: str) -> Shares:
+        """Who has used how much of the model's nodes."""
+        shares = self.shares.get(model)
+        if shares is None:
+            shares = self.shares[model] = Shares(self._account_numbers, self.config.max_tenants, self.slo.weight_of)
+        return shares
+
+    def is_charged(self, account: int) -> bool:
+        """Whether the account of this number has a request."""
+        return bool((self.requests.turns[ACCOUNT, : len(self.requests)] == account).any())
 
     def count(self, model: str, what: str, by: int = 1) -> None:
         """Add to the cluster's counter and, for a model that has been served (names come from outside), to its own."""

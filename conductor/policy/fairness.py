@@ -1,0 +1,143 @@
+"""Who has used how much of a model's cluster: start-time fair queueing over tenants (Goyal et al., SIGCOMM 1996). Pure.
+
+Work is counted in one unit, nanoseconds of a worker's time (`charges` says how each thing is priced). A request of a
+tenant gets a ticket, its virtual start time: the later of the present virtual time and of where the tenant's earlier
+work ends, divided by its weight. Whoever has used less than others has the smaller tickets; nobody who used the idle
+cluster alone is held to it later, and nobody saves up by using nothing.
+
+Accounts are bounded: tenants beyond the bound share the account `OTHERS`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+__all__ = ["CREDIT_NS", "OTHERS", "Account", "Shares", "Usage", "VirtualClock"]
+
+OTHERS = "other"
+_MEMORY = 0.9
+CREDIT_NS = 10_000_000_000  # who was idle, or could not be served, catches up on so much and no more
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a tenant's ended requests took."""
+
+    uncached_tokens: int = 0  # prompt tokens that had to be computed
+    generated_tokens: int = 0
+    kv_block_s: float = 0.0  # blocks of KV, times the seconds for which they were held where the request decoded
+
+    def add(self, other: "Usage") -> None:
+        """Count another usage, too."""
+        self.uncached_tokens += other.uncached_tokens
+        self.generated_tokens += other.generated_tokens
+        self.kv_block_s += other.kv_block_s
+
+
+@dataclass(slots=True)
+class Account:
+    """One tenant, or `OTHERS`."""
+
+    name: str
+    number: int  # of no other account of any model
+    finish_ns: int = 0  # virtual: where its work so far ends
+    used: Usage = field(default_factory=Usage)
+    usual_tokens: float | None = None  # of its answers lately; None before the first
+    token: str = field(init=False)  # names it to workers and in logs, which are to know no tenants
+
+    def __post_init__(self) -> None:
+        self.token = blake2b(self.name.encode(), digest_size=8).hexdigest() if self.name else ""
+
+    def learn(self, tokens: int) -> None:
+        """An answer was so long."""
+        if self.usual_tokens is None:
+            self.usual_tokens = float(tokens)
+        else:
+            self.usual_tokens = _MEMORY * self.usual_tokens + (1 - _MEMORY) * tokens
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    """Virtual time of one class, in ns; never goes back."""
+
+    now_ns: int = 0
+    started_ns: int = 0  # the largest ticket with which a request began
+
+    def begin(self, ticket_ns: int) -> None:
+        """A request with this ticket is being computed now."""
+        self.started_ns = max(self.started_ns, ticket_ns)
+
+    def advance(self, waiting_ns: int | None) -> int:
+        """It is as late as the smallest ticket that still waits (None: nobody waits), or, if that is smaller, as the
+        largest that began; and at most `CREDIT_NS` behind that one."""
+        reached_ns = self.started_ns if waiting_ns is None else min(waiting_ns, self.started_ns)
+        self.now_ns = max(self.now_ns, reached_ns, self.started_ns - CREDIT_NS)
+        return self.now_ns
+
+
+class Shares:
+    """The accounts of one model."""
+
+    def __init__(self, numbers: Iterator[int], max_accounts: int, weight_of: Callable[[str], float | None]) -> None:
+        """`numbers` gives each account its own. `weight_of(tenant)`: None where nothing is said, which weighs 1;
+        those of whom something is said always have accounts of their own, beside `max_accounts` others."""
+        self._numbers = numbers
+        self._max_accounts = max_accounts
+        self._weight_of = weight_of
+        self._accounts: dict[str, Account] = {}  # least recently asked for first
+        self._clocks: dict[int, VirtualClock] = {}
+        self._others = self._new(OTHERS)
+
+    def __iter__(self) -> Iterator[Account]:
+        """All accounts, the shared one last."""
+        return iter([*(self._accounts[name] for name in sorted(self._accounts)), self._others])
+
+    def clock(self, level: int) -> VirtualClock:
+        """Of the class of this level."""
+        if level not in self._clocks:
+            self._clocks[level] = VirtualClock()
+        return self._clocks[level]
+
+    def account(self, tenant: str, is_live: Callable[[int], bool]) -> Account:
+        """The tenant's own, or the shared one where there are too many. `is_live(number)`: some request is that
+        account's."""
+        account = self._accounts.pop(tenant, None)
+        if account is None:
+            is_named = self._weight_of(tenant) is not None
+            if tenant == OTHERS or not (is_named or self._has_room(is_live)):
+                return self._others
+            account = self._new(tenant)
+        self._accounts[tenant] = account
+        return account
+
+    def account_of(self, token: str) -> Account:
+        """The one that goes by this token; the shared one where it is not known here."""
+        return next((account for account in self._accounts.values() if account.token == token), self._others)
+
+    def weight(self, account: Account) -> float:
+        """A share of 2 is twice one of 1."""
+        weight = self._weight_of(account.name)
+        return 1.0 if weight is None else weight
+
+    def charge(self, account: Account, ticket_ns: int, cost_ns: int) -> None:
+        """A request with this ticket is placed; it is expected to cost so much."""
+        account.finish_ns = ticket_ns + round(cost_ns / self.weight(account))
+
+    def correct(self, account: Account, by_ns: int) -> None:
+        """What was charged was too little, or, if negative, too much."""
+        account.finish_ns += round(by_ns / self.weight(account))
+
+    def _new(self, name: str) -> Account:
+        return Account(name, next(self._numbers))
+
+    def _has_room(self, is_live: Callable[[int], bool]) -> bool:
+        """Room for one more: the one asked for longest ago that has no request makes it."""
+        unnamed = [account for name, account in self._accounts.items() if self._weight_of(name) is None]
+        if len(unnamed) < self._max_accounts:
+            return True
+        for account in unnamed:
+            if not is_live(account.number):
+                self._others.used.add(account.used)  # so that sums over tenants never fall
+                del self._accounts[account.name]
+                return True
+        return False

@@ -1,0 +1,160 @@
+"""A request's place among those that wait: its turn, the work that goes before it, what its tenant is charged."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.charges import Charge, Prices
+from conductor.policy.config import NS
+from conductor.policy.costs import ModelCosts
+from conductor.policy.decisions import Place, Reject
+from conductor.policy.events import RequestArrived, Turn
+from conductor.policy.fairness import Account, Shares
+from conductor.policy.line_kernels import EARLIER, LATER, line_kernels
+from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.requests import NONE, Claim
+from conductor.policy.state import ClusterState
+
+__all__ = ["Seat", "accrue_endless", "begun", "endless_refused", "revived_turn", "seat_of", "sit"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose request it is and what orders it. Times are ns of the policy's clock; `me` is what `line_kernels` take."""
+
+    shares: Shares
+    account: Account
+    me: tuple[int, int, int, int, int, int, int]  # now, level, account, priority, due, arrived, ages
+    room: Ints  # [4, slots]
+    ticket_ns: int
+    queue_s: Floats  # per candidate: of the prefills that go before it
+
+    @property
+    def turn(self) -> Turn:
+        """As workers are told it."""
+        now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.me
+        return Turn(
+            level=level,
+            account=self.account.token,
+            start_ns=self.ticket_ns,
+            priority=priority,
+            waited_s=(now_ns - arrived_ns) / NS,
+            due_in_s=(due_ns - now_ns) / NS,
+            ages_in_s=(ages_ns - now_ns) / NS,
+        )
+
+    def take(self, state: ClusterState, row: int, slot: int) -> None:
+        """The request was placed: it stands in the line of the node with this slot."""
+        _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
+        state.requests.turns[:, row] = level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
+        # Only where the account has others there that do not all go before it does somebody use another ticket now.
+        if self.room[LATER, slot] < 1 << 62 or self.room[EARLIER, slot] > self.ticket_ns:
+            state.requests.share_tickets(row)
+
+
+def seat_of(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    former: Claim | None,
+    reusable_tokens: int,
+    nodes: Candidates,
+    costs: ModelCosts,
+) -> Seat:
+    """Where the request stands, and the seconds that it waits at each candidate until it is computed."""
+    wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
+    if former is not None and not former.is_revived:
+        objective_s = former.objectives.ttft_s
+    else:
+        reused = min(reusable_tokens, request.prompt_tokens - 1)
+        unloaded_s = costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
+        objective_s = wanted.effective(request.ttft_objective_s, 0.0, unloaded_s, 0.0).ttft_s
+    shares = state.shares_of(request.model)
+    account = shares.account(request.tenant, state.is_charged)
+    arrived_ns = now_ns - round(request.waited_s * NS)
+    ages_ns = arrived_ns + round(state.config.aging_s * NS)
+    due_ns = min(ages_ns, arrived_ns + round(objective_s * NS)) if objective_s else ages_ns
+    me = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
+    requests, room = state.requests, np.empty((4, state.nodes.num_slots), np.int64)
+    line, rows = line_kernels(), len(requests)
+    waiting_ns = line.tickets(requests.table, requests.turns, rows, nodes.slots, me, room)
+    clock = shares.clock(wanted.priority)
+    ticket_ns = max(clock.advance(waiting_ns if waiting_ns >= 0 else None), account.finish_ns)
+    queue_s = np.empty(len(nodes))
+    line.queues(requests.table, requests.turns, rows, nodes.slots, me, ticket_ns, room, queue_s)
+    return Seat(shares, account, me, room, ticket_ns, queue_s)
+
+
+def sit(
+    state: ClusterState, seat: Seat, request: RequestArrived, placed: Place, model: ModelNodes, costs: ModelCosts
+) -> None:
+    """The request is placed: it stands in the line of its prefill node, and its tenant is charged."""
+    requests = state.requests
+    row = requests.find(request.request_id)
+    assert row is not None
+    prefill_slot, decode_slot = (int(requests.column(name)[row]) for name in ("prefill_node", "decode_node"))
+    seat.take(state, row, prefill_slot)
+    node = state.nodes.get(placed.decode or placed.prefill)
+    assert node is not None
+    has_decode = decode_slot != NONE
+    prompt = request.prompt_tokens - request.generated
+    charge = Charge(
+        seat.shares,
+        seat.account,
+        Prices(
+            costs.prefill,
+            costs.decode,
+            costs.typical_step_s,
+            max(1, node.max_batch),
+            node.capacity_tokens // model.block_tokens if has_decode else 0,
+        ),
+        prompt_tokens=prompt,
+        reused_tokens=min(placed.reuse_blocks * model.block_tokens, prompt),
+        generated=request.generated,
+        num_blocks=int(requests.column("committed")[row]) // model.block_tokens,
+        is_endless=request.endless,
+    )
+    charge.open(seat.ticket_ns, request.max_new_tokens)
+    requests.claims[row].charge = charge
+
+
+def accrue_endless(now_ns: int, state: ClusterState) -> None:
+    """Charge what requests without an end have taken until now."""
+    for claim in state.requests.claims:
+        if claim.charge is not None and claim.charge.is_endless:
+            claim.charge.accrue(now_ns)
+
+
+def begun(now_ns: int, state: ClusterState, row: int) -> None:
+    """The request's prefill has begun: virtual time goes by what is being served."""
+    claim, (level, number, ticket_ns, *_) = state.requests.claims[row], state.requests.turns[:, row].tolist()
+    if claim.charge is not None:
+        claim.charge.begin(now_ns)
+    if number >= 0:
+        state.shares_of(claim.model).clock(level).begin(ticket_ns)
+
+
+def revived_turn(now_ns: int, state: ClusterState, row: int, turn: Turn) -> None:
+    """The turn of a request that another conductor placed, or this one before it was restarted, as a worker told it."""
+    account = state.shares_of(state.requests.claims[row].model).account_of(turn.account)
+    arrived_ns, due_ns = now_ns - round(turn.waited_s * NS), now_ns + round(turn.due_in_s * NS)
+    ages_ns = now_ns + round(turn.ages_in_s * NS)
+    told = turn.level, account.number, turn.start_ns, turn.priority, due_ns, arrived_ns, ages_ns
+    state.requests.turns[:, row] = told
+
+
+def endless_refused(state: ClusterState, request: RequestArrived) -> Reject | None:
+    """A tenant has so many endless requests and no more. One that tokens came of is not turned away."""
+    if not request.endless or request.generated:
+        return None
+    most, account = state.config.max_endless, state.shares_of(request.model).account(request.tenant, state.is_charged)
+    charges = (claim.charge for claim in state.requests.claims)
+    running = sum(charge is not None and charge.is_endless and charge.account is account for charge in charges)
+    if running < most:
+        return None
+    message = f"{running} endless requests of this tenant are running; {most} may at a time, so end one first"
+    return Reject(request.request_id, request.attempt, "endless", message, 1.0)
