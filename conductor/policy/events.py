@@ -177,7 +177,6 @@ class RequestArrived:
     priority: int = 0  # among its tenant's requests of its class: lower goes first, as in vLLM
     waited_s: float = 0.0  # since it came to the front door
     endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
-    endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +212,6 @@ class ObjectivesChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeAsked:
-    """The prefill has ended and the first token is withheld: may the request decode? A Reject says no, nothing yes.
-
-    Asked where `Place.asks_again` says so, before the client has anything.
-    """
-
-    request_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
 class PathCosts:
     """What one batch of bytes costs on a path; `nbytes`: the most that was measured."""
 
@@ -251,6 +239,17 @@ class CostsGiven:
     batch: float
     context_tokens: float
     paths: tuple[PathCosts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAsked:
+    """The prefill has ended and the first token is withheld: may the request decode? A Reject says no, nothing yes.
+
+    Asked where `Place.asks_again` says so, before the client has anything.
+    """
+
+    request_id: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,7 @@ def record_of_seconds(
     cluster: tuple[float | None, float | None], models: Mapping[str, tuple[float | None, float | None]]
 ) -> SloRecord:
     """A record of (TTFT, TBT) in seconds; 0 = off, so that for a model the cluster's does not hold either."""
-    return SloRecord(
-        _scope(*cluster), {model: _scope(*own) for model, own in models.items() if own != (None, None)}
-    )
+    return SloRecord(_scope(*cluster), {model: _scope(*own) for model, own in models.items() if own != (None, None)})
 
 
 def _scope(*bounds_s: float | None) -> Scope:

@@ -109,9 +109,9 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = _placed(
         request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered, asks_again(state.config)
     )
+    placed = replace(placed, turn=seat.turn)
     if beyond:
         placed = replace(placed, extrapolated=beyond)
-    placed = replace(placed, turn=seat.turn)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)
     _claim(now_ns, state, request, places, prefixes, scores, chosen, placed, objectives, curve, judgement.unwanted)
     sit(state, seat, request, placed, model, costs)

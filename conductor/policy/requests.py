@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.decisions import Reason
 from conductor.policy.charges import Charge
+from conductor.policy.decisions import Reason
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
 from conductor.policy.turn_columns import ACCOUNT, ARRIVED, DUE, LEVEL, NUM_COLUMNS, PRIORITY, TICKET
 
