@@ -152,7 +152,8 @@ class Service:
         watch, own = self.loop_watch, {"process": "frontend"}
         return [
             *self.cluster.conductor_samples(),
-            ConductorSample("event_loop_lag_seconds", watch.longest_s, own),
+            ConductorSample("event_loop_lag_seconds", watch.lag_s, own),
+            ConductorSample("event_loop_held_seconds", watch.own_s, own),
             ConductorSample("event_loop_stalls_total", watch.num_stalls, own),
         ]
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import blake3
 from tokenizers import Tokenizer as FastTokenizer
@@ -13,9 +13,15 @@ from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_token, piece_token
 from frontend.errors import ModelFolderError
 
+_MANY_TOKENS: Final = 1024
+
 
 class Tokenizer:
-    """Encodes, decodes and renders chats. Thread-safe; `encode` and `decode` release the GIL where it counts."""
+    """Encodes, decodes and renders chats. Thread-safe; long texts are worked on without the GIL.
+
+    That is done by the library's calls for batches, and only by those: with its others a prompt of 100,000 tokens
+    would stop every thread for half a second.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ModelFolderError when the folder has no usable tokenizer.json or config.json."""
@@ -46,7 +52,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The text's token ids."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def least_tokens(self, text: str) -> int:
@@ -55,7 +61,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The ids' text; ids that the vocabulary lacks have none."""
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        ids = list(token_ids)
+        if len(ids) < _MANY_TOKENS:  # a batch costs more than it gives
+            return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def spells(self, token_ids: Sequence[int], text: str) -> bool:
         """Whether the ids, special ones included, spell exactly `text`; for a decoder whose text depends on neighbours,

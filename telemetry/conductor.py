@@ -34,7 +34,8 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         ("tenant", "objective", "result"),
     ),
     "event_loop_lag_seconds": ("Longest time that an event loop did not come round of late.", ("process",)),
-    "event_loop_stalls_total": ("Times that an event loop did not come round for 50 ms and more.", ("process",)),
+    "event_loop_held_seconds": ("Longest of such times that was the process's own work.", ("process",)),
+    "event_loop_stalls_total": ("Times that a process's own work held its event loop for 50 ms or more.", ("process",)),
     "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
 }
 

@@ -1,6 +1,7 @@
 """How long an event loop does not come round: work on it, or a thread that keeps the interpreter to itself.
 
-Wall time: on a machine that others load too, some of it is theirs.
+Twice: as time that passed, some of which other processes of the machine may have had; and as what of it this process
+can be to blame for, which is at most what it computed meanwhile.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ class LoopWatch:
         self._now = now
         self._task: asyncio.Task[None] | None = None
         self._window_s = now()
-        self._longest = [0.0, 0.0]  # of the last whole window, of this one
-        self.num_stalls = 0  # of STALL_S and longer
+        self._before, self._longest = (0.0, 0.0), (0.0, 0.0)  # (lag, own) of the last whole window, of this one
+        self.num_stalls = 0  # of STALL_S and longer, by its own work
 
     def start(self) -> None:
         """Watch from now on."""
@@ -38,25 +39,32 @@ class LoopWatch:
                 await self._task
 
     @property
-    def longest_s(self) -> float:
-        """The longest lag of the last half a minute, or up to a minute."""
+    def lag_s(self) -> float:
+        """The longest time that the loop did not come round, of the last half a minute to a minute."""
         self._turn_over()
-        return max(self._longest)
+        return max(self._before[0], self._longest[0])
 
-    def note(self, lag_s: float) -> None:
-        """The loop came round so much later than asked."""
+    @property
+    def own_s(self) -> float:
+        """The longest of what of such times was this process's own work."""
         self._turn_over()
-        self._longest[1] = max(self._longest[1], lag_s)
-        self.num_stalls += lag_s >= STALL_S
+        return max(self._before[1], self._longest[1])
+
+    def note(self, lag_s: float, cpu_s: float) -> None:
+        """The loop came round so much later than asked; meanwhile the process had so much CPU time."""
+        self._turn_over()
+        own_s = min(lag_s, cpu_s)
+        self._longest = max(self._longest[0], lag_s), max(self._longest[1], own_s)
+        self.num_stalls += own_s >= STALL_S
 
     async def _watch(self) -> None:
         while True:
-            due = self._now() + _EVERY_S
+            due, cpu_s = self._now() + _EVERY_S, time.process_time()
             await asyncio.sleep(_EVERY_S)
-            self.note(max(0.0, self._now() - due))
+            self.note(max(0.0, self._now() - due), time.process_time() - cpu_s)
 
     def _turn_over(self) -> None:
         passed = self._now() - self._window_s
         if passed >= _WINDOW_S:
-            self._longest = [self._longest[1] if passed < 2 * _WINDOW_S else 0.0, 0.0]
-            self._window_s = self._now()
+            self._before = self._longest if passed < 2 * _WINDOW_S else (0.0, 0.0)
+            self._longest, self._window_s = (0.0, 0.0), self._now()
