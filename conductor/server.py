@@ -8,13 +8,15 @@ from collections.abc import Callable
 from conductor.config import ConductorConfig
 from conductor.continuity import Continuity, first_contact
 from conductor.core import Core
-from conductor.policy.decisions import Shrink
+from conductor.errors import SwitchRefused, UnknownNode
+from conductor.policy.decisions import Shrink, SwitchRole
 from conductor.policy.events import Tick
 from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo_keeping import slo_keeper
 from messenger.control import start_server
+from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
 from telemetry import LoopWatch
 
@@ -22,6 +24,7 @@ __all__ = ["ConductorConfig", "serve_conductor"]
 
 log = logging.getLogger(__name__)
 _STOP_GRACE_S = 0.2
+_ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 
 
 async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
@@ -48,7 +51,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         stack.push_async_callback(watch.close)
         service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation, watch)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
-        ticking = asyncio.create_task(_tick(core, pools, config.tick_s), name="conductor tick")
+        ticking = asyncio.create_task(_tick(core, pools, registry, config.tick_s), name="conductor tick")
         try:
             continuity.start()
             log.info("conductor listens at %s", server.target)
@@ -61,12 +64,25 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             await server.stop(_STOP_GRACE_S)
 
 
-async def _tick(core: Core, pools: Pools, every_s: float) -> None:
+async def _tick(core: Core, pools: Pools, registry: Registry, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         for decision in core.handle(Tick()):
             if isinstance(decision, Shrink):
                 pools.shrink(decision)
+            elif isinstance(decision, SwitchRole):
+                _switch(decision, registry)
             else:
                 log.warning("released: %s", decision)
         pools.tell_replicas()
+
+
+def _switch(decision: SwitchRole, registry: Registry) -> None:
+    if decision.is_advice:
+        log.info("%s would do better as a %s node: %s", decision.node_id, decision.role, decision.reason)
+        return
+    log.info("%s is to become a %s node: %s", decision.node_id, decision.role, decision.reason)
+    try:
+        registry.ask_to_switch(decision.node_id, _ROLES[decision.role])
+    except (UnknownNode, SwitchRefused) as error:
+        log.warning("it stays what it is: %s", error)

@@ -19,7 +19,7 @@ from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
     from conductor.decision_log import DecisionLogConfig
-    from conductor.policy.config import Admission, AdmissionMode
+    from conductor.policy.config import Admission, AdmissionMode, RoleSwitching
     from conductor.policy.objectives import SloRecord
     from conductor.server import ConductorConfig
     from engine.model import Dtype
@@ -61,6 +61,9 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         replica_idle_s=config.scheduling.replica_idle,
         max_queue_s=config.scheduling.max_queue,
         report_timeout_s=config.scheduling.report_timeout,
+        role_switching=cast("RoleSwitching", config.scheduling.role_switching),
+        role_hold_s=config.scheduling.role_hold,
+        role_rest_s=config.scheduling.role_rest,
         decision_log=_decision_log_config(config.decisions),
         redis_url=config.shared.redis_url,
         cluster_name=config.shared.cluster_name,

@@ -8,7 +8,7 @@ import numpy as np
 from conductor.policy.admission import judge_after_prefill
 from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
-from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink
+from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
 from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.events import (
     CopyFinished,
@@ -37,6 +37,7 @@ from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
+from conductor.policy.role_plan import plan_roles
 from conductor.policy.seats import accrue_endless
 from conductor.policy.state import ClusterState
 
@@ -93,7 +94,7 @@ class Conductor:
             case Tick():
                 state.forget_recent(now_ns)
                 accrue_endless(now_ns, state)
-                decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns)]
+                decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns), *plan_roles(now_ns, state)]
         self._count(event, decisions)
         return decisions
 
@@ -295,6 +296,8 @@ class Conductor:
                     count(model, "shrinks")
                 case ReleaseOrphan():
                     count(model, "orphans")
+                case SwitchRole(is_advice=is_advice):
+                    count(model, "switches_advised" if is_advice else "switches")
         if isinstance(event, RequestArrived):
             count(model, "arrived")
             count(model, "replaced", int(event.attempt > 0))

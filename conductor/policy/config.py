@@ -9,7 +9,7 @@ from conductor.errors import ConfigError
 from conductor.policy.objectives import SloRecord, record_of_seconds
 from conductor.policy.objectives import SloRecord, record_of_seconds
 
-__all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig"]
+__all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig", "RoleSwitching"]
 
 NS = 1_000_000_000
 # What becomes of requests that are predicted to miss their objectives: all are served, as many are, they are refused.
@@ -17,6 +17,7 @@ Admission = Literal["off", "shadow", "enforce"]
 # By what: nothing; TTFT at arrival and decode load once the prefill has ended; both at arrival, by decode load as it is
 # then; or as it will be when the prefill ends, with answers that all decode equally long, or as long as was learned.
 AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
+RoleSwitching = Literal["off", "advise", "act"]
 _MOST_OVERRUN = 0.5
 
 
@@ -58,6 +59,9 @@ class PolicyConfig:
     admission: Admission = "enforce"
     admission_mode: AdmissionMode = "predicted-uniform"
     overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
+    role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised
+    role_hold_s: float = 30.0  # a change must have been better for so long
+    role_rest_s: float = 120.0  # between two changes of a model's nodes
     explain: int = 0  # candidates of each phase whose scores go into a decision, the best ones
 
     def __post_init__(self) -> None:
@@ -70,6 +74,9 @@ class PolicyConfig:
         if self.admission_mode not in get_args(AdmissionMode):
             modes = ", ".join(get_args(AdmissionMode))
             raise ConfigError(f"admission_mode is {self.admission_mode!r}: expected one of {modes}")
+        if self.role_switching not in get_args(RoleSwitching):
+            modes = ", ".join(get_args(RoleSwitching))
+            raise ConfigError(f"role_switching is {self.role_switching!r}: expected one of {modes}")
         if self.overrun_probability > _MOST_OVERRUN:
             text = f"must lie between 0 and {_MOST_OVERRUN:g}"
             raise ConfigError(f"overrun_probability is {self.overrun_probability}: {text}")

@@ -17,6 +17,7 @@ __all__ = [
     "Reject",
     "ReleaseOrphan",
     "Shrink",
+    "SwitchRole",
 ]
 
 Reason = Literal[
@@ -148,4 +149,17 @@ class ReleaseOrphan:
     attempt: int
 
 
-Decision = Place | Reject | Copy | Shrink | ReleaseOrphan
+@dataclass(frozen=True, slots=True)
+class SwitchRole:
+    """One more node should have `role`: this one, of the other role, has the least to finish.
+
+    `is_advice`: it is only said. `reason` is for people.
+    """
+
+    node_id: str
+    role: Literal["prefill", "decode"]
+    reason: str
+    is_advice: bool
+
+
+Decision = Place | Reject | Copy | Shrink | ReleaseOrphan | SwitchRole

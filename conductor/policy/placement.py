@@ -25,6 +25,7 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.seats import Seat, endless_refused, seat_of, sit
+from conductor.policy.role_plan import arrived
 from conductor.policy.state import ClusterState
 
 __all__ = ["place"]
@@ -101,6 +102,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         transfers=state.transfers,
     )
     judgement = judge(now_ns, state, request, verdict, costs)
+    if request.attempt == 0 and not request.endless:
+        arrived(now_ns, state, request.model, float(scores.prefill_s[chosen]), request.prompt_tokens)
     if judgement.rejection is not None:
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]

@@ -6,6 +6,7 @@ from conductor.policy.events import Held, NodeReported, NodeView, Progress, Requ
 from conductor.policy.learning import learn
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.seats import begun, revived_turn
+from conductor.policy.role_plan import answered
 from conductor.policy.state import ClusterState
 
 __all__ = ["complete", "lose_node", "report"]
@@ -55,6 +56,7 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         state.attainment.lost(claim.model, claim.tenant, claim.objectives, "failed")
     if event.outcome != "finished":
         return
+    answered(now_ns, state, claim.model, event.generated)
     state.attainment.finished(claim.model, claim.tenant, claim.objectives, event.ttft_s, event.mean_tbt_s)
     if event.attempt == 0 and event.ttft_s > 0:
         state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))

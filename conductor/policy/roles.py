@@ -10,9 +10,8 @@ from typing import Final, Literal
 
 from conductor.policy.config import NS
 
-__all__ = ["Demand", "RoleSwitching", "Split", "Switch", "Switching", "better_split"]
+__all__ = ["Demand", "Split", "Switch", "Switching", "better_split"]
 
-RoleSwitching = Literal["off", "advise", "act"]
 _MEMORY_S: Final = 60.0  # over which demand is measured, about
 _PRESSURE: Final = 0.7  # a share of its time below which no role needs help
 _GAIN: Final = 0.85  # a change must bring the busier role to this share of what it was

@@ -24,6 +24,7 @@ from conductor.policy.paces import NodePaces
 from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
+from conductor.policy.roles import Switching
 from conductor.policy.turn_columns import ACCOUNT
 
 __all__ = ["ClusterState", "ModelTally", "Recent"]
@@ -62,6 +63,7 @@ class ClusterState:
     refused_samples: dict[str, Counter[str]] = field(default_factory=dict)  # by node, and by what was wrong
     warnings: list[str] = field(default_factory=list)  # for people, until they are taken
     shares: dict[str, Shares] = field(default_factory=dict)  # by model
+    switching: dict[str, Switching] = field(default_factory=dict)  # by model: whether nodes should change their role
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served

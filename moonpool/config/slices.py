@@ -238,6 +238,17 @@ class SchedulingSettings(Slice):
             high=0.5,
         ),
     ] = 0.0
+    role_switching: Annotated[
+        str,
+        Key(
+            "Whether nodes change between prefill and decode as the load does: off; advise only says so; act",
+            choices=("off", "advise", "act"),
+        ),
+    ] = "off"
+    role_hold: Annotated[
+        float, Key("Seconds for which such a change must have been the better split", low=1, high=86400)
+    ] = 30.0
+    role_rest: Annotated[float, Key("Seconds between two changes of a model's nodes", low=1, high=86400)] = 120.0
     report_timeout: Annotated[
         float,
         Key(

@@ -1,9 +1,14 @@
 """When a node should change its role: only under pressure, only for much, only after long, and never the last one."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.policy.config import NS
+from conductor.policy.decisions import Place, SwitchRole
+from conductor.policy.events import RequestCompleted, Tick
 from conductor.policy.roles import Demand, Split, Switching, better_split
 
 loads = st.floats(0, 100)
@@ -73,3 +78,44 @@ def test_a_young_cluster_is_not_thought_idle() -> None:
     for tenth in range(100):
         demand.arrived(tenth * NS // 10, prefill_s=0.25, prompt_tokens=1000)
     assert abs(demand.prefill_load(10 * NS) - 2.5) < 0.2
+
+
+def press(c: Any, make: Any, seconds: int, *, prompt: int, new: int, answer: int) -> list[SwitchRole]:
+    """Ten requests a second for a while, each answered a second later; the changes that are decided meanwhile."""
+    decided: list[SwitchRole] = []
+    for second in range(seconds):
+        for tenth in range(10):
+            name = f"{second}.{tenth}"
+            placed = c.after(0.1).send(make.request(name, prompt=prompt, new=new))
+            if isinstance(placed[0], Place):
+                c.send(RequestCompleted(name, 0, "finished", ttft_s=0.1, mean_tbt_s=0.01, generated=answer))
+        decided += [decision for decision in c.send(Tick()) if isinstance(decision, SwitchRole)]
+    return decided
+
+
+@pytest.mark.parametrize(("mode", "is_advice"), [("advise", True), ("act", False)])
+def test_a_cluster_short_of_prefill_wants_a_decode_node_for_it(
+    cluster: Any, make: Any, mode: str, is_advice: bool
+) -> None:
+    c = cluster(role_switching=mode, role_hold_s=10, role_rest_s=1000)
+    c.learn("prefill-0", per_token_s=1e-3)
+    (switch,) = press(c, make, 60, prompt=300, new=20, answer=2)  # 3 node-seconds of prefill each second, on 2 nodes
+    assert (switch.node_id, switch.role, switch.is_advice) == ("decode-0", "prefill", is_advice)
+    assert "2 prefill nodes" in switch.reason
+
+
+def test_a_cluster_short_of_decode_wants_the_idlest_prefill_node_for_it(cluster: Any, make: Any) -> None:
+    c = cluster(role_switching="act", role_hold_s=10, role_rest_s=1000)
+    c.learn("decode-0", per_token_s=1e-6, step_s=0.01)
+    # Answers of 500 tokens at 10 ms for each request in the batch: 50 node-seconds a second.
+    switches = press(c, make, 40, prompt=16, new=600, answer=500)
+    assert [(switch.node_id, switch.role) for switch in switches] == [("prefill-0", "decode")]
+
+
+def test_nothing_is_decided_where_roles_stay_or_the_load_is_low(cluster: Any, make: Any) -> None:
+    c = cluster(role_hold_s=10)
+    c.learn("prefill-0", per_token_s=1e-3)
+    assert press(c, make, 30, prompt=300, new=20, answer=2) == []
+    calm = cluster(role_switching="act", role_hold_s=10)
+    calm.learn("prefill-0", per_token_s=1e-6)
+    assert press(calm, make, 30, prompt=300, new=20, answer=2) == []

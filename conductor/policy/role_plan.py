@@ -1,0 +1,89 @@
+"""Which node should change its role, by what the cluster knows: demand, nodes, costs, objectives. Rules: `roles`."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.config import NS
+from conductor.policy.costs import ModelCosts
+from conductor.policy.decisions import SwitchRole
+from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.roles import Demand, Split, Switching
+from conductor.policy.state import ClusterState
+
+__all__ = ["answered", "arrived", "plan_roles"]
+
+_MOST_ROOM: Final = 4096
+
+
+def arrived(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
+    """A request came for the first time; `prefill_s`: what its prefill takes where it would go."""
+    if state.config.role_switching != "off":
+        _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens)
+
+
+def answered(now_ns: int, state: ClusterState, model: str, tokens: int) -> None:
+    """A request ended after so many tokens."""
+    if state.config.role_switching != "off":
+        _switching(state, model).demand.answered(now_ns, tokens)
+
+
+def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
+    """The changes that are due now, at most one of each model."""
+    due = []
+    for name in sorted(state.switching):
+        model, switching = state.nodes.model(name), state.switching[name]
+        if model is None:
+            continue
+        prefill = np.flatnonzero(~model.prefill.is_aggregated)
+        if not len(prefill) or not len(model.decode):
+            continue
+        switch = switching.look(now_ns, _split(now_ns, state, name, model, switching.demand, len(prefill)))
+        if switch is not None:
+            nodes = model.prefill if switch.to == "decode" else model.decode
+            among = prefill if switch.to == "decode" else np.arange(len(nodes))
+            node_id = _idlest(now_ns, state, nodes, among, switch.to)
+            due.append(SwitchRole(node_id, switch.to, switch.reason, state.config.role_switching == "advise"))
+    return due
+
+
+def _switching(state: ClusterState, model: str) -> Switching:
+    switching = state.switching.get(model)
+    if switching is None:
+        config = state.config
+        switching = Switching(hold_ns=round(config.role_hold_s * NS), rest_ns=round(config.role_rest_s * NS))
+        state.switching[model] = switching
+    return switching
+
+
+def _split(now_ns: int, state: ClusterState, name: str, model: ModelNodes, demand: Demand, prefill_nodes: int) -> Split:
+    costs, context = state.costs_of(name), max(1.0, demand.mean_context)
+    wanted = state.slo.resolve(name, "", "").tbt
+    tbt_s = wanted.bound_s(costs.step_cost_s(1, context, 1))
+    room = _room(costs, context, tbt_s, int(model.decode.max_batch.min()), int(model.decode.capacity_tokens.min()))
+    step_s = costs.step_cost_s(room, room * context, room)
+    return Split(
+        prefill_nodes, len(model.decode), demand.prefill_load(now_ns), demand.decode_load(now_ns, step_s, room)
+    )
+
+
+def _room(costs: ModelCosts, context: float, tbt_s: float, max_batch: int, capacity_tokens: int) -> int:
+    """Requests that a decode node holds at once: by its batch, its pages, and the objective (0 = none)."""
+    most = max(1, min(max_batch, int(capacity_tokens / context), _MOST_ROOM))
+    if not tbt_s:
+        return most
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if costs.step_cost_s(middle, middle * context, middle) <= tbt_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _idlest(now_ns: int, state: ClusterState, nodes: Candidates, among: NDArray[np.int64], to: str) -> str:
+    """Of those, the node with the least to finish; of equals the one whose id comes first."""
+    work = state.tally(now_ns)[nodes.slots[among], 0 if to == "decode" else 1]
+    return nodes.ids[int(among[int(np.argmin(work))])]
