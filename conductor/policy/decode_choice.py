@@ -69,7 +69,7 @@ def choose_decode(
     `sums` [slots, 3]: what `state.tally` found. Load is what the mode of admission goes by (`decode_kernels`).
     """
     sees = _SEES[state.config.admission_mode]
-    load = np.empty((len(sums), 2))
+    load = np.empty((len(sums), 3))
     index, tbt_s, free_tokens = decode_kernels().choose_decode(
         state.requests.table,
         len(state.requests),
@@ -89,7 +89,7 @@ def choose_decode(
         need_tokens,
         costs.decode_terms,
     )
-    batch, context = load[nodes.slots[index]].tolist()
+    batch, context, _ = load[nodes.slots[index]].tolist()
     batch = min(batch + 1, int(nodes.max_batch[index]))
     return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context + prompt_tokens))
 
@@ -98,7 +98,7 @@ def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCo
     """Predicted TBT of request `row` among those that decode on the candidate now."""
     requests = state.requests
     batch, context = decode_kernels().load_now(
-        requests.table, len(requests), int(nodes.slots[index]), row, now_ns, _step_ns(costs)
+        requests.table, len(requests), int(nodes.slots[index]), row, now_ns, _step_ns(costs), state.lengths.curves
     )
     prompt_tokens = 0 if row == NONE else int(requests.column("prompt")[row])
     max_batch, slot = int(nodes.max_batch[index]), int(nodes.slots[index])

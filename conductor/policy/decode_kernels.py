@@ -39,65 +39,69 @@ _margin: Any = numba.njit(cost_formulas.margin)
 _survival: Any = numba.njit(survival)
 
 
-def _steps(elapsed: Any, step_ns: Any, per_ns: Any) -> Any:
-    """elapsed // step_ns: the quotient by floating point is off by one at most."""
-    steps = np.int64(elapsed * per_ns)
-    rest = elapsed - steps * step_ns
-    if rest < 0:
-        return steps - 1
-    return steps + 1 if rest >= step_ns else steps
-
-
-_steps_of: Any = numba.njit(_steps)
-
-
-def _since(table: Any, row: Any, now_ns: Any) -> Any:
-    """When the row's decode began or is to begin: what has not joined yet does so now at the earliest."""
-    joined = table[JOINED, row]
-    return joined if joined != NONE else max(table[READY, row], now_ns)
-
-
-_since_of: Any = numba.njit(_since)
-
-
-def _presence(
+def expect(
     table: Any,
-    row: Any,
-    since: Any,
+    rows: Any,
     now_ns: Any,
     at_ns: Any,
     sees: Any,
     decode_ns: Any,
     step_ns: Any,
-    per_ns: Any,
     curves: Any,
+    holding: Any,
+    load: Any,
 ) -> Any:
-    """(how likely it is that the row decodes at `at_ns`, tokens that it will have added); `since` is no later."""
-    limit = table[MAX_NEW, row]  # 0: not known
-    elapsed = at_ns - since
-    if sees != LEARNED:
-        grown = _steps_of(elapsed, step_ns, per_ns)
-        if sees == NOW:
-            here = table[JOINED, row] != NONE or table[PREFILL_NS, row] == 0
+    """What decodes at `at_ns`, into `load` [slots, 3]: sequences, tokens of context, committed tokens.
+
+    A request adds a token every `step_ns`. `holding`: those that have yet to come count too, since they have their
+    pages; committed tokens are summed up only then.
+    """
+    # One loop without calls that return several values: they would take three times as long.
+    load[:] = 0.0
+    per_ns = 1.0 / step_ns
+    for row in range(rows):
+        slot = table[DECODE_NODE, row]
+        if slot == NONE:
+            continue
+        joined = table[JOINED, row]
+        # What has not joined yet does so now at the earliest.
+        since = joined if joined != NONE else max(table[READY, row], now_ns)
+        limit = float(table[MAX_NEW, row])  # 0: not known
+        share, grown = 1.0, 0.0
+        if since > at_ns:
+            if not holding:
+                continue
+        elif sees == LEARNED:
+            begin = max(since, now_ns)
+            before = (begin - since) * per_ns
+            if limit > 0.0:
+                # It is there now, however slow it was.
+                before = min(before, limit - 1.0)
+            grown = before + (at_ns - begin) * per_ns
+            if limit > 0.0 and grown >= limit:
+                continue
+            base, curve = float(table[GENERATED, row]), table[CURVE, row]
+            share = _survival(curves, curve, base + grown)
+            if base + before > 0.0:
+                alive = _survival(curves, curve, base + before)
+                share = share / alive if alive > 0.0 else 1.0
         else:
-            here = elapsed <= decode_ns if decode_ns >= 0 else limit == 0 or grown < limit
-        return (1.0 if here else 0.0), min(grown, limit)
-    before, begin = np.int64(0), since
-    if now_ns > since:
-        before, begin = _steps_of(now_ns - since, step_ns, per_ns), now_ns
-    if limit > 0:
-        # It is there now, however slow it was.
-        before = min(before, limit - 1)
-    after = before + _steps_of(at_ns - begin, step_ns, per_ns)
-    if limit > 0 and after >= limit:
-        return 0.0, limit
-    base, curve = table[GENERATED, row], table[CURVE, row]
-    alive = _survival(curves, curve, base + before)
-    share = _survival(curves, curve, base + after) / alive if alive > 0.0 else 1.0
-    return share, min(after, limit)
+            grown = (at_ns - since) * per_ns
+            if sees == NOW:
+                if joined == NONE and table[PREFILL_NS, row] != 0:
+                    continue
+            elif decode_ns >= 0:
+                if at_ns - since > decode_ns:
+                    continue
+            elif 0.0 < limit <= grown:
+                continue
+        load[slot, 0] += share
+        load[slot, 1] += share * (table[PROMPT, row] + min(grown, limit))
+        if holding:
+            load[slot, 2] += share * table[COMMITTED, row]
 
 
-_presence_of: Any = numba.njit(_presence)
+_expect: Any = numba.njit(expect)
 
 
 def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
@@ -131,22 +135,11 @@ def choose_decode(
 ) -> Any:
     """(index, predicted TBT, free tokens) of the candidate with the least TBT that has room for `need_tokens`.
 
-    Where none has room: of the one with most free. First of equals. `load` [slots, 2] is room for what decodes at
-    `at_ns` per slot: sequences, tokens of context. `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what
+    Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `expect` leaves it.
+    `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what
     `tally` found, committed tokens at 1.
     """
-    load[:] = 0.0
-    per_ns = 1.0 / step_ns
-    for row in range(rows):
-        slot = table[DECODE_NODE, row]
-        if slot == NONE:
-            continue
-        since = _since_of(table, row, now_ns)
-        if since > at_ns:
-            continue
-        share, grown = _presence_of(table, row, since, now_ns, at_ns, sees, decode_ns, step_ns, per_ns, curves)
-        load[slot, 0] += share
-        load[slot, 1] += share * (table[PROMPT, row] + grown)
+    _expect(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
     chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
     for c in range(len(slots)):
         slot = slots[c]
@@ -161,45 +154,29 @@ def choose_decode(
     return chosen, tbt_s, free
 
 
-def load_now(table: Any, rows: Any, slot: Any, but: Any, now_ns: Any, step_ns: Any) -> Any:
-    """(sequences, tokens of context) that decode on the node now, but for row `but`."""
-    per_ns = 1.0 / step_ns
-    batch = context = np.int64(0)
+def _at_node(table: Any, rows: Any, slot: Any, but: Any) -> Any:
+    """The node's rows alone, as a table of their own in which the node has slot 0; without row `but`."""
+    count = 0
     for row in range(rows):
-        if table[DECODE_NODE, row] != slot or row == but:
-            continue
-        if table[JOINED, row] != NONE or table[PREFILL_NS, row] == 0:
-            elapsed = now_ns - min(now_ns, _since_of(table, row, now_ns))
-            batch += 1
-            context += table[PROMPT, row] + min(_steps_of(elapsed, step_ns, per_ns), table[MAX_NEW, row])
-    return batch, context
+        count += table[DECODE_NODE, row] == slot and row != but
+    here = np.empty((table.shape[0], count), np.int64)
+    at = 0
+    for row in range(rows):
+        if table[DECODE_NODE, row] == slot and row != but:
+            here[:, at] = table[:, row]
+            here[DECODE_NODE, at] = 0
+            at += 1
+    return here
 
 
-def _left(
-    table: Any,
-    here: Any,
-    now_ns: Any,
-    at_ns: Any,
-    sees: Any,
-    decode_ns: Any,
-    step_ns: Any,
-    curves: Any,
-) -> Any:
-    """(sequences, tokens of context, committed tokens given back) of rows `here` at `at_ns`, if nobody comes."""
-    per_ns = 1.0 / step_ns
-    batch, context, freed = 0.0, 0.0, 0.0
-    for i in range(len(here)):
-        row = here[i]
-        since, share, grown = _since_of(table, row, now_ns), 1.0, np.int64(0)
-        if since <= at_ns:
-            share, grown = _presence_of(table, row, since, now_ns, at_ns, sees, decode_ns, step_ns, per_ns, curves)
-        batch += share
-        context += share * (table[PROMPT, row] + grown)
-        freed += (1.0 - share) * table[COMMITTED, row]
-    return batch, context, freed
+_at_node_of: Any = numba.njit(_at_node)
 
 
-_left_of: Any = numba.njit(_left)
+def load_now(table: Any, rows: Any, slot: Any, but: Any, now_ns: Any, step_ns: Any, curves: Any) -> Any:
+    """(sequences, tokens of context) that decode on the node now, but for row `but`."""
+    here, load = _at_node_of(table, rows, slot, but), np.empty((1, 3))
+    _expect(here, here.shape[1], now_ns, now_ns, NOW, -1, step_ns, curves, False, load)
+    return load[0, 0], load[0, 1]
 
 
 def wait_ns(
@@ -220,33 +197,27 @@ def wait_ns(
     """Until requests on the node are expected to have given back `missing_tokens`; with `objective_s` > 0 instead until
     so many have left that one more decodes with that TBT. Nobody comes meanwhile. Where that never is: until all left.
     """
-    found = np.empty(rows, np.int64)
-    count, context = 0, 0.0
-    for row in range(rows):
-        if table[DECODE_NODE, row] == slot:
-            found[count] = row
-            count += 1
-            context += table[PROMPT, row]
-    here = found[:count]
-    step_s = _step_of(decode, slowdown, float(count), context, max_batch)
+    here, load = _at_node_of(table, rows, slot, -1), np.empty((1, 3))
+    count = here.shape[1]
+    step_s = _step_of(decode, slowdown, float(count), float(here[PROMPT].sum()), max_batch)
     step_ns = np.int64(max(1.0, min(1e9 * step_s, float(_LONGEST_NS))))
     low = high = now_ns
-    for i in range(count):
-        since, limit = max(now_ns, _since_of(table, here[i], now_ns)), table[MAX_NEW, here[i]]
+    for row in range(count):
+        joined, limit = here[JOINED, row], here[MAX_NEW, row]
         lasts_ns = _LONGEST_NS
-        if 0 < limit <= _LONGEST_NS // step_ns:
-            lasts_ns = limit * step_ns
         if sees == UNIFORM and decode_ns >= 0:
             lasts_ns = min(_LONGEST_NS, decode_ns + 1)
-        high = max(high, since + lasts_ns)
-    at_ns = now_ns
+        elif 0 < limit <= _LONGEST_NS // step_ns:
+            lasts_ns = limit * step_ns
+        high = max(high, max(now_ns, joined if joined != NONE else here[READY, row]) + lasts_ns)
+    committed, at_ns = here[COMMITTED].sum(), now_ns
     while True:
-        batch, context, freed = _left_of(table, here, now_ns, at_ns, sees, decode_ns, step_ns, curves)
+        _expect(here, count, now_ns, at_ns, sees, decode_ns, step_ns, curves, True, load)
         if objective_s > 0.0:
-            next_s = _step_of(decode, slowdown, batch + 1.0, context + prompt_tokens, max_batch)
-            is_over = next_s <= objective_s
+            batch, context = load[0, 0] + 1.0, load[0, 1] + prompt_tokens
+            is_over = _step_of(decode, slowdown, batch, context, max_batch) <= objective_s
         else:
-            is_over = freed >= missing_tokens
+            is_over = committed - load[0, 2] >= missing_tokens
         if is_over:
             high = at_ns
         else:
@@ -271,11 +242,11 @@ def decode_kernels() -> DecodeKernels:
     n, f = types.int64, types.float64
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
     reals, five = types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
-    chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(n, 2)
+    chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(f, 2)
     return DecodeKernels(
         compiled(
             choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),
-        compiled(load_now, pair(wide, n, n, n, n, n)),
+        compiled(load_now, pair(wide, n, n, n, n, n, reals)),
         compiled(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )

@@ -33,7 +33,7 @@ def cell_of(tokens: Any) -> Any:
 
 def survival(curves: Any, curve: Any, tokens: Any) -> Any:
     """The share of answers that have more than `tokens`."""
-    bits = np.float64(tokens + 1).view(np.int64)
+    bits = np.float64(tokens + 1.0).view(np.int64)
     cell = (bits >> _SHIFT) - _BIAS
     if cell >= CELLS:
         return curves[curve, CELLS]

@@ -113,14 +113,15 @@ class Plain:
         since = max(row.ready_ns, self.now_ns) if row.joined_ns == NONE else row.joined_ns
         if since > at_ns:
             return 0.0, 0
-        grown = (at_ns - since) // step_ns
+        per_ns = 1.0 / step_ns
+        grown = (at_ns - since) * per_ns
         if mode == "early":
             return float(row.joined_ns != NONE or row.prefill_ns == 0), min(grown, row.max_new)
         if mode == "predicted-uniform":
             gone = grown >= row.max_new if decode_ns is None else at_ns - since > decode_ns
             return float(not gone), min(grown, row.max_new)
-        before = min(max(0, self.now_ns - since) // step_ns, row.max_new - 1)
-        after = before + (at_ns - max(since, self.now_ns)) // step_ns
+        before = min(max(0, self.now_ns - since) * per_ns, row.max_new - 1.0)
+        after = before + (at_ns - max(since, self.now_ns)) * per_ns
         if after >= row.max_new:
             return 0.0, row.max_new
         lengths = self.state.lengths
