@@ -5,6 +5,7 @@ own operation, and the thread of a stream copies what nobody waits for so, or wh
 threads lies on the way, and two cores copy where there is work for two.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -34,6 +35,7 @@ class Copies:
         self._traffic = traffic
         self._streams: Sequence[Stream] = ()
         self._queue: deque[Part] = deque()
+        self._taken: dict[Part, int] = {}  # by which thread; not copied yet
 
     def go_by(self, streams: "Sequence[Stream]") -> None:
         """Once: those that carry reads. The first one's thread copies what is left to it."""
@@ -67,19 +69,40 @@ class Copies:
 
     def copy_all_of(self, operation: Operation) -> None:
         """Copy what nobody has begun to copy of the operation, for which the calling thread waits."""
-        while True:
-            with self._traffic.lock:
-                part = next((part for part in self._queue if part.operation is operation), None)
-                if part is None:
-                    return
-                self._queue.remove(part)
-            self.copy(part)
+        try:
+            while (part := self._take_of(operation)) is not None:
+                self.copy(part)
+        except BaseException:  # an interrupt, perhaps of a part that was taken and not copied
+            self._give_back()
+            raise
 
     def is_observed(self) -> None:
         """Somebody waits for an operation who does not copy."""
         with self._traffic.lock:
             if self._queue:
                 self._streams[0].wake_locked()
+
+    def _take_of(self, operation: Operation) -> Part | None:
+        with self._traffic.lock:
+            part = next((part for part in self._queue if part.operation is operation), None)
+            if part is not None:
+                self._take(part)
+            return part
+
+    def _give_back(self) -> None:
+        """The calling thread leaves: what it had taken is anybody's, or has ended."""
+        own = threading.get_ident()
+        ended: list[Operation] = []
+        with self._traffic.lock:
+            for part in [part for part, taker in self._taken.items() if taker == own]:
+                del self._taken[part]
+                if part.operation.failure is not None:
+                    ended += self._traffic.ended_locked(part, None)
+                elif part not in self._queue:
+                    self._queue.appendleft(part)
+            if self._queue:
+                self._streams[0].wake_locked()
+        self._traffic.settle(ended)
 
     # Whoever copies.
 
@@ -93,6 +116,7 @@ class Copies:
         finally:  # also when a caller was interrupted
             with self._traffic.lock:
                 now_s = time.monotonic()
+                del self._taken[part]
                 if by is not None:
                     by.count_copied_locked(transfer, now_s - part.operation.started_s)
                     ended = self._traffic.ended_locked(part, now_s)
@@ -111,7 +135,15 @@ class Copies:
 
     def take_for(self, stream: "Stream") -> Part | None:
         """A part for the stream's thread to `copy`."""
-        return self._queue.popleft() if self._queue and stream is self._streams[0] else None
+        if not self._queue or stream is not self._streams[0]:
+            return None
+        part = self._queue[0]
+        self._take(part)
+        return part
+
+    def _take(self, part: Part) -> None:
+        self._taken[part] = threading.get_ident()  # first, so that an interrupt leaves it in one of them
+        self._queue.remove(part)
 
     def has_for(self, stream: "Stream") -> bool:
         """Whether there may be a part for the stream's thread."""

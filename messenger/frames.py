@@ -221,7 +221,7 @@ def _pack_refused(message: Refused) -> bytes:
     return prefix(Refused, _REFUSED.size + len(reason)) + _REFUSED.pack(message.seq) + reason
 
 
-def ack_at(buffer: memoryview, start: int, end: int) -> Ack | None:
+def ack_at(buffer: bytes | memoryview, start: int, end: int) -> Ack | None:
     """The Ack that begins at `start`; None where there is another frame, or less than a whole one before `end`."""
     if end - start < ACK_NBYTES:
         return None

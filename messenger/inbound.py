@@ -173,10 +173,11 @@ class Inbound:
     def _serve(self, session: Session) -> bool:
         """True when the peer said goodbye."""
         landed, served = np.zeros(NUM_SUMS), np.zeros(NUM_SUMS)
-        self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
         lane = self._responder.fast_lane(self._owner.grants, self, landed, served)
         if lane is None:
+            self._landed, self._served = self._flow("landed"), self._flow("served")
             return self._take_all(session)
+        self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
         try:
             return self._take_all(session, lane)
         finally:
@@ -258,7 +259,7 @@ class Inbound:
             self._responder.serve(message, rows, access.region)
         self._served.add(message.nbytes, len(rows), time.monotonic() - begun_s)
 
-    def _flow(self, direction: Direction, sums: FloatSums) -> Flow:
+    def _flow(self, direction: Direction, sums: FloatSums | None = None) -> Flow:
         assert self._hello is not None
         return self._owner.counters.flow(
             peer=self._hello.node_id, transport=self._transport.name, direction=direction, sums=sums

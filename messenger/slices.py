@@ -160,6 +160,9 @@ def checked(slices: npt.ArrayLike, region_nbytes: int) -> Rows:
 
 def within(offsets: Rows, nbytes: Rows, start: int, end: int) -> bool:
     """Whether every [offset, offset + nbytes) lies in [start, end); safe for any int64, hostile ones included."""
+    if len(offsets) == 1:
+        offset, length = int(offsets[0]), int(nbytes[0])
+        return start <= offset and 0 <= length <= end - offset
     if len(offsets) <= FEW:
         return all(
             start <= offset and 0 <= length <= end - offset

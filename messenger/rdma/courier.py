@@ -30,7 +30,7 @@ _NO_ROWS: Rows = np.empty((0, 3), dtype=np.int64)
 
 @dataclass(eq=False, slots=True)
 class Movement:
-    """Bytes between a local region and a remote one. `keys`: (lkey, rkey) for each lane."""
+    """Bytes between a local region and a remote one. `keys`: (lkey, rkey) for each lane, of this generation of them."""
 
     rows: Rows
     nbytes: int
@@ -38,6 +38,7 @@ class Movement:
     local_address: int
     remote_address: int
     keys: Sequence[tuple[int, int]]
+    generation: int
     held: object = None
     """What must live until the hardware is done with it."""
     left_nbytes: int = field(init=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from messenger.errors import ProtocolError
-from messenger.frames import MAX_BODY_NBYTES
+from messenger.frames import ACK_NBYTES, MAX_BODY_NBYTES, Message, ack_at, decode_body, decode_prefix
 from messenger.framing import PREFIX
 
 PLACE_NBYTES = 4096
@@ -86,3 +86,14 @@ class Assembly:
         frame = bytes(self._pieces)
         self._pieces.clear()
         return limit, frame, False
+
+
+def decoded(frame: bytes) -> Message:
+    """What a whole frame says. Raises ProtocolError."""
+    ack = ack_at(frame, 0, len(frame))
+    if ack is not None and len(frame) == ACK_NBYTES:
+        return ack
+    kind, length = decode_prefix(frame[: PREFIX.size])
+    if length != len(frame) - PREFIX.size:
+        raise ProtocolError(f"a frame of {len(frame)} bytes that announces {length}")
+    return decode_body(kind, memoryview(frame)[PREFIX.size :])

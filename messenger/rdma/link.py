@@ -16,10 +16,10 @@ from typing import Any
 from messenger.buffered import BufferedLink
 from messenger.counters import Counters
 from messenger.errors import InvalidArgument, ProtocolError
-from messenger.frames import Fabric, Frame, Goodbye, Message, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
+from messenger.frames import Fabric, Frame, Goodbye, Message, encode
 from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
+from messenger.rdma.inbox import decoded
 from messenger.rdma.lane import Lane
 from messenger.rdma.memory import FrameMemory
 from messenger.rdma.repairs import Repairs
@@ -53,7 +53,7 @@ class RdmaLink(Link):
     ) -> None:
         self.address = sock.address
         self.generation = 0
-        """Counts up when windows opened before do not fit the lanes any more."""
+        """Counts up when windows opened before, and the keys to them, do not fit the lanes any more."""
         self._sock = sock
         self._counters = counters
         self._changed = threading.Condition()
@@ -88,7 +88,7 @@ class RdmaLink(Link):
         while True:
             frame = self._receive_frame()
             self._ring()
-            message = _decoded(frame)
+            message = decoded(frame)
             if not isinstance(message, Fabric):
                 return message
             with self._changed:
@@ -126,14 +126,20 @@ class RdmaLink(Link):
         """Whether `move` would not block."""
         return self._courier.has_room
 
-    def move(self, movement: Movement | None, message: Message | Frame) -> None:
-        """Move the bytes, then send the frame, which the peer gets when they are there (or were read)."""
+    def move(self, movement: Movement | None, message: Message | Frame) -> bool:
+        """Move the bytes, then send the frame, which the peer gets when they are there (or were read).
+
+        False: nothing was done, since a lane was built anew for which the movement has no key.
+        """
         frame = encode(message)
         with self._changed:
             self._wait_for(self.has_room)
+            if movement is not None and movement.generation != self.generation:
+                return False
             self._courier.submit(movement, frame)
             self._listen_for_all()
         self._ring()
+        return True
 
     def tell(self, message: Message) -> None:
         """Send a frame from any thread, without waiting for anything; of no effect once the link ended."""
@@ -208,12 +214,23 @@ class RdmaLink(Link):
     # Handing over what was posted under the lock, without it: soft devices send within the call.
 
     def _ring(self) -> None:
-        for lane in list(self.lanes):
+        """Hand it over; what others go on adding is the leader's, or whose who waits next."""
+        while self._is_left_by_a_round():
+            with self._changed:
+                if self._is_led:
+                    self._watch.wake()
+                    return
+
+    def _is_left_by_a_round(self) -> bool:
+        is_left = False
+        for lane in self._courier.lanes:
             try:
-                lane.pair.ring()
+                if lane.pair.unrung and lane.pair.ring():
+                    is_left = True
             except OSError as error:
                 with self._changed:
                     self._end(error)
+        return is_left
 
     # Waiting, with the lock held.
 
@@ -290,19 +307,19 @@ class RdmaLink(Link):
         if self._is_led:
             self._changed.wait(timeout_s)
             return
-        self._act(self._repairs.work)
-        self._act(self._vigil.look)
+        self._act(self._keep_up)
         if self._failure is not None:
             return
-        waits_s = [one for one in (timeout_s, self._repairs.wait_s(), self._vigil.wait_s()) if one is not None]
+        for wait_s in self._repairs.wait_s(), self._vigil.wait_s():
+            timeout_s = wait_s if timeout_s is None or (wait_s is not None and wait_s < timeout_s) else timeout_s
         self._hears_frames_only = frames_only and not self._overslept and not self._needs_all()
-        self._is_led, self._sleeps_on = True, not waits_s
+        self._is_led, self._sleeps_on = True, timeout_s is None
         self._changed.release()
         seen = Seen([])
         trouble: OSError | None = None
         try:
-            self._ring()
-            seen = self._watch.look(self.lanes, min(waits_s, default=None), frames_only=self._hears_frames_only)
+            limit_s = 0.0 if self._is_left_by_a_round() else timeout_s
+            seen = self._watch.look(self.lanes, limit_s, frames_only=self._hears_frames_only)
         except OSError as error:
             trouble = error
         finally:
@@ -312,6 +329,10 @@ class RdmaLink(Link):
         self._peer_left = self._peer_left or seen.peer_left
         self._act(lambda: self._digest(seen.found, trouble))
         self._changed.notify_all()
+
+    def _keep_up(self) -> None:
+        self._repairs.work()
+        self._vigil.look()
 
     def _act(self, action: Callable[[], None]) -> None:
         """Do something that ends the link if it fails."""
@@ -373,10 +394,3 @@ class RdmaLink(Link):
             if time.monotonic() > deadline_s:
                 return
             time.sleep(0.0005)
-
-
-def _decoded(frame: bytes) -> Message:
-    kind, length = decode_prefix(frame[: PREFIX.size])
-    if length != len(frame) - PREFIX.size:
-        raise ProtocolError(f"a frame of {len(frame)} bytes that announces {length}")
-    return decode_body(kind, memoryview(frame)[PREFIX.size :])

@@ -120,13 +120,14 @@ class Repairs:
                 self._come_up(index, end)
             else:
                 self._is_up(index, end)
-        if self._leads:
+        if self._leads and not self._courier.rails.all_are_up:
             self._try_again()
             self._return()
 
     def wait_s(self) -> float | None:
         """How long until `work` has something to do of itself; None: it has not."""
-        due_ns = self._courier.rails.next_probe_ns() if self._leads else None
+        rails = self._courier.rails
+        due_ns = None if rails.all_are_up or not self._leads else rails.next_probe_ns()
         return None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
 
     # The owner.

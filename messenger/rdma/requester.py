@@ -91,24 +91,33 @@ class RdmaRequester(Requester):
         return known and len(part.transfer.slices) <= QUICK_ROWS and self._link.has_room()
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
-        access = self._access(transfer.key)
-        start, end = transfer.slices.extent(REMOTE)
-        is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
-        movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
-        source_id = int(movement is not None)
-        self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
+        is_sent = False
+        while not is_sent:
+            access = self._access(transfer.key)
+            start, end = transfer.slices.extent(REMOTE)
+            is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
+            movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
+            source_id = int(movement is not None)
+            frame = write_request(part, transfer, source_id, _EXTENT.pack(start, end - start))
+            is_sent = self._move(part, movement, frame)
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
-        access = self._access(transfer.key)
-        start, end = transfer.slices.extent(REMOTE)
-        is_allowed = access.read and _covers(access, start, end)
-        movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
-        self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
+        is_sent = False
+        while not is_sent:
+            access = self._access(transfer.key)
+            start, end = transfer.slices.extent(REMOTE)
+            is_allowed = access.read and _covers(access, start, end)
+            movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
+            is_sent = self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
-    def _move(self, part: Part, movement: Movement | None, message: Frame) -> None:
+    def _move(self, part: Part, movement: Movement | None, message: Frame) -> bool:
+        """False: lanes were built anew since the owner told the keys; it is to be asked again."""
         if movement is not None:
             self._movements[part.seq] = movement
-        self._link.move(movement, message)
+        if self._link.move(movement, message):
+            return True
+        self._movements.pop(part.seq, None)
+        return False
 
     def _movement(self, transfer: Transfer, access: Allow, opcode: int) -> Movement:
         try:
@@ -124,6 +133,7 @@ class RdmaRequester(Requester):
             local_address=registrations[0].first_address,
             remote_address=access.address,
             keys=[(one.lkey, rkey) for one, rkey in zip(registrations, rkeys, strict=True)],
+            generation=self._generation,
             held=registrations,
         )
 

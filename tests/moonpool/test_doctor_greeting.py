@@ -139,7 +139,7 @@ def test_a_way_that_loses_full_packets_is_told(port_of: Callable[..., int]) -> N
             return prefix + onward.recv(nbytes, socket.MSG_WAITALL)
 
     with speaker(small_only) as port:
-        seen = greet(HERE, port, {}, 1.0)
+        seen = greet(HERE, port, {}, 5.0)  # waited for in full: the large greeting is never answered
     assert (seen.spoken, seen.loses_large) == (Spoken.MESSENGER, True)
     level, found, advice = judge_greeting("h:1", seen)
     assert level is Level.FAIL

@@ -92,6 +92,8 @@ class Rails:
         self._num_instructions = 0
         self._frame_rail: int | None = None
         self._usable: list[int] = []
+        self.all_are_up = True
+        """Whether no rail rests or is probed."""
         self._find_usable()
         self._elect_frame_rail()
 
@@ -239,6 +241,7 @@ class Rails:
             assert rail.health.state is RailState.UP or not rail.posts
             assert all(self._batches[post.batch].posts[post.number] is post for post in rail.posts.values())
             assert all(post.rail == index for post in rail.posts.values())
+        assert self.all_are_up == all(rail.health.state is RailState.UP for rail in self._rails)
         assert self._waiting_nbytes == sum(batch.waiting_nbytes for batch in self._batches.values())
         for batch in self._batches.values():
             assert not batch.is_done
@@ -367,6 +370,7 @@ class Rails:
     def _find_usable(self) -> None:
         """The rails that are up; spares only where no other is."""
         up = [rail for rail, each in enumerate(self._rails) if each.health.state is RailState.UP]
+        self.all_are_up = len(up) == len(self._rails)
         self._usable = [rail for rail in up if not self._rails[rail].spec.is_spare] or up
 
     def _elect_frame_rail(self) -> None:

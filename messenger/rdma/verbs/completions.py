@@ -1,6 +1,5 @@
 """One completion queue with its channel: polled, or waited for by its descriptor."""
 
-import contextlib
 import os
 from typing import Any, Final
 
@@ -22,7 +21,9 @@ class CompletionQueue:
     def __init__(self, device: Device, capacity: int) -> None:
         """Raises OSError when the device gives no more."""
         from pyverbs.cq import CQ, CompChannel
+        from pyverbs.pyverbs_error import PyverbsError
 
+        self._nothing_was_there = PyverbsError
         with device.naming("a completion queue"):
             self._channel = CompChannel(device.context)
             self.cq: Any = CQ(device.context, min(capacity, device.limits.max_cqe), None, self._channel, 0)
@@ -49,10 +50,10 @@ class CompletionQueue:
 
     def take_event(self) -> None:
         """Take what made the descriptor readable."""
-        from pyverbs.pyverbs_error import PyverbsError
-
-        with contextlib.suppress(PyverbsError):  # nothing was there
+        try:
             self._channel.get_cq_event(self.cq)
+        except self._nothing_was_there:
+            pass
 
     def close(self) -> None:
         """After the queue pairs."""

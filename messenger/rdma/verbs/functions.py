@@ -9,14 +9,16 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from messenger.errors import RdmaUnavailable
 from messenger.rdma.verbs import abi
 
 _Call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # releases the GIL
-_Poll = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-_Notify = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+# Too short to let go of the GIL: it costs more than the call, and may be long in coming back.
+_Poll = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_Notify = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 
 def address_of(thing: Any) -> int:
@@ -56,10 +58,10 @@ def post_send_of(qp: Any) -> Callable[[int], int]:
 
 def polling_of(cq: Any) -> tuple[Callable[[int, int], int], Callable[[bool], int]]:
     """(`poll(how many, address of WCs)`, `arm(for solicited ones alone)`) of a completion queue."""
-    address = address_of(cq)
-    context = _pointer(address)
+    address = ctypes.c_void_p(address_of(cq))
+    context = _pointer(address_of(cq))
     poll, notify = _Poll(_operation(context, abi.OP_POLL_CQ)), _Notify(_operation(context, abi.OP_REQ_NOTIFY_CQ))
-    return (lambda count, into: int(poll(address, count, into))), (lambda solicited: int(notify(address, solicited)))
+    return partial(poll, address), partial(notify, address)
 
 
 def _operation(context: int, index: int) -> int:

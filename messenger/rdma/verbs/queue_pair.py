@@ -56,6 +56,8 @@ class QueuePair:
             self._qp: Any = QP(device.pd, attributes)
         check_layout(self._qp, queue.cq)
         self._doorbell = Doorbell(post_send_of(self._qp), device.name)
+        self.unrung = self._doorbell.made
+        """What `ring` would hand over; not empty: there is something."""
         self._singles = Singles(self.depth)
         self.near = Far(self._qp.qp_num, secrets.randbits(24))
         self.posted = 0
@@ -143,9 +145,12 @@ class QueuePair:
         self.posted = number
         return number
 
-    def ring(self) -> None:
-        """Hand what was posted to the device, or leave that to the thread that does so now. Raises OSError."""
-        self._doorbell.ring()
+    def ring(self) -> bool:
+        """Hand what was posted to the device, or leave that to the thread that does so now. Raises OSError.
+
+        True: there is something left, and who calls has done its share.
+        """
+        return self._doorbell.ring()
 
     def bind(self, window: Any, registration: Any, address: int, nbytes: int, access: int) -> tuple[int, int]:
         """Post the binding of a memory window: (the key that it has then, the number of the request)."""

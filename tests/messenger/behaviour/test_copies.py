@@ -155,6 +155,32 @@ def test_reads_of_every_priority_bring_their_bytes_and_are_counted_once(pair: An
 
 
 @pytest.mark.transports("shm")
+def test_an_interrupt_before_a_part_that_was_taken_is_copied_loses_nothing(
+    make_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_node("a", 4 * MIB), make_node("b", 4 * MIB)
+    b.fill(5)
+    peer, key = awake(a, b)
+    copies, was_interrupted = peer._traffic.copies, threading.Event()
+    copy = copies.copy
+
+    def interrupted(part: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            was_interrupted.set()
+            raise KeyboardInterrupt
+        assert was_interrupted.wait(60)  # so that there is a part left for the main thread
+        copy(part)
+
+    monkeypatch.setattr(copies, "copy", interrupted)
+    read = peer.read(key, a.region, [[0, 0, 4 * MIB]])
+    with pytest.raises(KeyboardInterrupt):
+        read.result()
+    monkeypatch.undo()
+    assert read.result().nbytes == 4 * MIB
+    assert np.array_equal(a.array, b.array)
+
+
+@pytest.mark.transports("shm")
 def test_reads_without_a_request_go_on_after_the_owner_was_replaced(make_node: Any) -> None:
     """What is mapped outlives its owner: no read is taken for good that was copied from a dead one's memory."""
     a, b = make_node("a", 2 * MIB), make_node("b", 2 * MIB)

@@ -73,6 +73,16 @@ def test_who_rings_meanwhile_leaves_it_to_the_one_who_does() -> None:
     assert device.chains == [[1], [2, 3]]
 
 
+def test_who_posts_what_others_add_meanwhile_leaves_the_rest_after_a_while() -> None:
+    device = Device(lambda: device.add(doorbell, len(device.chains)))  # as fast as it posts
+    doorbell = Doorbell(device.post, "rxe0")
+    device.add(doorbell, 0)
+    assert doorbell.ring(), "nobody is told that something is left"
+    posted = [number for one in device.chains for number in one]
+    assert posted == list(range(len(posted)))
+    assert len(doorbell.made) == 1
+
+
 def test_something_else_is_posted_behind_what_was_added() -> None:
     device = Device()
     doorbell = Doorbell(device.post, "rxe0")

@@ -45,6 +45,7 @@ def move(caller: Any, link: Any, access: Any, opcode: int, start: int, nbytes: i
         local_address=caller.region.address,
         remote_address=access.address,
         keys=[(int(one.lkey), rkey) for one, rkey in zip(registrations, rkeys, strict=True)],
+        generation=link.generation,
         held=registrations,
     )
     link.move(movement, Ask(access.region_id, access.token))

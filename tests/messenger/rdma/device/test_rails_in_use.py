@@ -180,3 +180,30 @@ def test_bytes_of_a_write_whose_answer_was_lost_are_not_moved_again(make_node: A
     assert b.array[:10].tolist() == [99] * 10
     assert len(b.notes) == 1
     assert a.messenger.counters()["retries"] >= 1
+
+
+def test_keys_told_before_a_rail_was_built_anew_are_not_used_after_it(
+    make_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, peer, _ = connect(make_node)
+    link = link_of(peer)
+    (served,) = b.messenger._server._connections
+    asked: list[Any] = []
+    answer, wait_for = served._responder.asked, link.wait_for
+
+    def answered(*details: Any) -> None:
+        asked.append(details)
+        answer(*details)
+
+    def overtaken(condition: Callable[[], bool]) -> None:
+        wait_for(condition)
+        if len(asked) == 1:
+            with link._changed:
+                link._renewed()  # as when a rail returns while the owner answers
+
+    monkeypatch.setattr(served._responder, "asked", answered)
+    monkeypatch.setattr(link, "wait_for", overtaken)
+    a.fill(1)
+    peer.write(b.grant(), a.region, [[0, 0, NBYTES]]).result()
+    assert np.array_equal(a.array, b.array)
+    assert len(asked) == 2
