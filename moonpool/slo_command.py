@@ -217,7 +217,9 @@ def _readable(file: Path) -> Any:
     content = read_objectives(file)
     try:
         json.dumps(content, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
+        raise ConfigError(f"{file}: a number in it is infinite or none at all, or a part holds itself") from error
+    except TypeError as error:
         raise ConfigError(f"{file}: {error}; expected texts, numbers, lists and mappings alone") from error
     return content
 
