@@ -49,6 +49,9 @@ def run_overload(
         float, typer.Option(help="Makes answers so many times as long as the trace has them.")
     ] = 1.0,
     longest_prompt: Annotated[int, typer.Option(min=0, help="Leave longer prompts out (tokens); 0: none.")] = 0,
+    longest_answer: Annotated[
+        int, typer.Option(min=0, help="Answers end there (tokens), and clients allow as many; 0: the trace's longest.")
+    ] = 0,
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
     ssd_blocks: Annotated[int, typer.Option(min=0, help="And on its SSD.")] = 0,
     look_into: Annotated[
@@ -85,6 +88,7 @@ def run_overload(
             requests=requests,
             output_scale=output_scale,
             longest_prompt=longest_prompt,
+            longest_answer=longest_answer,
             pool_blocks=pool_blocks,
             ssd_blocks=ssd_blocks,
             look_into=look_into,

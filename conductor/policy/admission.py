@@ -85,7 +85,7 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
         return _ADMITTED
     index = nodes.slots.tolist().index(slot)
     tbt_s = tbt_now_s(nodes, index, state, costs, now_ns, row)
-    if tbt_s <= objective_s:
+    if tbt_s <= objective_s * (1 - state.tally_of(claim.model).margins.tbt.share):
         return _ADMITTED
     if state.config.admission != "enforce":
         return Judgement(unwanted="tbt")
@@ -105,8 +105,12 @@ def _unmet(
     if not found.has_room and (ttft_objective_s or tbt_objective_s):
         message = f"no decode node has room for {request.prompt_tokens + request.max_new_tokens} tokens of KV"
         return _reject(request, "decode_capacity", message, found.room_wait_s)
-    ttft_load = found.ttft_s / ttft_objective_s if ttft_objective_s else 0.0
-    tbt_load = found.tbt_s / tbt_objective_s if tbt_objective_s and not asks_again(state.config) else 0.0
+    # Compared with what leaves room for the errors of predictions like this.
+    margins = state.tally_of(request.model).margins
+    ttft_bound_s = ttft_objective_s * (1 - margins.ttft.share)
+    tbt_bound_s = tbt_objective_s * (1 - margins.tbt.share)
+    ttft_load = found.ttft_s / ttft_bound_s if ttft_objective_s else 0.0
+    tbt_load = found.tbt_s / tbt_bound_s if tbt_objective_s and not asks_again(state.config) else 0.0
     if max(ttft_load, tbt_load) <= 1:
         return None
     if ttft_load >= tbt_load:

@@ -58,6 +58,7 @@ class PolicyConfig:
     settle_s: float = 5.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
     admission: Admission = "enforce"
     admission_mode: AdmissionMode = "predicted-uniform"
+    attained_share: float = 0.0  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
     role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised
     role_hold_s: float = 30.0  # a change must have been better for so long
@@ -77,6 +78,8 @@ class PolicyConfig:
         if self.role_switching not in get_args(RoleSwitching):
             modes = ", ".join(get_args(RoleSwitching))
             raise ConfigError(f"role_switching is {self.role_switching!r}: expected one of {modes}")
+        if self.attained_share >= 1:
+            raise ConfigError(f"attained_share is {self.attained_share}: must be below 1; nobody can promise all")
         if self.overrun_probability > _MOST_OVERRUN:
             text = f"must lie between 0 and {_MOST_OVERRUN:g}"
             raise ConfigError(f"overrun_probability is {self.overrun_probability}: {text}")

@@ -190,6 +190,7 @@ class RequestCompleted:
     mean_tbt_s: float = 0.0
     generated: int = 0
     cached_tokens: int = 0  # of the prompt, not computed
+    slow_tbt_s: float = 0.0  # mean of the longest tenth of its times between tokens; 0 = not measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,11 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         return
     answered(now_ns, state, claim.model, event.generated)
     state.attainment.finished(claim.model, claim.tenant, claim.objectives, event.ttft_s, event.mean_tbt_s)
+    margins, objectives = state.tally_of(claim.model).margins, claim.objectives
+    share = state.config.attained_share
+    margins.tbt.learn(share, claim.predicted_tbt_s, event.slow_tbt_s or event.mean_tbt_s, objectives.tbt_s)
     if event.attempt == 0 and event.ttft_s > 0:
+        margins.ttft.learn(share, claim.predicted_ttft_s, event.ttft_s, objectives.ttft_s)
         state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
         state.tally_of(claim.model).tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))

@@ -18,6 +18,7 @@ from conductor.policy.heat import Heat
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.liveness import Liveness
+from conductor.policy.margins import Margins
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
 from conductor.policy.paces import NodePaces
@@ -45,6 +46,7 @@ class ModelTally:
     counts: Counter[str] = field(default_factory=Counter)
     ttft_error: MeanDuration = field(default_factory=MeanDuration)
     tbt_error: MeanDuration = field(default_factory=MeanDuration)
+    margins: Margins = field(default_factory=Margins)
 
 
 @dataclass

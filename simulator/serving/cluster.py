@@ -240,6 +240,7 @@ class Cluster:
             "finished" if end is End.FINISHED else "rejected",
             ttft_s=work.ttft_s,
             mean_tbt_s=work.mean_tbt_s,
+            slow_tbt_s=work.tbt_s,
             generated=work.generated,
         )
         self.clock.after(self._network_ns, lambda: self._complete(event))

@@ -24,15 +24,19 @@ def overload_spec(
     requests: int,
     output_scale: float,
     longest_prompt: int,
+    longest_answer: int,
     pool_blocks: int,
     ssd_blocks: int,
     look_into: float,
 ) -> RunSpec:
-    """Clients allow as many tokens as the longest answer has. Raises BadSetting, TraceError, ProfileError."""
+    """Clients allow `longest_answer` tokens; 0: as many as the longest answer has.
+
+    Raises BadSetting, TraceError, ProfileError.
+    """
     rows, costs = load_trace(trace), load_profile(profile)
     if not 0 < output_scale < 1000:
         raise BadSetting(f"output_scale is {output_scale}; give a number above 0 and below 1000")
-    longest_answer = max(1, round(output_scale * max(row.output_length for row in rows)))
+    longest_answer = longest_answer or max(1, round(output_scale * max(row.output_length for row in rows)))
     standard = ServingSettings()
     capacity_tokens = int(costs.engine.get("capacity_tokens", standard.capacity_tokens))
     settings = ServingSettings(

@@ -64,6 +64,7 @@ def run_one(spec: RunSpec) -> Run:
         requests=spec.requests,
         output_scale=spec.output_scale,
         longest_prompt=spec.longest_prompt,
+        longest_answer=spec.settings.max_new_tokens,
     )
     settings = spec.settings
     cluster = Cluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)

@@ -16,6 +16,7 @@ from traces import Trace, TraceRow, family_keys
 __all__ = ["Job", "Workload", "draw_workload"]
 
 _HISTORY_S = 1200.0  # conversations that began so long before the run go on in it; what they said then is in the pool
+_ANY = 1 << 40
 _SHARED = 1 << 40  # blocks of one drawn conversation are numbered within this
 
 
@@ -50,12 +51,19 @@ class Workload:
 
 
 def draw_workload(
-    trace: Trace, *, seed: int, rate_per_s: float, requests: int, output_scale: float = 1.0, longest_prompt: int = 0
+    trace: Trace,
+    *,
+    seed: int,
+    rate_per_s: float,
+    requests: int,
+    output_scale: float = 1.0,
+    longest_prompt: int = 0,
+    longest_answer: int = 0,
 ) -> Workload:
     """About `requests` requests (a Poisson number), `rate_per_s` a second on average.
 
-    `output_scale` stretches the answers; prompts longer than `longest_prompt` (0: none is) are left out. Raises
-    BadSetting.
+    `output_scale` stretches the answers, `longest_answer` cuts them off; prompts longer than `longest_prompt` are left
+    out; 0: none is. Raises BadSetting.
     """
     if not 0 < rate_per_s < 1e6 or requests < 1:
         raise BadSetting(f"{requests} requests at {rate_per_s} a second; both must be positive")
@@ -81,7 +89,7 @@ def draw_workload(
                 arrival_ns=round(at_s * NS),
                 conversation=number,
                 prompt_tokens=row.input_length,
-                output_tokens=max(1, round(row.output_length * output_scale)),
+                output_tokens=max(1, min(round(row.output_length * output_scale), longest_answer or _ANY)),
                 blocks=_blocks(row, number, trace.block_tokens),
                 luck=luck[index],
                 is_sampled=sampled[index],

@@ -40,6 +40,7 @@ def spec() -> RunSpec:
         requests=150,
         output_scale=1.0,
         longest_prompt=40_000,
+        longest_answer=0,
         pool_blocks=500,
         ssd_blocks=0,
         look_into=0.0,
