@@ -47,7 +47,6 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         stack.push_async_callback(slo.close)
         await slo.start()
         watch = LoopWatch()
-        watch.start()
         stack.push_async_callback(watch.close)
         service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation, watch)
         server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
@@ -56,6 +55,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             continuity.start()
             log.info("conductor listens at %s", server.target)
             on_ready(server.target)
+            watch.start()
             await stop.wait()
         finally:
             ticking.cancel()

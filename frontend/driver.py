@@ -79,6 +79,10 @@ class Generation:
         self._ended_by: ApiError | None = None
         self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
 
+    def read_prompt(self) -> None:
+        """As Output.read_prompt; before the first `next`."""
+        self._output.read_prompt()
+
     @property
     def may_begin(self) -> bool:
         """Whether the prompt's KV is there to be reused, where another answer makes it."""

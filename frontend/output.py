@@ -59,8 +59,19 @@ class Output:
         self._token_bytes = token_bytes
         self._stops = StopStrings(sampling.stop)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._prompt: tuple[list[str], list[int]] | None = None  # (text of each token as told, where it begins)
         self._num_tokens = 0
         self._num_chars = 0  # of the text so far, with what is held back and with the prompt where that is shown
+
+    def read_prompt(self) -> None:
+        """Make the text of a prompt that is told, before the first token is fed: for a long one in a thread."""
+        if self._prompt is None and self._request.tells_prompt:
+            options, prompt_ids = self._request.text, self._request.prompt_ids.tolist()
+            pieces = [self._detokenizer.feed(token_id) if options.echo else "" for token_id in prompt_ids]
+            starts = _starts(pieces)
+            if options.echo and options.hides_answer:
+                pieces.append(self._detokenizer.flush())
+            self._prompt = pieces, starts
 
     def feed(
         self,
@@ -102,15 +113,11 @@ class Output:
 
     def _echo(self, prompt_logprobs: worker_pb2.PromptLogProbs | None) -> Echo | None:
         """The prompt, if it is to be told; what it ends with of a character is completed by the answer."""
-        request = self._request
-        num_top, is_shown = request.sampling.prompt_logprobs, request.text.echo
-        if num_top is None and not is_shown:
+        self.read_prompt()
+        if self._prompt is None:
             return None
-        prompt_ids = request.prompt_ids.tolist()
-        pieces = [self._detokenizer.feed(token_id) if is_shown else "" for token_id in prompt_ids]
-        offsets = _starts(pieces)
-        if is_shown and request.text.hides_answer:
-            pieces.append(self._detokenizer.flush())
+        request, num_top = self._request, self._request.sampling.prompt_logprobs
+        (pieces, offsets), self._prompt = self._prompt, None
         text = "".join(pieces)
         self._num_chars += len(text)
         if num_top is None:

@@ -101,6 +101,11 @@ class GenerationRequest:
     dropped_messages: int = 0  # of a chat, so that it fits into the context
     text: TextOptions = TextOptions()
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the prompt, or its log-probabilities, stands before the answer."""
+        return self.text.echo or self.sampling.prompt_logprobs is not None
+
     def other_choice(self, choice: int) -> "GenerationRequest":
         """Another answer to the same prompt: with one seed, their noise differs by `choice`."""
         sampling = replace(self.sampling, choice=choice)

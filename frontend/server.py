@@ -88,6 +88,7 @@ async def _serve(
             url = url_of(listener)
             _log.info("serving %s at %s", ", ".join(model.name for model in service.models), url)
             on_ready(url)
+            service.loop_watch.start()
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             await service.drain()
     finally:

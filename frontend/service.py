@@ -66,7 +66,6 @@ class Service:
 
     async def start(self) -> None:
         """Look at the cluster for the first time; a conductor that is away is no error."""
-        self.loop_watch.start()
         await self.cluster.start()
 
     async def admit(self, name: str | None) -> ServedModel:

@@ -16,6 +16,11 @@ class Session:
         self._running = set(range(len(generations)))
         self._pending: dict[asyncio.Task[Step], int] = {}
 
+    def read_prompts(self) -> None:
+        """Make the text of prompts that are told with their answers; before the first `next`, on any one thread."""
+        for generation in self.generations:
+            generation.read_prompt()
+
     async def next(self) -> tuple[int, Step] | None:
         """The next (choice, step), whichever choice has one first; None when all have ended. Raises ApiError.
 

@@ -43,6 +43,8 @@ async def answer(
                 body.model or model.name,  # the name that was asked for: an alias is answered under the alias
                 View.of(body),
             )
+            if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
+                await service.threads.run(session.read_prompts)
             if not body.stream:
                 steps = await until_gone(http, session.collect())
                 prompts = requests if body.return_token_ids else []
