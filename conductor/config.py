@@ -9,6 +9,7 @@ from conductor.errors import ConfigError
 from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig, RoleSwitching
 from conductor.policy.objectives import SloRecord
 from conductor.redis_url import check_redis_url
+from worker.policy.cost_profile import CostProfile
 
 __all__ = ["ConductorConfig", "Objectives"]
 
@@ -25,6 +26,7 @@ class ConductorConfig:
     objectives: SloRecord | None = None  # in place of these three
     objectives_forced: bool = False  # they become a new version at each start that finds another in force
     objectives_dir: Path | None = None  # folder for versions of the objectives, without Redis; None = none is kept
+    cost_profiles: Mapping[str, CostProfile] = field(default_factory=dict)  # what work costs at first, by model
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
     admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted

@@ -41,6 +41,8 @@ class Core:
         decisions = self.policy.on_event(now_ns, event)
         if self.policy.suspects is not before:
             _tell(before, self.policy.suspects)
+        for warning in self.policy.take_warnings():
+            log.warning("%s", warning)
         if self.log is not None:
             self.log.note(now_ns, event, decisions, keys)
         return decisions

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from conductor.config import ConductorConfig
 from conductor.continuity import Continuity, first_contact
 from conductor.core import Core
+from conductor.cost_reporting import costs_given
 from conductor.errors import SwitchRefused, UnknownNode
 from conductor.policy.decisions import Shrink, SwitchRole
 from conductor.policy.events import Tick
@@ -39,6 +40,9 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         stack.push_async_callback(contact.close)
         core = Core(config)
         stack.callback(core.close)
+        for model, profile in sorted(config.cost_profiles.items()):
+            core.handle(costs_given(model, profile))
+            log.info("costs of model %r begin with the %s profile %r", model, profile.kind, profile.name)
         pools, registry = Pools(core, contact.incarnation, config.copy_timeout_s), Registry()
         stack.push_async_callback(pools.close)
         continuity = Continuity(config, contact, pools.following, registry)

@@ -11,6 +11,7 @@ import grpc
 from conductor import wire
 from conductor.continuity import Continuity
 from conductor.core import Core
+from conductor.cost_reporting import cost_samples
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.following import sample
 from conductor.policy.decisions import Copy, Decision, Place, Reject
@@ -113,6 +114,7 @@ class ConductorService(ConductorServicer):
             samples=[
                 *self._pools.samples(),
                 *self._continuity.samples(),
+                *cost_samples(self._core.policy),
                 *self._slo.keeper.samples(),
                 sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
                 sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),

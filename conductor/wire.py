@@ -57,6 +57,8 @@ def node_view(node: conductor_pb2.Node) -> NodeView:
         max_model_len=node.max_model_len,
         max_batch=node.max_batch,
         kv_bytes_per_token=node.kv_bytes_per_token,
+        model_fingerprint=node.model_fingerprint,
+        hardware=node.hardware,
     )
 
 

@@ -12,6 +12,7 @@ from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRol
 from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.slices import HostSettings, NodeSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
+from moonpool.cost_profiles import cost_profiles_of
 from moonpool.errors import ConfigError
 from moonpool.run_dir import OBJECTIVES, default_run_dir, make_run_dir
 from moonpool.slo_file import checked_objectives
@@ -52,6 +53,9 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         objectives=_objectives(config),
         objectives_forced=config.slo.slo_force,
         objectives_dir=_objectives_dir(config),
+        cost_profiles=cost_profiles_of(
+            config.scheduling.cost_profile, [entry.name for entry in config.further.models]
+        ),
         balancing_threshold=config.scheduling.balancing_threshold,
         admission=cast("Admission", config.scheduling.admission),
         admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["CONDUCTOR_METRICS", "ConductorCollector", "ConductorSample"]
+__all__ = ["CONDUCTOR_HISTOGRAMS", "CONDUCTOR_METRICS", "ConductorCollector", "ConductorSample"]
 
 # Names without the prefix moonpool:, those of counters with _total; and the labels of each.
 CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
@@ -36,7 +36,25 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "event_loop_lag_seconds": ("Longest time that an event loop did not come round of late.", ("process",)),
     "event_loop_held_seconds": ("Longest of such times that was the process's own work.", ("process",)),
     "event_loop_stalls_total": ("Times that a process's own work held its event loop for 50 ms or more.", ("process",)),
+    "node_slowdown": (
+        "How many times longer than a usual node of its model the node takes, for prefills and for decode steps.",
+        ("node", "model_name", "what"),
+    ),
+    "cost_samples_refused_total": ("Measurements of nodes that cannot be true, by what is wrong.", ("node", "reason")),
+    "predictions_extrapolated_total": (
+        "Predictions for a request that lie beyond what was measured, by what was predicted.",
+        ("model_name", "what"),
+    ),
     "directory_breaks_total": ("Event streams of pool nodes that ended, by how.", ("reason",)),
+}
+
+
+# The same of histograms: samples are cumulative buckets, their bound in the label le.
+CONDUCTOR_HISTOGRAMS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "prediction_relative_error": (
+        "(predicted - measured) / measured of a prompt's prefill, a decode step, a request's TTFT and mean TBT.",
+        ("what", "model_name", "node"),
+    ),
 }
 
 
@@ -71,3 +89,19 @@ class ConductorCollector(Collector):
                 if sample.name == name:
                     family.add_metric([sample.labels.get(label, "") for label in labels], sample.value)
             yield family
+        for name, (text, labels) in CONDUCTOR_HISTOGRAMS.items():
+            yield _histogram(name, text, labels, samples)
+
+
+def _histogram(
+    name: str, text: str, labels: tuple[str, ...], samples: Sequence[ConductorSample]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily("moonpool:" + name, text, labels=labels)
+    series: dict[tuple[str, ...], list[tuple[str, float]]] = {}
+    for sample in samples:
+        if sample.name == name and "le" in sample.labels:
+            values = tuple(sample.labels.get(label, "") for label in labels)
+            series.setdefault(values, []).append((sample.labels["le"], sample.value))
+    for values, buckets in series.items():
+        family.add_metric(values, sorted(buckets, key=lambda bucket: float(bucket[0])), None)
+    return family

@@ -47,6 +47,7 @@ class Engine(ABC):
 
     config: ModelConfig
     fingerprint: str
+    hardware = ""  # what it computes on, as cost profiles name it; empty where nothing computes
     label = ""  # what stands in for the model, and how; empty for the model itself
 
     @abstractmethod

@@ -140,6 +140,7 @@ class WorkerNode:
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             kv_bytes_per_token=self.stored.spec.bytes_per_token,
             model_fingerprint=self.model.fingerprint,
+            hardware=self.model.hardware,
             engine=self.model.label,
         )
 

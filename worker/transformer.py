@@ -15,6 +15,7 @@ from worker.chosen import Chosen
 from worker.engine_memory import EngineMemory
 from worker.engines import Engine, OnLayer
 from worker.errors import StartupError
+from worker.hardware import hardware_name
 from worker.kv_memory import KvMemory
 from worker.policy import PrefillChunk
 from worker.quantised import QuantisedMemory
@@ -58,10 +59,11 @@ class ModelSteps:
 class Transformer(Engine):
     """A model on a device."""
 
-    def __init__(self, model: Model, kv_storage: str) -> None:
+    def __init__(self, model: Model, kv_storage: str, hardware: str = "") -> None:
         self.model = model
         self.config = model.config
         self.fingerprint = model.fingerprint
+        self.hardware = hardware
         self._kv_storage = kv_storage
 
     @classmethod
@@ -71,7 +73,7 @@ class Transformer(Engine):
             model = load_model(config.model_path, device=config.device, dtype=config.dtype, threads=config.threads)
         except EngineError as error:
             raise StartupError(str(error)) from error
-        return cls(model, config.kv_storage)
+        return cls(model, config.kv_storage, hardware_name(model.device, config.threads))
 
     def new_memory(self, messenger: Messenger, *, num_slots: int, block_tokens: int) -> KvMemory:
         return KvMemory(self.model, messenger, num_slots=num_slots, block_tokens=block_tokens)

@@ -1,5 +1,6 @@
 """The conductor as a state machine: `on_event(now_ns, event) -> decisions`. It dispatches and counts."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ from conductor.policy.line_kernels import line_kernels
 from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.placement import place
-from conductor.policy.prediction_errors import PredictionErrors
+from conductor.policy.prediction_errors import ERROR_BOUNDS, PredictionErrors
 from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
@@ -147,6 +148,13 @@ class Conductor:
                 slot = self._state.nodes.slot(node.node_id)
                 yield node, self._state.paces.of(PREFILL, slot), self._state.paces.of(DECODE, slot)
 
+    def extrapolations(self) -> Iterator[tuple[str, str, int]]:
+        """Per model: what was predicted beyond what was measured, and how often."""
+        for model, tally in sorted(self._state.tallies.items()):
+            for name, count in sorted(tally.counts.items()):
+                if name.startswith("extrapolated_"):
+                    yield model, name.removeprefix("extrapolated_"), count
+
     def take_warnings(self) -> list[str]:
         """What people should be told; each is given once."""
         warnings, self._state.warnings = self._state.warnings, []
@@ -205,6 +213,10 @@ class Conductor:
             },
             "counters": dict(sorted(state.counts.items())),
             "transfers": state.transfers.summary(),
+            "prediction_errors": {
+                "bounds": list(ERROR_BOUNDS),
+                "histograms": [dataclasses.asdict(errors) for errors in state.errors],
+            },
             "models": {model: self._model_snapshot(model) for model in sorted(state.costs)},
         }
 

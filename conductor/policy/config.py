@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from conductor.errors import ConfigError
 from conductor.policy.objectives import SloRecord, record_of_seconds
-from conductor.policy.objectives import SloRecord, record_of_seconds
 
 __all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig", "RoleSwitching"]
 

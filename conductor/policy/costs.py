@@ -28,8 +28,7 @@ _LOAD_GUESS = (1e-4, 2e-10)  # likewise, within a host
 _SSD_GUESS = (1e-3, 2e-9)
 _FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
-_WORTH = 5  # measurements that each corner of a profile's range counts as
-_LEAST_SHARE = 0.01  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
+_LEAST_SHARE = 0.001  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
 _STREAK = 10
 
 
@@ -225,12 +224,12 @@ class _Fit:
 
     @classmethod
     def around(cls, coefficients: Sequence[float], corners: Sequence[Sequence[float]], streak: int) -> "_Fit":
-        """As if `coefficients` had been measured at each of the corners, some times."""
+        """As if `coefficients` had been measured at each of the corners, often enough to judge what comes next."""
         largest = max(sum(c * x for c, x in zip(coefficients, corner, strict=True)) for corner in corners)
         tops = [max(column) for column in zip(*corners, strict=True)]
-        floors = [_LEAST_SHARE * largest / top if top > 0 else 1.0 for top in tops]
-        made = cls([max(c, floor) for c, floor in zip(coefficients, floors, strict=True)], streak)
-        for _ in range(_WORTH):
+        floors = [max(_LEAST_SHARE * largest, 1e-12) / top if top > 0 else 1.0 for top in tops]
+        made = cls([c if c > 0 else floor for c, floor in zip(coefficients, floors, strict=True)], streak)
+        while not made.fit.is_calibrated:
             for corner in corners:
                 made.fit.add(corner, sum(c * x for c, x in zip(coefficients, corner, strict=True)))
         made._given = made.fit.num_samples

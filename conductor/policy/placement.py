@@ -362,6 +362,8 @@ def _claim(
         request.frontend_id,
         placed.predicted_ttft_s,
         placed.predicted_tbt_s,
+        placed.prefill,
+        decodes_at,
         tenant=request.tenant,
         objectives=objectives,
         curve=curve,

@@ -64,8 +64,10 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if event.attempt == 0 and event.ttft_s > 0:
         margins.ttft.learn(share, claim.predicted_ttft_s, event.ttft_s, objectives.ttft_s)
         state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
+        state.errors.add("ttft", claim.model, claim.prefill, claim.predicted_ttft_s, event.ttft_s)
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
         state.tally_of(claim.model).tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
+        state.errors.add("tbt", claim.model, claim.decode, claim.predicted_tbt_s, event.mean_tbt_s)
 
 
 def lose_node(state: ClusterState, node: NodeView) -> None:

@@ -65,6 +65,8 @@ class Claim:
     frontend_id: str
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
+    prefill: str = ""  # node ids
+    decode: str = ""
     is_revived: bool = False  # known only from what workers hold
     seen_prefill: bool = False  # a report of the prefill node held it
     seen_decode: bool = False

@@ -197,6 +197,14 @@ class SchedulingSettings(Slice):
     tbt_slo: Annotated[
         float, Key("Objective for the time between tokens, seconds", low=0, high=3600, default_text="off")
     ] = 0.0
+    cost_profile: Annotated[
+        tuple[str, ...],
+        Key(
+            "What a model's work costs until nodes report it: [MODEL=]PROFILE, a JSON file of `moonpool profile` or a "
+            "bundled one's name; may be given several times",
+            default_text="a guess",
+        ),
+    ] = ()
     balancing_threshold: Annotated[
         float,
         Key("Ratio of the best cached prefix to a node's own above which KV is copied to the node", low=1, high=1e6),

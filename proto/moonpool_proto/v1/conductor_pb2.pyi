@@ -82,6 +82,7 @@ class Node(_message.Message):
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -101,6 +102,8 @@ class Node(_message.Message):
     kv_bytes_per_token: _builtins.int
     model_fingerprint: _builtins.str
     """hex, over the weights and what of the configuration is computed with"""
+    hardware: _builtins.str
+    """what computes, as cost profiles name it; empty for pool nodes and where nothing computes"""
     engine: _builtins.str
     """what stands in for the model, as paced:PROFILE; empty: it is computed"""
     @_builtins.property
@@ -126,11 +129,12 @@ class Node(_message.Message):
         prefill_chunk_tokens: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
+        hardware: _builtins.str = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
