@@ -1,5 +1,6 @@
 """Every command line in the documentation is one that the program takes."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -10,18 +11,23 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
+from conductor.policy.objectives import Objective
+from conductor.policy.record_form import parse_record, tell_record
 from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
 from moonpool.config import all_settings
 from moonpool.pool_command import app as pool_app
 from moonpool.simulate_command import app as simulate_app
+from moonpool.slo_command import app as slo_app
 from replay.cli import app as replay_app
 from replay.dialogue_cli import app as dialogues_app
 
 ROOT = Path(__file__).parents[2]
+OBJECTIVES = "docs/objectives.md"
 # Commands that are followed by another.
-GROUPS = {"bench": bench_app, "pool": pool_app, "simulate": simulate_app}
+GROUPS = {"bench": bench_app, "pool": pool_app, "simulate": simulate_app, "slo": slo_app}
 # Said of other programs, or of no command line.
 OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
@@ -141,10 +147,19 @@ def test_every_variable_is_read(pages: list[Any]) -> None:
     assert sorted(f"{page}: {name}" for page, name in named if name not in known) == []
 
 
+def test_objectives_in_the_text_are_such_a_record(pages: list[Any]) -> None:
+    (page,) = [page for page in pages if str(page) == OBJECTIVES]
+    (block,) = page.blocks("yaml")
+    record = parse_record(yaml.safe_load(block))
+    assert record.classes["chat"].ttft == Objective(times=5, percentile=95)
+    assert set(tell_record(record)) == {field.name for field in dataclasses.fields(record)} - {"headers"}
+
+
 def test_every_key_of_a_file_is_read(pages: list[Any]) -> None:
     lines = [
         (str(page), found[1])
         for page in pages
+        if str(page) != OBJECTIVES  # whose files are others
         for text in (*page.inline(), *"\n".join(page.blocks("yaml")).splitlines())
         if (found := re.match(r"([a-z]+_[a-z_]+): \S", text))
     ]
