@@ -29,6 +29,9 @@ class ConductorConfig:
     cost_profiles: Mapping[str, CostProfile] = field(default_factory=dict)  # what work costs at first, by model
     balancing_threshold: float = 1.5  # Algorithm 1: fetch the best prefix when it is this many times a node's own
     max_queue_s: float = 60.0  # longest predicted wait that a request is admitted with
+    aging_s: float = 60.0  # who has waited for so long goes before everything newer, whatever its class
+    max_tenants: int = 64  # of a model, with accounts of their own; further ones share one
+    max_endless: int = 4  # requests without an end that one tenant may have at a time
     admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted
     admission_mode: AdmissionMode = "predicted-uniform"  # what requests are judged by
     overrun_probability: float = 0.0  # that an answer takes more pages than the ledger holds for it
@@ -75,6 +78,9 @@ class ConductorConfig:
             model_objectives=self.model_objectives,
             balancing_threshold=self.balancing_threshold,
             max_queue_s=self.max_queue_s,
+            aging_s=self.aging_s,
+            max_tenants=self.max_tenants,
+            max_endless=self.max_endless,
             admission=self.admission,
             admission_mode=self.admission_mode,
             overrun_probability=self.overrun_probability,

@@ -20,6 +20,7 @@ from conductor.pools import Pools
 from conductor.registry import Member, Registry
 from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
+from conductor.tenant_samples import tenant_samples
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
@@ -114,6 +115,7 @@ class ConductorService(ConductorServicer):
             samples=[
                 *self._pools.samples(),
                 *self._continuity.samples(),
+                *tenant_samples(self._core.policy),
                 *cost_samples(self._core.policy),
                 *self._slo.keeper.samples(),
                 sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),

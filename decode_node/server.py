@@ -176,6 +176,7 @@ class Decode:
         node, request = self.node, reservation.request
         if first_index != request.generated:
             raise RequestFailed("handoff", f"the first token has index {first_index}, not {request.generated}")
+        node.jobs.renew(request)
         matcher = await node.matcher(request)
         # The writer is done: fenced off now, the slots need no quarantine later.
         await in_thread(node.messenger.revoke, reservation.key)

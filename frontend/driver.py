@@ -69,6 +69,7 @@ class Generation:
             self._avoided,
             frontend_id=config.node_id,
             grace_s=config.replace_grace_s,
+            deadline_s=lambda: self.deadline_s,
         )
         self._attempt: Attempt | None = None
         self._setback: Setback | None = None  # why there is no attempt now
@@ -76,6 +77,7 @@ class Generation:
         self._finish_reason: FinishReason | None = None
         self._told: list[str] = []
         self._closed = False
+        self._asked_s = 0.0  # when `next` was called last
         self._ended_by: ApiError | None = None
         self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
 
@@ -88,12 +90,20 @@ class Generation:
         """Whether the prompt's KV is there to be reused, where another answer makes it."""
         return self.leader is None or bool(self.leader.facts.token_ids)
 
+    @property
+    def deadline_s(self) -> float:
+        """When it is given up (the monotonic clock). An endless one's recedes with each token, and each time that more
+        is asked for."""
+        last_s, idle_s = self.facts.last_token_s, self.request.idle_s
+        return self.request.deadline_s if not idle_s or last_s is None else max(last_s, self._asked_s) + idle_s
+
     async def next(self) -> Step:
         """The next tokens. Raises ApiError; after that, and after a finish reason, only `close` may be called."""
         if self._ended_by is not None:
             raise self._ended_by
         try:
-            async with asyncio.timeout_at(self.request.deadline_s) as self._limit:
+            self._asked_s = monotonic()
+            async with asyncio.timeout_at(self.deadline_s) as self._limit:
                 while True:
                     attempt = self._attempt if self._attempt is not None else await self._begin()
                     if attempt is not None and (step := await self._follow(attempt)) is not None:
@@ -174,7 +184,8 @@ class Generation:
             chain_seed=request.chain_seed,
             sampling=request.sampling.to_proto(),
             placement=attempt.placement,
-            timeout_s=max(0.001, request.deadline_s - monotonic()),
+            timeout_s=max(0.001, self.deadline_s - monotonic()),
+            idle_s=request.idle_s,
         )
 
     async def _follow(self, attempt: Attempt) -> Step | None:
@@ -275,9 +286,12 @@ class Generation:
             raise GenerationFailed(f"given up after {self.facts.attempts} attempts; the last one's end: {text}")
 
     def _deadline_text(self) -> str:
-        limit_s = self.request.deadline_s - self.request.arrival_s
+        request = self.request
+        limit_s = request.deadline_s - request.arrival_s
         where = f"on {self.facts.prefill_node} and {self.facts.decode_node}" if self.facts.attempts else "unplaced"
         num_tokens = len(self.facts.token_ids)
+        if request.idle_s and num_tokens:
+            return f"no token for {request.idle_s:g} s: {num_tokens} tokens generated, {where}"
         return f"the request did not end within {limit_s:g} s: {num_tokens} tokens generated, {where}"
 
     def _on_overflow(self) -> None:

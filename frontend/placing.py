@@ -1,6 +1,7 @@
 """What the driver of a request and the conductor say to each other: schedule, refuse, complete."""
 
 import asyncio
+from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
@@ -22,13 +23,14 @@ from telemetry import RequestMetrics
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _REASONS: Final = frozenset(
-    {"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long"}
+    {"ttft", "tbt", "decode_capacity", "queue", "no_nodes", "unknown_model", "unknown_class", "too_long", "endless"}
 )
 _FINAL_REASONS: Final = frozenset({"unknown_model", "unknown_class", "too_long"})
 
 
 class Placer:
-    """One request's placements. `grace_s` is how long a request that lost its worker waits for another place."""
+    """One request's placements. `grace_s` is how long a request that lost its worker waits for another place;
+    `deadline_s` says until when there must be one (the monotonic clock)."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class Placer:
         *,
         frontend_id: str,
         grace_s: float,
+        deadline_s: Callable[[], float],
     ) -> None:
         self.is_known = False  # whether the conductor may hold something for the request
         self._conductor = conductor
@@ -49,6 +52,7 @@ class Placer:
         self._avoided = avoided
         self._frontend_id = frontend_id
         self._grace_s = grace_s
+        self._deadline_s = deadline_s
         self._asked_s: float | None = None  # when first asked for a placement
         self._line: Line | None = None  # to the conductor that answered; None while any of them may have
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
@@ -61,9 +65,7 @@ class Placer:
         excluded = self._avoided.nodes()
         while True:
             self.is_known, self._line = True, None
-            reply, self._line = await self._conductor.schedule(
-                self._schedule(excluded), deadline_s=self._request.deadline_s
-            )
+            reply, self._line = await self._conductor.schedule(self._schedule(excluded), deadline_s=self._deadline_s())
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
@@ -121,6 +123,8 @@ class Placer:
             tenant=request.tenant,
             slo_class=request.slo_class,
             priority=request.priority,
+            waited_s=max(0.0, monotonic() - request.arrival_s),
+            endless=request.idle_s > 0,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

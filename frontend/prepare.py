@@ -9,6 +9,7 @@ from time import monotonic
 import numpy as np
 
 from frontend.answers import AnswerMemory
+from frontend.api.fields import MAX_TOKEN_ID
 from frontend.api.models import (
     ChatBody,
     CompletionBody,
@@ -23,7 +24,7 @@ from frontend.fitting import ChatFitter
 from frontend.grammars import checked_chat_grammar, checked_grammar
 from frontend.prompts import ChatPrompt, PromptReader
 from frontend.request import GenerationRequest, Grammar
-from frontend.sampling_params import check_choices, check_prompt_scores, sampling_of, text_options
+from frontend.sampling_params import check_choices, check_endless, check_prompt_scores, sampling_of, text_options
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
@@ -79,7 +80,10 @@ class Preparer:
             check_prompt_scores(body, self._config, read)
             for ids in read:
                 max_tokens = self._max_tokens(
-                    len(ids), self._asked(body, body.max_tokens), self._config.completion_default_tokens, param="prompt"
+                    len(ids),
+                    self._asked(body, body.max_tokens),
+                    MAX_TOKEN_ID if body.endless else self._config.completion_default_tokens,
+                    param="prompt",
                 )
                 requests += self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return requests
@@ -99,7 +103,8 @@ class Preparer:
             self._metrics.answer_memory_misses.inc(prompt.num_forgotten)
             ids = prompt.token_ids
             check_prompt_scores(body, self._config, [ids])
-            max_tokens = self._max_tokens(len(ids), asked, self._config.chat_default_tokens, param="messages")
+            default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
+            max_tokens = self._max_tokens(len(ids), asked, default, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
 
@@ -173,6 +178,7 @@ class Preparer:
             tenant=arrival.tenant,
             slo_class=arrival.class_beside(body.slo_class),
             priority=body.priority or 0,
+            idle_s=config.endless_idle_s if body.endless else 0.0,
             text=text_options(body),
         )
         further = range(1, body.num_choices)
@@ -196,7 +202,11 @@ class Preparer:
 
     @staticmethod
     def _asked(body: GenerationBody, max_tokens: int | None) -> int | None:
-        """Tokens to ask the cluster for. An echo alone needs one, which is not shown."""
+        """Tokens to ask the cluster for. An echo alone needs one, which is not shown; an endless answer takes what it
+        can have."""
+        if body.endless:
+            check_endless(body, max_tokens)
+            return None
         if max_tokens != 0:
             return max_tokens
         if not (isinstance(body, CompletionBody) and body.echo):

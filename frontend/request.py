@@ -96,7 +96,8 @@ class GenerationRequest:
     tpot_objective_s: float = 0.0
     tenant: str = ""
     slo_class: str = ""  # "" = that of its tenant, or the default one
-    priority: int = 0  # among the requests of its class: lower goes first
+    priority: int = 0  # among its tenant's requests of its class: lower goes first
+    idle_s: float = 0.0  # > 0: endless; once it has a token its deadline is so long after the last one
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
     dropped_messages: int = 0  # of a chat, so that it fits into the context
     text: TextOptions = TextOptions()

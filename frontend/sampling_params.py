@@ -54,6 +54,19 @@ def text_options(body: GenerationBody) -> TextOptions:
     )
 
 
+def check_endless(body: GenerationBody, max_tokens: int | None) -> None:
+    """Raises InvalidRequest for an endless request with an end, or whose answer nobody reads as it comes."""
+    problem = ""
+    if not body.stream:
+        problem = "is told as it is generated: ask for it with stream true"
+    elif max_tokens is not None:
+        problem = "has no end: leave max_tokens out"
+    elif body.num_choices > 1:
+        problem = f"is one answer, and n is {body.num_choices}: send several requests"
+    if problem:
+        raise InvalidRequest(f"an endless answer {problem}", param="endless")
+
+
 def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int) -> None:
     """Raises InvalidRequest for more answers than one request may have, and for a choice among hidden ones."""
     if body.best_of is not None and body.best_of != body.num_choices:

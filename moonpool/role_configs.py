@@ -64,6 +64,9 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         replication_horizon_s=config.scheduling.replication_horizon,
         replica_idle_s=config.scheduling.replica_idle,
         max_queue_s=config.scheduling.max_queue,
+        aging_s=config.scheduling.aging,
+        max_tenants=config.scheduling.max_tenants,
+        max_endless=config.scheduling.max_endless,
         report_timeout_s=config.scheduling.report_timeout,
         role_switching=cast("RoleSwitching", config.scheduling.role_switching),
         role_hold_s=config.scheduling.role_hold,
@@ -181,6 +184,7 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         request_timeout_s=config.http.request_timeout,
         drain_grace_s=config.http.drain_grace,
         hold_off_s=config.http.hold_off,
+        endless_idle_s=config.http.endless_idle,
         answer_memory_nbytes=config.http.answer_memory,
     )
 

@@ -20,6 +20,13 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "replicas": ("Prefixes copied to a second pool node and still in use there.", ()),
     "replication_saved_seconds_total": ("Predicted TTFT without copied prefixes less that with them, summed.", ()),
     "replication_spent_seconds_total": ("Seconds that copying prefixes between pool nodes took.", ()),
+    "tenant_uncached_tokens_total": ("Prompt tokens computed for ended requests.", ("model_name", "tenant")),
+    "tenant_generated_tokens_total": ("Tokens generated for ended requests.", ("model_name", "tenant")),
+    "tenant_kv_block_seconds_total": (
+        "Blocks of KV of ended requests, times the seconds that each was held where the request decoded.",
+        ("model_name", "tenant"),
+    ),
+    "tenant_requests": ("Requests placed and not ended.", ("model_name", "tenant")),
     "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),
     "shared_store_errors_total": ("Tries to write or read Redis that failed.", ("reason",)),
     "slo_version": ("The version of the record of objectives that the conductor goes by; 0: not stored yet.", ()),

@@ -35,6 +35,7 @@ class Jobs:
         self._jobs: dict[str, tuple[Request, Job]] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # the highest attempt cancelled, by request
         self._endings: dict[tuple[str, int], Callable[[int], None]] = {}  # by request and attempt
+        self._limits: dict[tuple[str, int], asyncio.Timeout] = {}  # of endless ones
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -87,6 +88,12 @@ class Jobs:
         finally:
             del self._endings[key]
 
+    def renew(self, request: Request) -> None:
+        """An endless request has a token: it has so long again for the next one."""
+        limit = self._limits.get(request.key)
+        if limit is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + request.idle_s)
+
     async def cancel_frontend(self, frontend_id: str) -> None:
         """A frontend is gone: nobody waits for its requests. Returns when they have given everything back."""
         orphans = [task for request, task in self._jobs.values() if request.frontend_id == frontend_id]
@@ -109,7 +116,9 @@ class Jobs:
         try:
             if previous is not None:
                 await _cancelled([previous])
-            async with asyncio.timeout(max(0.001, request.time_left_s)):
+            async with asyncio.timeout(max(0.001, request.time_left_s)) as limit:
+                if request.idle_s:
+                    self._limits[request.key] = limit
                 await work
         except RequestRefused as error:
             self._fail(request, error.code, str(error), retryable=False)
@@ -125,6 +134,7 @@ class Jobs:
 
     def _over(self, request: Request, work: Work) -> None:
         work.close()  # not begun, if the job was cancelled early
+        self._limits.pop(request.key, None)
         job = self._jobs.get(request.request_id)
         if job is not None and job[0] is request:
             del self._jobs[request.request_id]

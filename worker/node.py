@@ -289,6 +289,8 @@ class WorkerNode:
             timings: dict[str, Timing] = {}
             for generated in result.tokens:
                 sequence = generated.sequence
+                if sequence.request.idle_s:
+                    self.jobs.renew(sequence.request)
                 first = generated.index == sequence.request.generated
                 timing = self.timings.pop(id(sequence), None) if first else None
                 if timing is not None:

@@ -38,6 +38,7 @@ class Request:
     placement: Placement
     submitted: float  # time.monotonic() instants
     deadline: float
+    idle_s: float  # > 0: endless; once it has a token its deadline is that of the next one
     proto: Submit
     turn: Turn
 
@@ -86,6 +87,7 @@ class Request:
             placement=submit.placement,
             submitted=now,
             deadline=now + (submit.timeout_s or 600.0),
+            idle_s=submit.idle_s,
             proto=submit,
             turn=turn_from_proto(submit.placement.turn, now),
         )

@@ -26,6 +26,7 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
+from conductor.policy.fairness import Account
 from conductor.policy.feasibility import reach, unmeetable
 from conductor.policy.kernels import kernels
 from conductor.policy.learning import mismatches
@@ -39,7 +40,7 @@ from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
 from conductor.policy.role_plan import plan_roles
-from conductor.policy.seats import accrue_endless
+from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
 
 __all__ = ["Conductor"]
@@ -159,6 +160,10 @@ class Conductor:
         """What people should be told; each is given once."""
         warnings, self._state.warnings = self._state.warnings, []
         return warnings
+
+    def tenants(self) -> Iterator[tuple[str, Account, int]]:
+        """(model, account, its live requests) of all accounts, the shared one among them."""
+        yield from accounts(self._state)
 
     def models(self) -> list[str]:
         """Models that some joined node serves."""

@@ -84,7 +84,7 @@ class PolicyConfig:
             raise ConfigError(f"overrun_probability is {self.overrun_probability}: {text}")
         if self.balancing_threshold < 1:
             raise ConfigError(f"balancing_threshold is {self.balancing_threshold}: must be at least 1")
-        for name in ("max_queue_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):
+        for name in ("max_queue_s", "aging_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: must be positive")
 

@@ -5,8 +5,8 @@ from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
 from conductor.policy.learning import learn
 from conductor.policy.requests import NONE, Claim
-from conductor.policy.seats import begun, revived_turn
 from conductor.policy.role_plan import answered
+from conductor.policy.seats import begun, revived_turn
 from conductor.policy.state import ClusterState
 
 __all__ = ["complete", "lose_node", "report"]

@@ -1,5 +1,6 @@
 """A request's place among those that wait: its turn, the work that goes before it, what its tenant is charged."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +9,17 @@ from numpy.typing import NDArray
 from conductor.policy.charges import Charge, Prices
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
+from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import RequestArrived, Turn
-from conductor.policy.fairness import Account, Shares
+from conductor.policy.fairness import OTHERS, Account, Shares, Usage
 from conductor.policy.line_kernels import EARLIER, LATER, line_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
+from conductor.policy.turn_columns import ACCOUNT
 
-__all__ = ["Seat", "accrue_endless", "begun", "endless_refused", "revived_turn", "seat_of", "sit"]
+__all__ = ["Seat", "accounts", "accrue_endless", "begun", "endless_refused", "revived_turn", "seat_of", "sit"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -75,9 +78,9 @@ def seat_of(
         objective_s = wanted.effective(request.ttft_objective_s, 0.0, unloaded_s, 0.0).ttft_s
     shares = state.shares_of(request.model)
     account = shares.account(request.tenant, state.is_charged)
-    arrived_ns = now_ns - round(request.waited_s * NS)
+    arrived_ns = now_ns - to_ns(request.waited_s)
     ages_ns = arrived_ns + round(state.config.aging_s * NS)
-    due_ns = min(ages_ns, arrived_ns + round(objective_s * NS)) if objective_s else ages_ns
+    due_ns = min(ages_ns, arrived_ns + to_ns(objective_s)) if objective_s else ages_ns
     me = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
     requests, room = state.requests, np.empty((4, state.nodes.num_slots), np.int64)
     line, rows = line_kernels(), len(requests)
@@ -141,10 +144,20 @@ def begun(now_ns: int, state: ClusterState, row: int) -> None:
 def revived_turn(now_ns: int, state: ClusterState, row: int, turn: Turn) -> None:
     """The turn of a request that another conductor placed, or this one before it was restarted, as a worker told it."""
     account = state.shares_of(state.requests.claims[row].model).account_of(turn.account)
-    arrived_ns, due_ns = now_ns - round(turn.waited_s * NS), now_ns + round(turn.due_in_s * NS)
-    ages_ns = now_ns + round(turn.ages_in_s * NS)
+    arrived_ns, due_ns = now_ns - to_ns(turn.waited_s), now_ns + to_ns(turn.due_in_s)
+    ages_ns = now_ns + to_ns(turn.ages_in_s)
     told = turn.level, account.number, turn.start_ns, turn.priority, due_ns, arrived_ns, ages_ns
     state.requests.turns[:, row] = told
+
+
+def accounts(state: ClusterState) -> Iterator[tuple[str, Account, int]]:
+    """(model, account, its live requests) of all accounts that were used."""
+    charged = state.requests.turns[ACCOUNT, : len(state.requests)]
+    for model, shares in sorted(state.shares.items()):
+        for account in shares:
+            live = int(np.count_nonzero(charged == account.number))
+            if account.name != OTHERS or live or account.used != Usage():
+                yield model, account, live
 
 
 def endless_refused(state: ClusterState, request: RequestArrived) -> Reject | None:

@@ -67,7 +67,7 @@ async def answer(
                 more,
                 abort=session.overflowed,
                 close=lambda: service.close_session(session),
-                deadline_s=requests[0].deadline_s + _STALLED_CLIENT_S,
+                deadline_s=lambda: max(each.deadline_s for each in session.generations) + _STALLED_CLIENT_S,
                 headers=headers,
             )
         finally:

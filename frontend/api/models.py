@@ -76,6 +76,7 @@ class GenerationBody(RequestModel):
     cache_salt: Annotated[str, Field(max_length=512)] | None = None
     slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    endless: bool | None = None
     add_special_tokens: bool | None = None
 
     @property

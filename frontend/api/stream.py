@@ -38,8 +38,8 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends what `more` gives as server-sent events until it gives None, the client leaves, or `abort` returns.
 
-    An ApiError of `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s`
-    (monotonic clock) bounds a client that neither reads nor leaves.
+    An ApiError of `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s()`
+    (monotonic clock), which may recede, bounds a client that neither reads nor leaves.
     """
 
     media_type = "text/event-stream"
@@ -51,7 +51,7 @@ class EventStream(Response):
         *,
         abort: Callable[[], Coroutine[Any, Any, None]],
         close: Callable[[], Awaitable[None]],
-        deadline_s: float,
+        deadline_s: Callable[[], float],
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -65,9 +65,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
         watches = asyncio.create_task(_disconnected(receive)), asyncio.create_task(self._abort())
-        left_s = self._deadline_s - monotonic()
         try:
-            await asyncio.wait((pump, *watches), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Task[Any]] = set()
+            while not done and (left_s := self._deadline_s() - monotonic()) > 0:
+                done, _ = await asyncio.wait((pump, *watches), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
         finally:

@@ -257,6 +257,21 @@ class SchedulingSettings(Slice):
         float, Key("Seconds for which such a change must have been the better split", low=1, high=86400)
     ] = 30.0
     role_rest: Annotated[float, Key("Seconds between two changes of a model's nodes", low=1, high=86400)] = 120.0
+    aging: Annotated[
+        float,
+        Key(
+            "Seconds that a request waits at most until nothing newer goes before it, whatever its class",
+            low=1,
+            high=86400,
+        ),
+    ] = 60.0
+    max_tenants: Annotated[
+        int,
+        Key("Tenants of a model with shares and metrics of their own; all others share one", low=1, high=4096),
+    ] = 64
+    max_endless: Annotated[
+        int, Key("Endless requests that one tenant may have of a model at a time; 0: none are taken", low=0, high=1024)
+    ] = 4
     report_timeout: Annotated[
         float,
         Key(
@@ -288,6 +303,9 @@ class HttpSettings(Slice):
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
     ] = 3.0
+    endless_idle: Annotated[
+        float, Key("Seconds without a token after which an endless request fails", low=1, high=86400)
+    ] = 120.0
     hold_off: Annotated[
         float,
         Key(
