@@ -57,6 +57,9 @@ def run_overload(
     look_into: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the rejections that are tried out: false, or right?")
     ] = 0.005,
+    attained_share: Annotated[
+        float, typer.Option(help="Of the admitted, that are to meet each objective: margins are learned; 0: no margin.")
+    ] = 0.95,
     processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one per CPU.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, the load over time too.")
@@ -92,6 +95,7 @@ def run_overload(
             pool_blocks=pool_blocks,
             ssd_blocks=ssd_blocks,
             look_into=look_into,
+            attained_share=attained_share,
         )
         console = Console(stderr=True)
         with progress_bar("runs") as advance:

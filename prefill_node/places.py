@@ -25,8 +25,7 @@ class Place:
 
 
 class Places:
-    """Given in the order of the line. Who goes before one that has a place already needs none of the `num_places`: an
-    urgent request does not wait until less urgent ones have been computed. Twice as many is the most that there are."""
+    """Given in the order of the line, as `Line.next_ahead` has it."""
 
     def __init__(self, num_places: int, line: Line) -> None:
         self._num_places = num_places
@@ -57,12 +56,8 @@ class Places:
         self._serve()
 
     def _serve(self) -> None:
-        while self._waiters and len(self._holders) < 2 * self._num_places:
-            now_s = time.monotonic()
-            first = self._line.first(self._waiters, now_s)
-            rank = self._line.rank(first, now_s)
-            if sum(self._line.rank(holder, now_s) < rank for holder in self._holders) >= self._num_places:
-                return
+        waiters, holders = self._waiters, self._holders
+        while first := self._line.next_ahead(waiters, holders, self._num_places, time.monotonic()):
             self._holders.add(first)
             if not (waiter := self._waiters.pop(first)).done():
                 waiter.set_result(None)

@@ -26,6 +26,7 @@ from simulator.serving.truth import Truth
 from simulator.serving.work import End, Work
 from simulator.serving.workload import Job, Workload
 from worker.policy.cost_profile import CostProfile
+from worker.policy.turns import Turn
 
 __all__ = ["MODEL", "Cluster"]
 
@@ -186,6 +187,16 @@ class Cluster:
         work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
         work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
         work.asks_again = place.asks_again
+        now_s, turn = self.clock.now_ns / NS, place.turn
+        work.turn = Turn(
+            arrived_s=now_s - turn.waited_s,
+            due_s=now_s + turn.due_in_s,
+            ages_s=now_s + turn.ages_in_s,
+            level=turn.level,
+            account=turn.account,
+            start_ns=turn.start_ns,
+            priority=turn.priority,
+        )
         # To the frontend, and from there to the node.
         self.clock.after(2 * self._network_ns, lambda: self.prefill[place.prefill].submit(work))
 

@@ -1,21 +1,21 @@
-"""A decode node: pages for whole answers, first come first served, and continuous batching by the live batch policy.
+"""A decode node: pages for whole answers in the order of turns, and continuous batching by the live batch policy.
 
 Steps between two changes of the batch are alike and are taken at once, at most as many as the plan is valid for. A
 request joins, as in the live engine, at the next border of two steps.
 """
 
-from collections import deque
 from collections.abc import Callable
 
 from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import DecodeSample, Held, NodeReported
-from simulator.serving.clock import Clock
+from simulator.serving.clock import NS, Clock
 from simulator.serving.links import Link
 from simulator.serving.reports import Reporter
 from simulator.serving.settings import ServingSettings
 from simulator.serving.truth import Truth
 from simulator.serving.work import Work
 from worker.policy import BatchLimits, BatchPlan, plan_step
+from worker.policy.turns import Line
 
 __all__ = ["DecodeNode"]
 
@@ -45,7 +45,8 @@ class DecodeNode:
         self._block_tokens = block_tokens
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._over = over
-        self._waiting: deque[tuple[Work, Callable[[Work], None]]] = deque()
+        self._line = Line()  # of those that wait for pages
+        self._waiting: list[tuple[Work, Callable[[Work], None]]] = []
         self._holding: dict[str, Work] = {}
         self._joining: list[Work] = []
         self._running: list[Work] = []
@@ -67,6 +68,7 @@ class DecodeNode:
 
     def reserve(self, work: Work, ready: Callable[[Work], None]) -> None:
         """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
+        self._line.join(work.key, work.turn)
         self._waiting.append((work, ready))
         self._serve_waiting()
 
@@ -88,11 +90,13 @@ class DecodeNode:
 
     def _serve_waiting(self) -> None:
         while self._waiting:
-            work, ready = self._waiting[0]
+            now_s = self._clock.now_ns / NS
+            work, ready = first = min(self._waiting, key=lambda waiter: self._line.rank(waiter[0].key, now_s))
             need = peak_tokens(work.job.prompt_tokens, self._settings.max_new_tokens, self._block_tokens)
             if need > self.free_tokens:
                 return
-            self._waiting.popleft()
+            self._waiting.remove(first)
+            self._line.leave(work.key)
             self.free_tokens -= need
             work.committed_tokens = need
             self._holding[work.job.name] = work

@@ -13,7 +13,7 @@ from simulator.serving.runs import Run, RunSpec, run_all, with_mode
 __all__ = ["MODES", "ModeSummary", "Overload", "compare_modes", "modes_of"]
 
 MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
-_PROBE_REQUESTS = 6000  # of a run that looks for the capacity
+_PROBE_REQUESTS = 3000  # of a run that looks for the capacity
 _PROBE_SEEDS = 2
 
 

@@ -28,6 +28,7 @@ def overload_spec(
     pool_blocks: int,
     ssd_blocks: int,
     look_into: float,
+    attained_share: float,
 ) -> RunSpec:
     """Clients allow `longest_answer` tokens; 0: as many as the longest answer has.
 
@@ -57,7 +58,7 @@ def overload_spec(
             f"{longest} and {longest_answer} for its answer: leave it out with --longest-prompt"
         )
     try:
-        policy = PolicyConfig(ttft_objective_s=ttft_s, tbt_objective_s=tbt_s)
+        policy = PolicyConfig(ttft_objective_s=ttft_s, tbt_objective_s=tbt_s, attained_share=attained_share)
     except ConfigError as error:
         raise BadSetting(str(error)) from error
     return RunSpec(

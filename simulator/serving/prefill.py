@@ -1,6 +1,5 @@
 """A prefill node: turns, loads that overlap the compute of others, chunks by the live batch policy, push, hand-over."""
 
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
@@ -13,6 +12,7 @@ from simulator.serving.settings import ServingSettings
 from simulator.serving.truth import Truth
 from simulator.serving.work import Work
 from worker.policy import BatchLimits, BatchPlan, plan_step
+from worker.policy.turns import Key, Line
 
 __all__ = ["PrefillNode"]
 
@@ -48,8 +48,9 @@ class PrefillNode:
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._prefilled = prefilled
         self._held_works: dict[str, Work] = {}
-        self._waiting: deque[Work] = deque()
-        self._num_places = settings.lookahead
+        self._line = Line()  # of those that wait for their first token
+        self._waiting: dict[Key, Work] = {}
+        self._ahead: set[Key] = set()  # being loaded or computed
         self._computing: list[Work] = []
         self._is_stepping = False
         self.backlog_tokens = 0  # to be computed for those that wait or are computed
@@ -57,7 +58,8 @@ class PrefillNode:
     def submit(self, work: Work) -> None:
         """Take a placed request."""
         self._held_works[work.job.name] = work
-        self._waiting.append(work)
+        self._line.join(work.key, work.turn)
+        self._waiting[work.key] = work
         self.backlog_tokens += work.job.prompt_tokens - work.reused_tokens
         self._fill_places()
 
@@ -75,9 +77,10 @@ class PrefillNode:
         )
 
     def _fill_places(self) -> None:
-        while self._waiting and self._num_places:
-            self._num_places -= 1
-            self._prepare(self._waiting.popleft())
+        now_s, places = self._clock.now_ns / NS, self._settings.lookahead
+        while first := self._line.next_ahead(self._waiting, self._ahead, places, now_s):
+            self._ahead.add(first)
+            self._prepare(self._waiting.pop(first))
 
     def _prepare(self, work: Work) -> None:
         """Load what is reused, and meanwhile take pages at the decode node."""
@@ -145,6 +148,8 @@ class PrefillNode:
             self._step()
 
     def _step(self) -> None:
+        now_s = self._clock.now_ns / NS
+        self._computing.sort(key=lambda work: work.turn.rank(now_s))
         plan = plan_step((), [(work.computed, work.job.prompt_tokens) for work in self._computing], self._limits)
         self._is_stepping = not plan.is_empty
         if plan.is_empty:
@@ -180,7 +185,8 @@ class PrefillNode:
     def _end_prefill(self, work: Work) -> None:
         work.first_token_ns = self._clock.now_ns
         work.generated = 1
-        self._num_places += 1
+        self._line.leave(work.key)
+        self._ahead.discard(work.key)
         job = work.job
         new = job.prompt_tokens - work.reused_tokens
         self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))

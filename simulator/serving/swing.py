@@ -27,7 +27,7 @@ class Swing:
 
 
 def swing_of(
-    prefill: Floats, decode: Floats, *, step_s: float, trend_s: float = 600.0, most_lag_s: float = 120.0
+    prefill: Floats, decode: Floats, *, step_s: float, trend_s: float = 600.0, most_lag_s: float = 60.0
 ) -> Swing:
     """Of two series [samples], one sample every `step_s` seconds.
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from conductor.policy.decisions import Holder
 from simulator.serving.clock import NS
 from simulator.serving.workload import Job
+from worker.policy.turns import ALWAYS_NEXT, Key, Turn
 
 __all__ = ["End", "Work", "slowest_tenth_s"]
 
@@ -23,6 +24,7 @@ class Work:
     """A request as the nodes know it. Times are virtual ns, 0 = not yet."""
 
     job: Job
+    turn: Turn = ALWAYS_NEXT
     prefill_node: str = ""
     decode_node: str = ""
     holders: tuple[Holder, ...] = ()
@@ -43,6 +45,11 @@ class Work:
     end_ns: int = 0
     reason: str = ""  # why it was rejected
     intervals: list[tuple[int, int]] = field(default_factory=list)  # (ns between two tokens, how often in a row)
+
+    @property
+    def key(self) -> Key:
+        """What it goes by in line."""
+        return self.job.name, 0
 
     @property
     def ttft_s(self) -> float:

@@ -44,6 +44,7 @@ def spec() -> RunSpec:
         pool_blocks=500,
         ssd_blocks=0,
         look_into=0.0,
+        attained_share=0.95,
     )
 
 

@@ -11,7 +11,7 @@ The order, first to last:
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 __all__ = ["ALWAYS_NEXT", "Key", "Line", "Rank", "Turn"]
@@ -87,6 +87,18 @@ class Line:
     def first(self, keys: Iterable[Key], now_s: float) -> Key:
         """Of some, at least one, the one whose turn it is."""
         return min(keys, key=lambda key: self.rank(key, now_s))
+
+    def next_ahead(self, waiting: Collection[Key], ahead: Collection[Key], num_places: int, now_s: float) -> Key | None:
+        """Of those that wait, who is worked ahead on next, beside those that are already; None: nobody yet.
+
+        Who goes before one that is worked on already needs none of the `num_places`: an urgent request does not wait
+        until less urgent ones have been computed. Twice as many is the most that there are.
+        """
+        if not waiting or len(ahead) >= 2 * num_places:
+            return None
+        first = self.first(waiting, now_s)
+        rank = self.rank(first, now_s)
+        return None if sum(self.rank(key, now_s) < rank for key in ahead) >= num_places else first
 
     def turn(self, key: Key) -> Turn:
         """Of one who stands in line, with the ticket that it uses now."""
