@@ -157,6 +157,7 @@ def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conducto
         reuse_blocks=place.reuse_blocks,
         predicted_ttft_s=place.predicted_ttft_s,
         predicted_tbt_s=place.predicted_tbt_s,
+        reserve_tokens=place.reserve_tokens,
         turn=conductor_pb2.Turn(
             level=place.turn.level,
             account=place.turn.account,

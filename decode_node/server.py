@@ -46,7 +46,10 @@ class Decode:
         self._arrivals.close()
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
-        """Take pages for the whole answer. Raises RequestRefused, or RequestFailed when it came to nothing."""
+        """Take pages for the whole answer, or for what the placement says to begin with.
+
+        Raises RequestRefused, or RequestFailed when it came to nothing.
+        """
         node = self.node
         if request.generated + 1 == request.max_tokens < asked.request.sampling.max_tokens:
             raise RequestRefused("too_long", f"{len(request.prompt)} prompt tokens leave no room for an answer here")
@@ -115,8 +118,9 @@ class Decode:
         block_tokens = node.config.block_tokens
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
         with node.in_line(request):
-            num_slots = -(-request.peak_tokens // block_tokens)
-            slots, num_shared = await node.take_slots(request.key, request.keys[:cut], num_slots)
+            most = -(-request.peak_tokens // block_tokens)
+            count = _first_slots(request, block_tokens, most)
+            slots, num_shared = await node.take_slots(request.key, request.keys[:cut], count, most - count)
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, slots, num_shared)
@@ -127,6 +131,7 @@ class Decode:
                 if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
                     await node.pool.drop(reserve.superseded, request.placement.pool)
         finally:
+            node.growing.end(request.key)
             if reservation is None:
                 node.give_slots(slots)
             else:
@@ -218,3 +223,9 @@ class Decode:
             held = reservation.held_blocks
             node.give_slots(reservation.slots[:held])
             await node.fence_slots(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
+
+
+def _first_slots(request: Request, block_tokens: int, most: int) -> int:
+    """Slots to begin with: for the prompt and one more token at least, for what answers like it take, or for all."""
+    wanted = request.placement.reserve_tokens
+    return min(most, -(-max(wanted, len(request.prompt) + 1) // block_tokens)) if wanted else most

@@ -94,6 +94,13 @@ class EngineLoop:
         """Ask for a sequence to leave; it is reported as left after the running step."""
         with self._wake:
             sequence.cancelled = True
+            self._wake.notify()
+
+    def extend(self, sequence: Sequence, slots: list[int]) -> None:
+        """Give a sequence that decodes further slots."""
+        with self._wake:
+            sequence.extend(slots)
+            self._wake.notify()
 
     def close(self) -> None:
         with self._wake:
@@ -122,23 +129,31 @@ class EngineLoop:
             now_s = time.monotonic()
             # At every step: what is urgent goes first from its next chunk on, and what was computed of others stays.
             self._prefilling.sort(key=lambda sequence: sequence.turn.rank(now_s))
+            ready = [s for s in self._decoding if self._has_room(s)]
             plan = plan_step(
-                [s.remaining for s in self._decoding],
+                [s.remaining for s in ready],
                 [(s.num_computed, s.prompt_len) for s in self._prefilling],
                 self._limits,
             )
             if not plan.is_empty:
-                self._step(plan)
+                self._step(plan, ready)
 
     def _take_commands(self) -> bool:
         with self._wake:
-            while not (self._closing or self._inbox or self._decoding or self._prefilling):
+            while not (self._closing or self._inbox or self._prefilling or self._can_decode()):
                 self._wake.wait()
             while self._inbox:
                 sequence = self._inbox.popleft()
                 prefilling = sequence.num_computed < sequence.prompt_len
                 (self._prefilling if prefilling else self._decoding).append(sequence)
             return not self._closing
+
+    def _can_decode(self) -> bool:
+        return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether its last token, which the next step computes, has a slot: an answer may wait for more of them."""
+        return sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
 
     def _drop_cancelled(self) -> None:
         gone = [s for s in (*self._decoding, *self._prefilling) if s.cancelled]
@@ -151,8 +166,8 @@ class EngineLoop:
         self._decoding = [s for s in self._decoding if id(s) not in ids]
         self._prefilling = [s for s in self._prefilling if id(s) not in ids]
 
-    def _step(self, plan: BatchPlan) -> None:
-        decoding = [self._decoding[i] for i in plan.decode]
+    def _step(self, plan: BatchPlan, ready: list[Sequence]) -> None:
+        decoding = [ready[i] for i in plan.decode]
         chunks = [(self._prefilling[c.index], c) for c in plan.prefill]
         try:
             result = self._run_batch(decoding, chunks)
@@ -160,7 +175,8 @@ class EngineLoop:
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
         # More sequences than rows take turns: none waits for another one's end.
-        self._decoding = self._decoding[len(decoding) :] + self._decoding[: len(decoding)]
+        stepped = {id(sequence) for sequence in decoding}
+        self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
         self._remove(result.left)
         self._on_step(result)
 

@@ -20,14 +20,19 @@ class _Waiter:
     key: Key
     keys: Sequence[bytes]
     count: int
+    wants: int
     taken: asyncio.Future[Taken]
 
 
 class SlotQueue:
-    """Lives on the event loop. `acquire(keys, count)` takes slots or raises OutOfSlots; `release(slots)` undoes it."""
+    """Lives on the event loop. `acquire(request, keys, count, wants)` takes slots or raises OutOfSlots;
+    `release(request, slots)` undoes it."""
 
     def __init__(
-        self, line: Line, acquire: Callable[[Sequence[bytes], int], Taken], release: Callable[[list[int]], None]
+        self,
+        line: Line,
+        acquire: Callable[[Key, Sequence[bytes], int, int], Taken],
+        release: Callable[[Key, list[int]], None],
     ) -> None:
         self._line = line
         self._acquire = acquire
@@ -37,16 +42,16 @@ class SlotQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def take(self, key: Key, keys: Sequence[bytes], count: int) -> Taken:
+    async def take(self, key: Key, keys: Sequence[bytes], count: int, wants: int = 0) -> Taken:
         """As `acquire` for the request `key`, once it is its turn and the slots are there. Cancellable."""
-        waiter = _Waiter(key, keys, count, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(key, keys, count, wants, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.serve()
         try:
             return await waiter.taken
         except asyncio.CancelledError:
             if waiter.taken.done() and not waiter.taken.cancelled():
-                self._release(waiter.taken.result()[0])
+                self._release(key, waiter.taken.result()[0])
             raise
         finally:
             if waiter in self._waiters:
@@ -60,7 +65,7 @@ class SlotQueue:
             first = min(self._waiters, key=lambda waiter: self._line.rank(waiter.key, now_s))
             if not first.taken.done():
                 try:
-                    first.taken.set_result(self._acquire(first.keys, first.count))
+                    first.taken.set_result(self._acquire(first.key, first.keys, first.count, first.wants))
                 except OutOfSlots:
                     return
             self._waiters.remove(first)

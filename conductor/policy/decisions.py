@@ -100,6 +100,7 @@ class Place:
     considered: Considered = NOTHING_CONSIDERED
     extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
     asks_again: bool = False
+    reserve_tokens: int = 0  # pages to begin with on the decode node, in tokens; 0 = for the most that may be needed
 
 
 @dataclass(frozen=True, slots=True)

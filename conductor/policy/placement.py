@@ -113,6 +113,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered, asks_again(state.config)
     )
     placed = replace(placed, turn=seat.turn)
+    if state.config.overrun_probability and placed.decode and not request.endless:
+        placed = replace(placed, reserve_tokens=places.need_tokens)
     if beyond:
         placed = replace(placed, extrapolated=beyond)
     copy = copy_after(now_ns, state, request, places.prefill, prefixes, scores, chosen, model.block_nbytes)

@@ -644,9 +644,12 @@ class Placement(_message.Message):
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
+    reserve_tokens: _builtins.int
+    """pages to take on the decode node before the prefill; more as they are needed. 0: for the most that the answer may take"""
     @_builtins.property
     def prefill(self) -> Global___NodeRef: ...
     @_builtins.property
@@ -672,10 +675,11 @@ class Placement(_message.Message):
         predicted_tbt_s: _builtins.float = ...,
         pool: Global___NodeRef | None = ...,
         turn: Global___Turn | None = ...,
+        reserve_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
