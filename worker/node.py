@@ -25,10 +25,11 @@ from worker.counters import Counters
 from worker.engine_loop import EngineLoop, StepResult
 from worker.engines import Engine, load_engine
 from worker.errors import RequestFailed, RequestRefused, WorkerError
+from worker.growing import Growing
 from worker.jobs import Jobs
 from worker.matchers import Matcher, Matchers
 from worker.parity import Parity
-from worker.policy import BatchLimits, EngineHealth, SlotPool
+from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
 from worker.policy.turns import Key, Line
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
@@ -99,7 +100,14 @@ class WorkerNode:
         self.target = ""  # where it is dialled, once it is started
         self._leaving: dict[int, asyncio.Future[None]] = {}
         self.line = Line()  # of the requests that wait here for slots or for their first token
-        self._slot_queue = SlotQueue(self.line, self._acquire, self.slots.release)
+        self._slot_queue = SlotQueue(self.line, self._acquire, self._undo)
+        self.growing = Growing(
+            config.num_slots,
+            config.block_tokens,
+            allocate=self._allocate,
+            extend=self._extend,
+            waits=lambda: self.counters.add("kv_growth_waits", 1),
+        )
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
         self._commits: set[asyncio.Task[None]] = set()
@@ -200,20 +208,45 @@ class WorkerNode:
         finally:
             self.line.leave(request.key)
 
-    async def take_slots(self, request: Key, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
-        """As SlotPool.acquire, for a request in line; waits for its turn and until the slots are there. Cancellable."""
-        if count > self.config.num_slots:
+    async def take_slots(
+        self, request: Key, keys: Sequence[bytes], count: int, wants: int = 0
+    ) -> tuple[list[int], int]:
+        """As SlotPool.acquire, for a request in line; waits for its turn and until the slots are there. Cancellable.
+
+        `wants`: further slots that it may need while it runs; it is given them then.
+        """
+        if count + wants > self.config.num_slots:
             raise RequestRefused(
                 "too_long",
-                f"the request needs {count} blocks of KV; this node has {self.config.num_slots} "
+                f"the request needs {count + wants} blocks of KV; this node has {self.config.num_slots} "
                 f"({self.config.capacity_tokens} tokens, capacity_tokens)",
             )
-        return await self._slot_queue.take(request, keys, count)
+        return await self._slot_queue.take(request, keys, count, wants)
 
-    def _acquire(self, keys: Sequence[bytes], count: int) -> tuple[list[int], int]:
+    def _acquire(self, request: Key, keys: Sequence[bytes], count: int, wants: int) -> tuple[list[int], int]:
+        if self.growing.is_short:
+            raise OutOfSlots("answers that run wait for slots")
         taken = self.slots.acquire(keys, count)
+        if wants and not self.growing.begin(request, taken[0], wants):
+            self.slots.release(taken[0])
+            raise OutOfSlots("answers that run may need these slots to end")
         self._commit_ahead_of(taken[0])
         return taken
+
+    def _undo(self, request: Key, slots: list[int]) -> None:
+        self.growing.end(request)
+        self.slots.release(slots)
+
+    def _allocate(self, count: int) -> list[int]:
+        slots = self.slots.allocate(count)
+        self._commit_ahead_of(slots)
+        return slots
+
+    def _extend(self, sequence: EngineSequence, slots: list[int]) -> None:
+        self.engine.extend(sequence, slots)
+        held = self.held.get(sequence.request.request_id)
+        if held is not None:
+            held.committed_tokens = len(sequence.slots) * self.config.block_tokens
 
     def _commit_ahead_of(self, slots: Sequence[int]) -> None:
         for memory in {self.memory, self.stored}:
@@ -228,6 +261,10 @@ class WorkerNode:
 
     def give_slots(self, slots: Sequence[int]) -> None:
         self.slots.release(slots)
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        self.growing.serve()
         self._slot_queue.serve()
 
     async def fence_slots(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
@@ -241,7 +278,7 @@ class WorkerNode:
     async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
         await asyncio.to_thread(fence)
         self.slots.readmit(slots)
-        self._slot_queue.serve()
+        self._serve_waiting()
 
     # Grammars.
 
@@ -264,6 +301,7 @@ class WorkerNode:
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
         self.engine.submit(sequence)
+        self.growing.run(sequence)
         try:
             await asyncio.shield(leaving)
         except asyncio.CancelledError:
@@ -273,6 +311,7 @@ class WorkerNode:
             raise
         finally:
             del self._leaving[id(sequence)]
+            self.growing.leave(sequence)
             self.timings.pop(id(sequence), None)
 
     def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:
@@ -289,6 +328,7 @@ class WorkerNode:
             timings: dict[str, Timing] = {}
             for generated in result.tokens:
                 sequence = generated.sequence
+                self.growing.stepped(sequence)
                 if sequence.request.idle_s:
                     self.jobs.renew(sequence.request)
                 first = generated.index == sequence.request.generated
@@ -370,6 +410,7 @@ class WorkerNode:
             "slots_held": self.slots.num_held,
             "slots_quarantined": self.slots.num_quarantined,
             "slot_waiters": len(self._slot_queue),
+            "growing": len(self.growing),
             "in_line": len(self.line),
             "engine_sequences": self.engine.num_sequences,
             "leases": self.pool.num_pinned,

@@ -173,6 +173,11 @@ class Sequence:
             sequence.prompt_scores = PromptScores(request.prompt, request.sampling.prompt_logprobs or 0)
         return sequence
 
+    def extend(self, slots: list[int]) -> None:
+        """Further slots, after those that it has."""
+        self.slots.extend(slots)
+        self.table = np.array(self.slots, dtype=np.int32)
+
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
