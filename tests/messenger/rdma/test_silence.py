@@ -1,6 +1,9 @@
 """When a rail counts as silent, on books that are played."""
 
+import pytest
+
 from messenger.rdma.policy.silence import TICKS, Book, Silence
+from messenger.rdma.verbs.queue_pair import timeout_code
 
 LIMIT_NS = 8_000
 
@@ -68,3 +71,9 @@ def test_a_rail_out_of_use_is_forgotten() -> None:
     assert silence.tick([None], 0) == ([], [])
     assert silence.is_at_rest
     assert silence.tick([Book(pair, 5, 5, 2)], 0) == ([], [])
+
+
+@pytest.mark.parametrize("silence_s", [0.1, 1.0, 10.0, 60.0])
+def test_an_adapters_own_tries_end_before_its_rail_counts_as_silent(silence_s: float) -> None:
+    tries_s = 7 * 4.096e-6 * 2 ** timeout_code(silence_s)
+    assert silence_s / 2 < tries_s <= silence_s
