@@ -2,16 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conductor.config import ConductorConfig
 from conductor.decision_log import DecisionLog
+from conductor.following import sample
 from conductor.policy import Conductor
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event
+from moonpool_proto.v1 import conductor_pb2
 
 __all__ = ["Core"]
 
@@ -46,6 +48,12 @@ class Core:
         if self.log is not None:
             self.log.note(now_ns, event, decisions, keys)
         return decisions
+
+    def samples(self) -> Iterator[conductor_pb2.Sample]:
+        """What the log has written and left out, as numbers."""
+        for name, label, key in (("lines", "kind", "written"), ("lost", "reason", "lost")):
+            for value, count in sorted(self.log.counts()[key].items()) if self.log is not None else ():
+                yield sample(f"decision_log_{name}_total", count, **{label: value})
 
     def close(self) -> None:
         """Close the log; what still happens is not written."""

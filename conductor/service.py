@@ -115,6 +115,7 @@ class ConductorService(ConductorServicer):
             samples=[
                 *self._pools.samples(),
                 *self._continuity.samples(),
+                *self._core.samples(),
                 *tenant_samples(self._core.policy),
                 *cost_samples(self._core.policy),
                 *self._slo.keeper.samples(),

@@ -65,16 +65,18 @@ class ApiError(FrontendError):
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
+        self.request_id = ""  # in the cluster, once it has one
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, rounded up, where one is known."""
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        """Retry-After in whole seconds, rounded up, and the request's id, where they are known."""
+        headers = dict.fromkeys(("x-request-id", "x-moonpool-request-id"), self.request_id) if self.request_id else {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
 
 
 class InvalidRequest(ApiError):

@@ -85,6 +85,18 @@ _LAZY = (
         "[bold]moonpool slo show[/bold]",
     ),
     (
+        "explain",
+        "moonpool.explain_command",
+        "Tell why a request went where it went, or was rejected: predictions, losers, what became of it.\n\n"
+        "[bold]moonpool explain cmpl-4a1c[/bold]",
+    ),
+    (
+        "replay-decisions",
+        "moonpool.replay_decisions_command",
+        "Replay a conductor's events: are the same decisions made? Or how many others, under other settings.\n\n"
+        "[bold]moonpool replay-decisions out/decisions --set ttft_objective_s=1[/bold]",
+    ),
+    (
         "simulate",
         "moonpool.simulate_command",
         "Run the cluster's own policies on a trace without a cluster: what would a pool of N blocks find?\n\n"

@@ -14,6 +14,7 @@ MoonpoolError               1
 ├── ClusterNotFound         1  no running cluster could be found or asked
 ├── SloNotChanged           1  objectives stay as they are: somebody was faster, or they cannot be stored now
 ├── PoolNotAsked            1  a pool node did not answer, or refused what was asked of it
+├── DecisionLogError         1  no decision log where one was sought, or one that cannot be read
 ├── ChatFailed              1  a chat cannot begin, or an answer failed
 │   ├── ChatFileError       1  a conversation cannot be read from a file or written to it
 │   └── ChatCommandError    1  a line that begins with / is no command
@@ -80,6 +81,10 @@ class SloNotChanged(MoonpoolError):
 
 class PoolNotAsked(MoonpoolError):
     """There is no pool node, it does not answer, or it refuses; the message names it and says why."""
+
+
+class DecisionLogError(MoonpoolError):
+    """There is no decision log, it cannot be read, or its events cannot be replayed; the message says where and why."""
 
 
 class ChatFailed(MoonpoolError):

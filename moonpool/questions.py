@@ -54,7 +54,7 @@ async def ask_conductor(conductor: str, *, deadline_s: float) -> conductor_pb2.C
 async def validate_cluster(located: Located) -> list[Answer]:
     """Every process's answer, the conductors' first; one that does not answer is an answer with a problem."""
     cluster = await ask_cluster(located.conductor)
-    asked = [_validate(name, "conductor", target, ConductorStub) for name, target in _conductors(located).items()]
+    asked = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors_of(located).items()]
     for status in cluster.nodes:
         stub = PoolStub if status.node.role == common_pb2.ROLE_POOL else WorkerStub
         asked.append(_validate(status.node.node_id, role_name(status.node.role), status.node.target, stub))
@@ -63,7 +63,7 @@ async def validate_cluster(located: Located) -> list[Answer]:
     return answers + _not_joined(located, {answer.node_id for answer in answers})
 
 
-def _conductors(located: Located) -> dict[str, str]:
+def conductors_of(located: Located) -> dict[str, str]:
     """Targets by name: the one that was asked for, and what else of them `serve` started."""
     further = located.ready.nodes.items() if located.ready is not None else ()
     return {"conductor": located.conductor} | {name: node.target for name, node in further if node.role == "conductor"}

@@ -27,6 +27,8 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         ("model_name", "tenant"),
     ),
     "tenant_requests": ("Requests placed and not ended.", ("model_name", "tenant")),
+    "decision_log_lines_total": ("Lines of the decision log written, by kind.", ("kind",)),
+    "decision_log_lost_total": ("What the decision log left out, by why.", ("reason",)),
     "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),
     "shared_store_errors_total": ("Tries to write or read Redis that failed.", ("reason",)),
     "slo_version": ("The version of the record of objectives that the conductor goes by; 0: not stored yet.", ()),

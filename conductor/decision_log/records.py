@@ -80,8 +80,11 @@ class Records:
             case NodeJoined(node) if node.role != "pool":
                 self._key_tokens[node.model] = node.block_tokens
         for decision in decisions:
-            if isinstance(decision, ReleaseOrphan) and decision.request_id in self._open:
-                yield self._end(decision.request_id, "orphaned")
+            match decision:
+                case ReleaseOrphan(request_id) if request_id in self._open:
+                    yield self._end(request_id, "orphaned")
+                case Reject(request_id) if request_id in self._open and not isinstance(event, RequestArrived):
+                    yield self._turned_away(now_ns, wall_ms, decision)
         if now_ns - self._looked_ns >= NS:
             self._looked_ns = now_ns
             yield from self._give_up(now_ns)
@@ -96,8 +99,7 @@ class Records:
             yield self._end(event.request_id, "unknown")
             entry = None
         record = self._new(wall_ms, event, keys) if entry is None else entry.record
-        answer = {name: value for name, value in to_json(decisions[0]).items() if name not in ("request_id", "attempt")}
-        attempt = {"attempt": event.attempt, "at_ms": self._since(record, wall_ms), "decision": answer}
+        attempt = self._attempt(record, wall_ms, event.attempt, decisions[0])
         if event.generated:
             attempt["generated"] = event.generated
         if event.excluded:
@@ -105,11 +107,7 @@ class Records:
         copies = [to_json(decision) for decision in decisions if isinstance(decision, Copy)]
         if copies:
             attempt["copies"] = copies
-        attempts = record["attempts"]
-        if len(attempts) == _MOST_ATTEMPTS:
-            del attempts[_MOST_ATTEMPTS // 2]
-            record["attempts_left_out"] = record.get("attempts_left_out", 0) + 1
-        attempts.append(attempt)
+        _add_attempt(record, attempt)
         rejected = isinstance(decisions[0], Reject)
         record["outcome"] = "rejected" if rejected else "open"
         self._open[event.request_id] = _Open(record, now_ns + round((_ASKS_AGAIN_S if rejected else _UNHEARD_S) * NS))
@@ -157,7 +155,18 @@ class Records:
             entry.ends_ns = now_ns + round(_UNHEARD_S * NS)
             yield Change(record, is_over=False)
         else:
-            yield self._end(event.request_id, event.outcome)
+            yield self._end(event.request_id, "" if record["outcome"] == "rejected" else event.outcome)
+
+    def _turned_away(self, now_ns: int, wall_ms: int, reject: Reject) -> Change:
+        """After its prefill, before its client had anything."""
+        entry = self._open[reject.request_id]
+        _add_attempt(entry.record, self._attempt(entry.record, wall_ms, reject.attempt, reject))
+        entry.record["outcome"], entry.ends_ns = "rejected", now_ns + round(_ASKS_AGAIN_S * NS)
+        return Change(entry.record, is_over=False)
+
+    def _attempt(self, record: Record, wall_ms: int, number: int, decision: Decision) -> dict[str, Any]:
+        said = {name: value for name, value in to_json(decision).items() if name not in ("request_id", "attempt")}
+        return {"attempt": number, "at_ms": self._since(record, wall_ms), "decision": said}
 
     def _end(self, request_id: str, outcome: str = "") -> Change:
         record = self._open.pop(request_id).record
@@ -171,3 +180,11 @@ class Records:
     def _since(self, record: Record, wall_ms: int) -> int:
         """Milliseconds after the request came."""
         return max(0, wall_ms - round(1000 * float(record["at"])))
+
+
+def _add_attempt(record: Record, attempt: dict[str, Any]) -> None:
+    attempts = record["attempts"]
+    if len(attempts) == _MOST_ATTEMPTS:
+        del attempts[_MOST_ATTEMPTS // 2]
+        record["attempts_left_out"] = record.get("attempts_left_out", 0) + 1
+    attempts.append(attempt)

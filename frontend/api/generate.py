@@ -12,6 +12,7 @@ from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
 from frontend.api.stream import EventStream, encode, until_gone
 from frontend.api.view import View
+from frontend.errors import ApiError
 from frontend.output import Step
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
@@ -70,6 +71,9 @@ async def answer(
                 deadline_s=lambda: max(each.deadline_s for each in session.generations) + _STALLED_CLIENT_S,
                 headers=headers,
             )
+        except ApiError as error:
+            error.request_id = requests[0].request_id
+            raise
         finally:
             if not handed_over:
                 await asyncio.shield(service.close_session(session))
