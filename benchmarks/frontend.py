@@ -157,7 +157,9 @@ def main() -> None:
             }
             ours_cpu = [a["cpu_ms_per_request"]["frontend"] / b["cpu_ms_per_request"]["frontend"] for a, b in rounds]
             result["requests"]["frontend_cpu_over_floor"] = statistics.median(ours_cpu)
+            print(json.dumps(result), flush=True)
             result["stalls"] = asyncio.run(stalls(served, args.long))
+            print(json.dumps(result["stalls"]), flush=True)
         instant = profile_of("instant")
         profile = replace(instant, name="steps", decode=replace(instant.decode, fixed_s=args.step))
         save_profile(profile, work / "steps.json")

@@ -40,7 +40,7 @@ class SlotMemory(ABC):
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def offsets(self, group: int, slots: Sequence[int]) -> NDArray[np.int64]:
+    def offsets(self, group: int, slots: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
         """Byte offsets of whole slots in the region."""
         found: NDArray[np.int64] = self._base[group] + np.asarray(slots, dtype=np.int64) * self._slot_nbytes[group]
         return found

@@ -47,13 +47,14 @@ class PacedMemory(EngineMemory):
                 if own != group:
                     continue
                 layers = layers[index : index + 1]
-            kernels().fill(self._words, *self._place(group, layers, sequence, states, start, end))
+            kernels().fill(self._words, *self._place(group, layers, sequence.table, states, start, end))
 
     def wrong_blocks(self, sequence: Sequence, states: NDArray[np.uint64], end: int) -> list[int]:
         """The sequence's blocks whose tokens [0, end) have other KV here than `write` would give them."""
-        wrong = np.zeros(len(sequence.table), np.bool_)
+        table = sequence.table  # which may be replaced by a longer one meanwhile
+        wrong = np.zeros(len(table), np.bool_)
         for group in range(self.num_groups):
-            kernels().check(self._words, *self._place(group, self._layers[group], sequence, states, 0, end), wrong)
+            kernels().check(self._words, *self._place(group, self._layers[group], table, states, 0, end), wrong)
         return [int(block) for block in np.flatnonzero(wrong)]
 
     def differ(
@@ -69,13 +70,13 @@ class PacedMemory(EngineMemory):
         self,
         group: int,
         layers: NDArray[np.int64],
-        sequence: Sequence,
+        table: NDArray[np.int32],
         states: NDArray[np.uint64],
         start: int,
         end: int,
     ) -> tuple[object, ...]:
         """Arguments of the kernels after the memory."""
         spec = self.spec.groups[group]
-        slots = self.offsets(group, sequence.slots) // _WORD_NBYTES
+        slots = self.offsets(group, table) // _WORD_NBYTES
         row_words = spec.token_row_nbytes // _WORD_NBYTES
         return slots, self.block_tokens, layers, 2 * spec.kv_heads, row_words, states, start, end
