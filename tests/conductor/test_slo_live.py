@@ -11,7 +11,9 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from conductor.decision_log import DecisionLogConfig, lives, replay
 from conductor.errors import SharedStoreRefused
+from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import Objective, Scope, SloRecord
 from conductor.server import ConductorConfig, serve_conductor
 from messenger.control import open_channel
@@ -302,15 +304,8 @@ async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_number
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     c = await start()
-    node = conductor_pb2.Node(
-        node_id="w", role=common_pb2.ROLE_AGGREGATED, incarnation=1, target="unix:/w", host_id="h", model="m",
-        kv_namespace=bytes(16), capacity_tokens=4096, max_model_len=4096, max_batch=8,
-    )  # fmt: skip
-    node.spec.block_tokens = 16
+    joining = await join(c)
     samples = [conductor_pb2.PrefillSample(new_tokens=n, seconds=n * 0.01) for n in (10, 100, 1000)] * 20
-    joining = c.stub.Join()
-    await joining.write(conductor_pb2.NodeReport(node=node))
-    await joining.read()
     await joining.write(conductor_pb2.NodeReport(prefills=samples))
     tight = {"cluster": {"ttft": "1ms"}}
     await until(lambda: _warns(c, tight))
@@ -320,6 +315,40 @@ async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_number
     assert (await c.numbers())["slo_unmeetable"] == 1
     assert len((await c.show()).unmeetable) == 1
     joining.cancel()
+
+
+async def test_a_log_with_changes_of_objectives_replays_to_the_same_decisions(start: Start, tmp_path: Path) -> None:
+    c = await start(decision_log=DecisionLogConfig(tmp_path / "log"), objectives=CONFIGURED)
+    joining = await join(c)
+    said = []
+    for number, objectives in enumerate([{"cluster": {"ttft": "1ms"}}, {"classes": {"chat": {"ttft": "9x"}}}, {}]):
+        for slo_class in ("", "chat"):
+            request = conductor_pb2.ScheduleRequest(
+                request_id=f"r{number}{slo_class}", model="m", prompt_tokens=100, max_new_tokens=4, slo_class=slo_class
+            )
+            reply = await c.stub.Schedule(request)
+            said.append(reply.rejection.reason)
+        await c.set(objectives)
+    assert said == ["", "unknown_class", "ttft", "unknown_class", "", ""]
+    joining.cancel()
+    await start.end(c)  # type: ignore[attr-defined]
+    (life,) = lives(tmp_path / "log")
+    steps = list(replay(life))
+    assert [step.event.version for step in steps if isinstance(step.event, ObjectivesChanged)] == [1, 2, 3, 4]
+    assert all(step.made == step.logged for step in steps)
+
+
+async def join(operator: Operator) -> Any:
+    """A worker that does both phases."""
+    node = conductor_pb2.Node(
+        node_id="w", role=common_pb2.ROLE_AGGREGATED, incarnation=1, target="unix:/w", host_id="h", model="m",
+        kv_namespace=bytes(16), capacity_tokens=4096, max_model_len=4096, max_batch=8,
+    )  # fmt: skip
+    node.spec.block_tokens = 16
+    joining = operator.stub.Join()
+    await joining.write(conductor_pb2.NodeReport(node=node))
+    await joining.read()
+    return joining
 
 
 async def _is(asked: Any, wanted: Any) -> bool:

@@ -154,6 +154,19 @@ def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> Non
     assert book.resolve("first", "", "").ttft.is_off
 
 
+def test_all_conductors_keep_objectives_in_one_folder_which_outlives_the_cluster_only_with_a_state_folder() -> None:
+    def folders(**flags: str) -> list[str]:
+        config = load(
+            ServeConfig, flags={"conductors": "2", **flags}, environ={}, config_file=None, known=all_settings()
+        )
+        plans = Planner(config, run_dir=RUN_DIR, port=1, cores=1).cluster()
+        return [plan.settings["slo_dir"] for plan in plans if plan.role == "conductor"]
+
+    assert folders() == [f"{RUN_DIR}/objectives"] * 2
+    assert folders(state_dir="/state") == ["/state/objectives"] * 2
+    assert folders(state_dir="/state", slo_dir="/slo") == ["/slo"] * 2
+
+
 def test_models_whose_names_shorten_alike_have_workers_of_different_names() -> None:
     names = ["a-very-long-name-1", "a-very-long-name-2", "x/y", "x:y", "///"]
     config = load(
