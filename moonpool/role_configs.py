@@ -53,9 +53,7 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         objectives=_objectives(config),
         objectives_forced=config.slo.slo_force,
         objectives_dir=_objectives_dir(config),
-        cost_profiles=cost_profiles_of(
-            config.scheduling.cost_profile, [entry.name for entry in config.further.models]
-        ),
+        cost_profiles=cost_profiles_of(config.scheduling.cost_profile, [entry.name for entry in config.further.models]),
         balancing_threshold=config.scheduling.balancing_threshold,
         admission=cast("Admission", config.scheduling.admission),
         admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),
