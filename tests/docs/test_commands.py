@@ -18,7 +18,9 @@ from conductor.policy.record_form import parse_record, tell_record
 from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
 from moonpool.config import all_settings
+from moonpool.explain_command import app as explain_app
 from moonpool.pool_command import app as pool_app
+from moonpool.replay_decisions_command import app as replay_decisions_app
 from moonpool.simulate_command import app as simulate_app
 from moonpool.slo_command import app as slo_app
 from replay.cli import app as replay_app
@@ -41,7 +43,12 @@ def commands() -> dict[str, Any]:
         for group, one in GROUPS.items()
         for name, command in typer.main.get_command(one).commands.items()  # type: ignore[attr-defined]
     }
-    handed_on = {"replay": replay_app, "dialogues": dialogues_app}
+    handed_on = {
+        "replay": replay_app,
+        "dialogues": dialogues_app,
+        "explain": explain_app,
+        "replay-decisions": replay_decisions_app,
+    }
     found |= {name: typer.main.get_command(command) for name, command in handed_on.items()}
     return {**found, **grouped}
 
