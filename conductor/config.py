@@ -34,6 +34,7 @@ class ConductorConfig:
     max_endless: int = 4  # requests without an end that one tenant may have at a time
     admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted
     admission_mode: AdmissionMode = "predicted-uniform"  # what requests are judged by
+    attained_share: float = 0.95  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than the ledger holds for it
     max_copies: int = 8  # hot-spot copies under way at once; 0 = none are made
     replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
@@ -83,6 +84,7 @@ class ConductorConfig:
             max_endless=self.max_endless,
             admission=self.admission,
             admission_mode=self.admission_mode,
+            attained_share=self.attained_share,
             overrun_probability=self.overrun_probability,
             max_copies=self.max_copies,
             replication_horizon_s=self.replication_horizon_s,

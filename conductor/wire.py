@@ -147,6 +147,7 @@ def completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
         request.mean_tbt_s,
         request.generated,
         request.cached_tokens,
+        request.slow_tbt_s,
     )
 
 

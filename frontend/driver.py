@@ -229,6 +229,7 @@ class Generation:
             metrics.prompt_tokens.inc(len(self.request.prompt_ids))
         else:
             metrics.itl.observe(arrived.at_s - facts.last_token_s)
+            facts.intervals_s.append(arrived.at_s - facts.last_token_s)
         facts.last_token_s = arrived.at_s
         facts.token_ids.append(token.token_id)
         metrics.generation_tokens.inc()

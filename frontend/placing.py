@@ -98,6 +98,7 @@ class Placer:
                 outcome=outcome,
                 ttft_s=ttft_s,
                 mean_tbt_s=facts.mean_tbt_s,
+                slow_tbt_s=facts.slow_tbt_s,
                 generated=len(facts.token_ids),
                 cached_tokens=facts.cached_tokens,
             ),

@@ -1,5 +1,6 @@
 """What a request is once it is understood: token ids, sampling, limits. Plain data, no HTTP and no wire."""
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -140,6 +141,7 @@ class Facts:
     first_token_s: float | None = None  # the monotonic clock
     last_token_s: float | None = None
     has_timing: bool = False
+    intervals_s: "array[float]" = field(default_factory=lambda: array("f"))  # between tokens, as they came
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: worker_pb2.PromptLogProbs | None = None
 
@@ -149,3 +151,9 @@ class Facts:
         if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
             return 0.0
         return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)
+
+    @property
+    def slow_tbt_s(self) -> float:
+        """Mean of the longest tenth of the times between tokens, rounded up to whole ones; 0 with fewer than two."""
+        count = -(-len(self.intervals_s) // 10)
+        return sum(sorted(self.intervals_s)[-count:]) / count if count else 0.0

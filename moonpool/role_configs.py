@@ -57,6 +57,7 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         balancing_threshold=config.scheduling.balancing_threshold,
         admission=cast("Admission", config.scheduling.admission),
         admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),
+        attained_share=config.scheduling.attained_share,
         overrun_probability=config.scheduling.overrun_probability,
         max_copies=config.scheduling.max_copies,
         replication_horizon_s=config.scheduling.replication_horizon,

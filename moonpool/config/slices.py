@@ -237,6 +237,15 @@ class SchedulingSettings(Slice):
             choices=("none", "early", "predicted-uniform", "predicted"),
         ),
     ] = "predicted-uniform"
+    attained_share: Annotated[
+        float,
+        Key(
+            "Share of the admitted requests that are to meet each objective: predictions stay below it by margins "
+            "learned from what came of others; 0 keeps none",
+            low=0,
+            high=0.99,
+        ),
+    ] = 0.95
     overrun_probability: Annotated[
         float,
         Key(

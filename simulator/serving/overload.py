@@ -8,7 +8,7 @@ from conductor.policy.config import AdmissionMode
 from simulator.errors import BadSetting
 from simulator.serving.capacity import Capacity, find_capacity
 from simulator.serving.confidence import Estimate, mean_of, share_of
-from simulator.serving.runs import Run, RunSpec, run_all, with_mode
+from simulator.serving.runs import Run, RunSpec, run_all, with_mode, worker_pool
 
 __all__ = ["MODES", "ModeSummary", "Overload", "compare_modes", "modes_of"]
 
@@ -93,20 +93,26 @@ def compare_modes(
     if not 0 < load < 1000 or processes < 1:
         raise BadSetting(f"a load of {load} on {processes} processes; both must be positive")
     capacity = None
-    if rate_per_s is None:
-        probe = replace(spec, requests=min(spec.requests, _PROBE_REQUESTS))
-        capacity = find_capacity(
-            probe,
-            _PROBE_SEEDS,
-            lambda specs: run_all(specs, min(processes, len(specs))),
-            lambda rate, attainment: told(f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"),
-        )
-        rate_per_s = load * capacity.rate_per_s
-        told(f"capacity {capacity.rate_per_s:.2f} requests/s; running at {rate_per_s:.2f}")
-    spec = replace(spec, rate_per_s=rate_per_s)
-    # A seed's modes one after the other: an interrupted comparison has whole seeds.
-    specs = [replace(with_mode(spec, mode), seed=seed) for seed in range(seeds) for mode in modes]
-    found = run_all(specs, processes, progress)
+    with worker_pool(processes) as pool:
+        if rate_per_s is None:
+            capacity = find_capacity(
+                replace(spec, requests=min(spec.requests, _PROBE_REQUESTS)),
+                _PROBE_SEEDS,
+                lambda specs: run_all(specs, pool),
+                lambda rate, attainment: told(f"{rate:.2f} requests/s without rejection: {attainment:.1%} are good"),
+            )
+            rate_per_s = load * capacity.rate_per_s
+            told(f"capacity {capacity.rate_per_s:.2f} requests/s; running at {rate_per_s:.2f}")
+        spec = replace(spec, rate_per_s=rate_per_s)
+        specs = [replace(with_mode(spec, mode), seed=seed) for seed in range(seeds) for mode in modes]
+        found = run_all(specs, pool, progress)
+    return summarised(spec, modes, load, capacity, found)
+
+
+def summarised(
+    spec: RunSpec, modes: Sequence[AdmissionMode], load: float, capacity: Capacity | None, found: Sequence[Run]
+) -> Overload:
+    """The comparison of runs of all `modes` on the same seeds, in the order of seeds."""
     runs = {mode: [run for run in found if run.mode == mode] for mode in modes}
     summaries = tuple(_summary(mode, runs[mode], runs[modes[-1]]) for mode in modes)
     return Overload(spec, load, capacity, summaries, tuple(run for mode in modes for run in runs[mode]))

@@ -20,7 +20,7 @@ from simulator.serving.workload import draw_workload
 from traces import load_trace
 from worker.policy.cost_profile import load_profile
 
-__all__ = ["Run", "RunSpec", "run_all", "run_one", "with_mode"]
+__all__ = ["Run", "RunSpec", "run_all", "run_one", "with_mode", "worker_pool"]
 
 _SAMPLE_S = 1.0
 WARM_UP = 0.15  # share of the arrivals' time that is not measured: queues fill, the pool and the costs settle
@@ -88,20 +88,26 @@ def run_one(spec: RunSpec) -> Run:
     return Run(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
 
 
+def worker_pool(processes: int) -> ProcessPoolExecutor:
+    """Fresh processes: they fork for counterfactuals, so they must have no threads."""
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+
 def run_all(
-    specs: Sequence[RunSpec], processes: int, progress: Callable[[int, int], None] = lambda done, total: None
+    specs: Sequence[RunSpec],
+    pool: ProcessPoolExecutor,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Run]:
-    """All runs, in the order of `specs`, `processes` at a time. `progress` is told (done, total)."""
+    """All runs, in the order of `specs`. `progress` is told (done, total)."""
+    numbers = {pool.submit(run_one, spec): number for number, spec in enumerate(specs)}
     runs: dict[int, Run] = {}
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        numbers = {pool.submit(run_one, spec): number for number, spec in enumerate(specs)}
-        try:
-            for done, future in enumerate(as_completed(numbers), 1):
-                runs[numbers[future]] = future.result()
-                progress(done, len(specs))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    try:
+        for done, future in enumerate(as_completed(numbers), 1):
+            runs[numbers[future]] = future.result()
+            progress(done, len(specs))
+    finally:
+        for future in numbers:
+            future.cancel()
     return [runs[number] for number in range(len(specs))]
 
 

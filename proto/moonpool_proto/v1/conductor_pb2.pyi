@@ -752,6 +752,7 @@ class CompleteRequest(_message.Message):
     MEAN_TBT_S_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SLOW_TBT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     outcome: _builtins.str
@@ -760,6 +761,8 @@ class CompleteRequest(_message.Message):
     mean_tbt_s: _builtins.float
     generated: _builtins.int
     cached_tokens: _builtins.int
+    slow_tbt_s: _builtins.float
+    """mean of the longest tenth of the times between its tokens; 0 = it has none"""
     def __init__(
         self,
         *,
@@ -770,10 +773,11 @@ class CompleteRequest(_message.Message):
         mean_tbt_s: _builtins.float = ...,
         generated: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        slow_tbt_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "generated", b"generated", "mean_tbt_s", b"mean_tbt_s", "outcome", b"outcome", "request_id", b"request_id", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "generated", b"generated", "mean_tbt_s", b"mean_tbt_s", "outcome", b"outcome", "request_id", b"request_id", "slow_tbt_s", b"slow_tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
