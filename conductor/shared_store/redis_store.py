@@ -2,7 +2,7 @@
 
 Keys: `moonpool:cluster` (hash: name, format), `moonpool:epoch` (the last conductor's incarnation), `moonpool:node:ID`
 (JSON, expires unless refreshed), `moonpool:snapshots` (hash: path -> JSON), `moonpool:slo` (hash: version -> JSON, and
-`last`: the newest one's number), `moonpool:slo:ack:ID` (JSON, expires unless refreshed). One database holds one cluster.
+`last`: the newest one's number), `moonpool:slo:ack:ID` (JSON, expires, too). One database holds one cluster.
 """
 
 import asyncio
