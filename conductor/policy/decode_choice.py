@@ -42,10 +42,7 @@ class DecodeChoice:
     tbt_s: float
     free_tokens: int
     is_covered: bool  # such a step was measured
-
-    def explain(self, ids: tuple[str, ...]) -> tuple[DecodeScore, ...]:
-        """The candidate chosen."""
-        return (DecodeScore(ids[self.index], self.tbt_s, self.free_tokens),)
+    scores: tuple[DecodeScore, ...] = ()  # of the best candidates, where the policy explains
 
 
 def peak_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> int:
@@ -91,7 +88,38 @@ def choose_decode(
     )
     batch, context, _ = load[nodes.slots[index]].tolist()
     batch = min(batch + 1, int(nodes.max_batch[index]))
-    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context + prompt_tokens))
+    scores = _scores(nodes, state, costs, sums, load, prompt_tokens, need_tokens) if state.config.explain else ()
+    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context + prompt_tokens), scores)
+
+
+def _scores(
+    nodes: Candidates,
+    state: ClusterState,
+    costs: ModelCosts,
+    sums: NDArray[np.int64],
+    load: NDArray[np.float64],
+    prompt_tokens: int,
+    need_tokens: int,
+) -> tuple[DecodeScore, ...]:
+    """The best candidates, best first."""
+    best = np.empty(min(state.config.explain, len(nodes)), np.int64)
+    seconds, free = np.empty(len(nodes)), np.empty(len(nodes), np.int64)
+    decode_kernels().best_decode(
+        sums,
+        load,
+        nodes.slots,
+        nodes.capacity_tokens,
+        nodes.max_batch,
+        costs.paces.slowdown,
+        prompt_tokens,
+        need_tokens,
+        costs.decode_terms,
+        seconds,
+        free,
+        best,
+    )
+    rows = zip(best.tolist(), seconds[best].tolist(), free[best].tolist(), strict=True)
+    return tuple(DecodeScore(nodes.ids[index], *terms) for index, *terms in rows)
 
 
 def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, now_ns: int, row: int) -> float:

@@ -154,6 +154,48 @@ def choose_decode(
     return chosen, tbt_s, free
 
 
+def best_decode(
+    sums: Any,
+    load: Any,
+    slots: Any,
+    capacity_tokens: Any,
+    max_batch: Any,
+    slowdown: Any,
+    prompt_tokens: Any,
+    need_tokens: Any,
+    decode: Any,
+    seconds: Any,
+    free: Any,
+    found: Any,
+) -> None:
+    """After `choose_decode`: each candidate's predicted TBT and free tokens, and into `found` the numbers of the best
+    ones in the order in which that would choose them, as many as it has room for."""
+    count = 0
+    for c in range(len(slots)):
+        slot = slots[c]
+        free[c] = capacity_tokens[c] - sums[slot, 1]
+        batch, context = load[slot, 0] + 1.0, load[slot, 1] + prompt_tokens
+        seconds[c] = _step_of(decode, slowdown[DECODE, slot], batch, context, max_batch[c])
+        at, has_room = count, free[c] >= need_tokens
+        while at > 0:
+            other = found[at - 1]
+            other_room = free[other] >= need_tokens
+            if has_room != other_room:
+                is_better = has_room
+            elif has_room:
+                is_better = seconds[c] < seconds[other]
+            else:
+                is_better = free[c] > free[other]
+            if not is_better:
+                break
+            if at < len(found):
+                found[at] = other
+            at -= 1
+        if at < len(found):
+            found[at] = c
+            count = min(count + 1, len(found))
+
+
 def _at_node(table: Any, rows: Any, slot: Any, but: Any) -> Any:
     """The node's rows alone, as a table of their own in which the node has slot 0; without row `but`."""
     count = 0
@@ -231,6 +273,7 @@ class DecodeKernels(NamedTuple):
     """See the functions of the same names."""
 
     choose_decode: Any
+    best_decode: Any
     load_now: Any
     wait_ns: Any
 
@@ -241,12 +284,13 @@ def decode_kernels() -> DecodeKernels:
     signatures: Any = types
     n, f = types.int64, types.float64
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    reals, five = types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
+    floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(f, 2)
     return DecodeKernels(
         compiled(
             choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),
+        compiled(best_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
         compiled(load_now, pair(wide, n, n, n, n, n, reals)),
         compiled(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )

@@ -305,7 +305,7 @@ def _considered(
     return Considered(
         prefill=scores.explain(places.prefill.ids, state.config.explain),
         num_prefill=len(places.prefill),
-        decode=() if decode is None else decode.choice.explain(decode.nodes.ids),
+        decode=() if decode is None else decode.choice.scores,
         num_decode=0 if decode is None else len(decode.nodes),
         ttft_s=ttft_s,
         tbt_s=0.0 if decode is None else decode.choice.tbt_s,

@@ -170,7 +170,7 @@ def test_the_decode_node_with_the_smallest_step_is_chosen(cluster, make):
 
 
 def test_requests_that_decode_longer_than_usual_are_expected_to_be_gone(cluster, make):
-    c = cluster(make.node("p", "prefill"), make.node("d", "decode"))
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), admission_mode="predicted-uniform")
     c.learn("p", step_s=0.01)
     c.send(make.request("a", prompt=64))
     c.progress("d", "decode_joined", "a")
@@ -194,6 +194,32 @@ def test_an_explained_decision_shows_the_best_candidates_terms_best_first(cluste
     assert totals == sorted(totals)
     assert totals[0] == seen.ttft_s == place.predicted_ttft_s
     assert (seen.num_prefill, seen.num_decode, seen.decode[0].node_id) == (6, 1, "decode-0")
+
+
+def test_an_explained_decision_shows_the_decode_nodes_that_lost(cluster, make):
+    sizes = {"decode-0": 1024, "decode-1": 2048, "decode-2": 4096, "decode-3": 512, "decode-4": 600}
+    nodes = [make.node(name, "decode", capacity_tokens=size) for name, size in sizes.items()]
+    c = cluster(*nodes, make.node("prefill-0", "prefill"), explain=8)
+    first = placed(c.send(make.request("a", prompt=256, new=64)))
+    second = placed(c.send(make.request("b", prompt=256, new=64)))
+    assert first.decode == "decode-0"
+    seen = second.considered
+    free = [(score.node_id, score.free_tokens) for score in seen.decode]
+    roomy = [("decode-1", 2048), ("decode-2", 4096), ("decode-3", 512), ("decode-4", 600), ("decode-0", 704)]
+    assert (second.decode, seen.num_decode, seen.need_tokens, free) == ("decode-1", 5, 320, roomy)
+    assert seen.decode[0].tbt_s == seen.tbt_s == second.predicted_tbt_s
+    assert seen.decode[-1].tbt_s > seen.decode[0].tbt_s
+
+
+def test_decode_nodes_without_room_lose_to_those_with_room(cluster, make):
+    nodes = [make.node(name, "decode", capacity_tokens=1024) for name in ("decode-0", "decode-1")]
+    c = cluster(*nodes, make.node("prefill-0", "prefill"), explain=8, max_queue_s=1e6)
+    seen = [c.send(make.request(name, prompt=600, new=40))[0].considered.decode for name in "abc"]
+    assert [[(score.node_id, score.free_tokens) for score in scores] for scores in seen] == [
+        [("decode-0", 1024), ("decode-1", 1024)],
+        [("decode-1", 1024), ("decode-0", 384)],
+        [("decode-0", 384), ("decode-1", 384)],
+    ]
 
 
 def test_a_rejection_says_what_was_predicted_and_what_had_to_be_met(cluster, make):
