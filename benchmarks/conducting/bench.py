@@ -12,8 +12,10 @@ from conductor.policy.events import NodeJoined, RequestCompleted
 from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
+from conductor.slo_keeping import slo_keeper
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from telemetry import LoopWatch
 
 __all__ = ["Bench"]
 
@@ -27,8 +29,10 @@ class Bench:
         self.core = Core(config)
         self.pools = Pools(self.core, 1, 1.0)
         self.registry = Registry()
-        continuity = Continuity(config, Contact(None, 1), self.pools.following, self.registry)
-        self.service = ConductorService(self.core, self.registry, self.pools, continuity, 1)
+        contact = Contact(None, 1)
+        continuity = Continuity(config, contact, self.pools.following, self.registry)
+        slo = slo_keeper(config, contact, self.core)
+        self.service = ConductorService(self.core, self.registry, self.pools, continuity, slo, 1, LoopWatch())
         for number in range(workers):
             self._join(name(number), common_pb2.ROLE_POOL)
             self._join(f"w-{number:04}", (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)[number % 2], name(number))

@@ -21,7 +21,7 @@ NS = 1_000_000_000
 _UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prices:
     """Of one model on one pair of nodes. `num_blocks` 0: the request decodes nowhere."""
 

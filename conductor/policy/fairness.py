@@ -16,6 +16,7 @@ __all__ = ["CREDIT_NS", "OTHERS", "Account", "Shares", "Usage", "VirtualClock"]
 
 OTHERS = "other"
 _MEMORY = 0.9
+_LOOKED_AT = 4  # accounts, for one that can go: this is done while a request waits for its place
 CREDIT_NS = 10_000_000_000  # who was idle, or could not be served, catches up on so much and no more
 
 
@@ -131,11 +132,11 @@ class Shares:
         return Account(name, next(self._numbers))
 
     def _has_room(self, is_live: Callable[[int], bool]) -> bool:
-        """Room for one more: the one asked for longest ago that has no request makes it."""
+        """Room for one more: of those asked for longest ago one that has no request makes it."""
         unnamed = [account for name, account in self._accounts.items() if self._weight_of(name) is None]
         if len(unnamed) < self._max_accounts:
             return True
-        for account in unnamed:
+        for account in unnamed[:_LOOKED_AT]:
             if not is_live(account.number):
                 self._others.used.add(account.used)  # so that sums over tenants never fall
                 del self._accounts[account.name]

@@ -15,7 +15,7 @@ from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reason, Reject
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.extrapolation import extrapolated
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import ENDLESS
@@ -110,9 +110,17 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
     placed = _placed(
-        request, places.prefill, prefixes, scores, chosen, decode, ttft_s, considered, asks_again(state.config)
+        request,
+        places.prefill,
+        prefixes,
+        scores,
+        chosen,
+        decode,
+        ttft_s,
+        considered,
+        seat.turn,
+        asks=asks_again(state.config),
     )
-    placed = replace(placed, turn=seat.turn)
     if state.config.overrun_probability and placed.decode and not request.endless:
         placed = replace(placed, reserve_tokens=places.need_tokens)
     if beyond:
@@ -327,6 +335,8 @@ def _placed(
     decode: _DecodePlan | None,
     ttft_s: float,
     considered: Considered,
+    turn: Turn,
+    *,
     asks: bool,
 ) -> Place:
     return Place(
@@ -338,6 +348,7 @@ def _placed(
         holders=holders(nodes.pools[chosen], chosen, prefixes, bool(scores.fetches[chosen])),
         predicted_ttft_s=ttft_s,
         predicted_tbt_s=decode.choice.tbt_s if decode is not None else 0.0,
+        turn=turn,
         considered=considered,
         asks_again=asks and decode is not None and not request.generated,
     )

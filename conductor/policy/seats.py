@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seat:
     """Whose request it is and what orders it. Times are ns of the policy's clock; `me` is what `line_kernels` take."""
 
@@ -72,6 +72,8 @@ def seat_of(
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s
+    elif not request.ttft_objective_s and not wanted.ttft.times:
+        objective_s = wanted.ttft.seconds
     else:
         reused = min(reusable_tokens, request.prompt_tokens - 1)
         unloaded_s = costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
