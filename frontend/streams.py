@@ -20,6 +20,7 @@ from moonpool_proto.v1 import conductor_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _CLOSE_GRACE_S: Final = 1.0
+_AT_ONCE: Final = 64  # tokens of a message for which requests are woken before the event loop comes round again
 
 AttachCall = grpc.aio.StreamStreamCall[worker_pb2.FrontendMessage, worker_pb2.WorkerMessage]
 
@@ -121,7 +122,7 @@ class WorkerStream:
                 if writer is None:
                     self._attached.set_result(None)
                     writer = asyncio.create_task(self._write(call), name=f"attach writer {self.node_id}")
-                self._deliver(message)
+                await self._deliver(message)
             return "the worker ended the stream"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
@@ -145,9 +146,11 @@ class WorkerStream:
                 self._outgoing.popleft()
             self.sent.set()
 
-    def _deliver(self, message: worker_pb2.WorkerMessage) -> None:
+    async def _deliver(self, message: worker_pb2.WorkerMessage) -> None:
         now_s = monotonic()
-        for token in message.tokens:
+        for number, token in enumerate(message.tokens, 1):
+            if number % _AT_ONCE == 0:  # a step of a thousand sequences would hold the loop for a fifth of a second
+                await asyncio.sleep(0)
             if inbox := self._inboxes.get((token.request_id, token.attempt)):
                 inbox.put(TokenArrived(self.node_id, token, now_s))
         for failure in message.failures:
