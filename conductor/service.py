@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from conductor import wire
+from conductor.admission_samples import admission_samples
 from conductor.continuity import Continuity
 from conductor.core import Core
 from conductor.cost_reporting import cost_samples
@@ -115,6 +116,7 @@ class ConductorService(ConductorServicer):
             samples=[
                 *self._pools.samples(),
                 *self._continuity.samples(),
+                *admission_samples(self._core.policy),
                 *self._core.samples(),
                 *tenant_samples(self._core.policy),
                 *cost_samples(self._core.policy),

@@ -27,6 +27,21 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         ("model_name", "tenant"),
     ),
     "tenant_requests": ("Requests placed and not ended.", ("model_name", "tenant")),
+    "admission_rejected_total": ("Requests rejected for load when they came, by reason.", ("model_name", "reason")),
+    "admission_unwanted_total": (
+        "Requests admitted in shadow that would have been rejected, by reason.",
+        ("model_name", "reason"),
+    ),
+    "admission_hindsight_total": (
+        "Rejections, enforced or in shadow, by what hindsight says of them.",
+        ("model_name", "reason", "verdict"),
+    ),
+    "admission_admitted_total": (
+        "Admitted requests that finished, by what became of their objectives.",
+        ("model_name", "outcome"),
+    ),
+    "load": ("Predicted latency of a phase's nodes over its objective; above 1 is too much.", ("model_name", "phase")),
+    "load_swing": ("Standard deviation of the same over about a minute.", ("model_name", "phase")),
     "decision_log_lines_total": ("Lines of the decision log written, by kind.", ("kind",)),
     "decision_log_lost_total": ("What the decision log left out, by why.", ("reason",)),
     "shared_store_up": ("1 while Redis can be written and read; 0: the conductor goes on without.", ()),

@@ -28,9 +28,11 @@ from conductor.policy.events import (
 )
 from conductor.policy.fairness import Account
 from conductor.policy.feasibility import reach, unmeetable
+from conductor.policy.hindsight import Case, Hindsight
 from conductor.policy.kernels import kernels
 from conductor.policy.learning import mismatches
 from conductor.policy.line_kernels import line_kernels
+from conductor.policy.loads import Loads
 from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.placement import place
@@ -42,6 +44,7 @@ from conductor.policy.requests import NONE
 from conductor.policy.role_plan import plan_roles
 from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
+from conductor.policy.surroundings import StateSurroundings
 
 __all__ = ["Conductor"]
 
@@ -51,12 +54,15 @@ class Conductor:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._state = ClusterState(config)
+        self.loads = Loads()
+        self._now_ns = 0
         kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
         line_kernels()
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
-        """Take in one event. `now_ns` never decreases; its origin does not matter."""
+        """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""
         state = self._state
+        now_ns = self._now_ns = max(now_ns, self._now_ns)
         if state.started_ns is None:
             state.started_ns = now_ns
         state.pass_time(now_ns)
@@ -95,6 +101,8 @@ class Conductor:
                     state.costs[model].give(event)
             case Tick():
                 state.forget_recent(now_ns)
+                state.hindsight.pass_time(now_ns, StateSurroundings(state))
+                self.loads.pass_time(now_ns, state)
                 accrue_endless(now_ns, state)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns), *plan_roles(now_ns, state)]
         self._count(event, decisions)
@@ -121,6 +129,17 @@ class Conductor:
     def reach(self, record: SloRecord) -> list[str]:
         """How long a prompt may be for an idle node to keep each objective, for people."""
         return reach(record, self._state.nodes, self._state.costs)
+
+    @property
+    def hindsight(self) -> Hindsight:
+        """Whether requests were rejected and admitted for good reason. Read it only."""
+        return self._state.hindsight
+
+    def rejections(self) -> Iterator[tuple[str, str, int, int]]:
+        """(model, reason, rejected for load, admitted but unwanted: shadow), of models that were served."""
+        for model, tally in sorted(self._state.tallies.items()):
+            for reason in ("ttft", "tbt", "decode_capacity", "queue"):
+                yield model, reason, tally.counts[f"rejected_{reason}"], tally.counts[f"unwanted_{reason}"]
 
     @property
     def attainment(self) -> Attainment:
@@ -233,6 +252,7 @@ class Conductor:
             "objectives": {"ttft": tell_objective(objectives.ttft), "tbt": tell_objective(objectives.tbt)},
             "costs": state.costs[model].summary(),
             "counters": dict(sorted(tally.counts.items())),
+            "admission": self._admission_snapshot(model),
             "prediction_error": {
                 "ttft_s": tally.ttft_error.mean_s,
                 "ttft_samples": tally.ttft_error.num_samples,
@@ -248,6 +268,17 @@ class Conductor:
                 f"node {node.node_id} is not what the cost profile {given.name!r} of model {node.model!r} was measured "
                 f"with: {'; '.join(found)}. Predictions begin with the profile and follow what the node reports"
             )
+
+    def _admission_snapshot(self, model: str) -> dict[str, Any]:
+        hindsight = self._state.hindsight
+        share, low, high, judged = hindsight.false_share(model)
+        return {
+            "mode": self._state.config.admission_mode,
+            "admission": self._state.config.admission,
+            "false_rejects": {"share": share, "interval": [low, high], "judged": judged},
+            "admitted": {outcome: n for (name, outcome), n in sorted(hindsight.admissions.items()) if name == model},
+            "length_groups": len(self._state.lengths),
+        }
 
     def _serves(self, name: str) -> bool:
         model = self._state.nodes.model(name)
@@ -279,8 +310,27 @@ class Conductor:
             return []
         state.attainment.lost(claim.model, claim.tenant, claim.objectives, "rejected")
         state.count(claim.model, "rejected_after_prefill")
+        state.hindsight.watch(self._prefilled_case(now_ns, row))
         state.retire(row, now_ns)
         return [judgement.rejection]
+
+    def _prefilled_case(self, now_ns: int, row: int) -> Case:
+        """For hindsight: a request whose prompt is computed and whose pages are there; only decode steps matter."""
+        requests, claim = self._state.requests, self._state.requests.claims[row]
+        slot = int(requests.column("decode_node")[row])
+        return Case(
+            model=claim.model,
+            reason="tbt",
+            at_ns=int(requests.column("placed_ns")[row]),
+            work_ns=0,
+            prefill="",
+            decode=next(node.node_id for node in self._state.nodes if self._state.nodes.slot(node.node_id) == slot),
+            need_tokens=0,
+            prompt_tokens=int(requests.column("prompt")[row]),
+            objectives=claim.objectives,
+            turn_ns=now_ns,
+            room_ns=now_ns,
+        )
 
     def _shrink(self, now_ns: int) -> list[Decision]:
         cold = self._state.replication.take_cold(now_ns)

@@ -272,6 +272,7 @@ def wait_ns(
 class DecodeKernels(NamedTuple):
     """See the functions of the same names."""
 
+    expect: Any
     choose_decode: Any
     best_decode: Any
     load_now: Any
@@ -287,6 +288,7 @@ def decode_kernels() -> DecodeKernels:
     floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(f, 2)
     return DecodeKernels(
+        compiled(expect, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
         compiled(
             choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),

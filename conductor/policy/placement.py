@@ -17,6 +17,7 @@ from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision,
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.extrapolation import extrapolated
+from conductor.policy.hindsight import Case
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatch, PoolMatches
@@ -24,8 +25,8 @@ from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE, Claim
-from conductor.policy.seats import Seat, endless_refused, seat_of, sit
 from conductor.policy.role_plan import arrived
+from conductor.policy.seats import Seat, endless_refused, seat_of, sit
 from conductor.policy.state import ClusterState
 
 __all__ = ["place"]
@@ -106,6 +107,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         arrived(now_ns, state, request.model, float(scores.prefill_s[chosen]), request.prompt_tokens)
     if judgement.rejection is not None:
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
+        state.hindsight.watch(_case(now_ns, request, judgement.rejection.reason, places, scores, decode, objectives))
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
@@ -136,6 +138,29 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         saved_s = max(0.0, alone.ttft_s - scores.ttft_s)
         state.replication.use(now_ns, replicas[places.prefill.pools[chosen]], saved_s)
     return [placed] if copy is None else [placed, copy]
+
+
+def _case(
+    now_ns: int,
+    request: RequestArrived,
+    reason: Reason,
+    places: Places,
+    scores: PrefillScores,
+    decode: _DecodePlan | None,
+    objectives: EffectiveObjectives,
+) -> Case:
+    """What a rejected request would have done, for hindsight."""
+    return Case(
+        model=request.model,
+        reason=reason,
+        at_ns=now_ns,
+        work_ns=round((scores.ttft_s - float(scores.queue_s[scores.chosen])) * NS),
+        prefill=places.prefill.ids[scores.chosen],
+        decode=decode.node_id if decode is not None else "",
+        need_tokens=places.need_tokens,
+        prompt_tokens=request.prompt_tokens,
+        objectives=objectives,
+    )
 
 
 def _objectives(

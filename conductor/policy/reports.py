@@ -8,6 +8,7 @@ from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import answered
 from conductor.policy.seats import begun, revived_turn
 from conductor.policy.state import ClusterState
+from conductor.policy.surroundings import StateSurroundings
 
 __all__ = ["complete", "lose_node", "report"]
 
@@ -29,6 +30,8 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
     for one in held:
         _note_held(now_ns, state, node, one)
     _release_unheld(now_ns, state, node, {(h.request_id, h.attempt) for h in held})
+    if len(state.hindsight):
+        state.hindsight.reported(now_ns, event, StateSurroundings(state))
 
 
 def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
@@ -57,6 +60,7 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if event.outcome != "finished":
         return
     answered(now_ns, state, claim.model, event.generated)
+    state.hindsight.completed(claim, event)
     state.attainment.finished(claim.model, claim.tenant, claim.objectives, event.ttft_s, event.mean_tbt_s)
     margins, objectives = state.tally_of(claim.model).margins, claim.objectives
     share = state.config.attained_share
@@ -83,6 +87,7 @@ def lose_node(state: ClusterState, node: NodeView) -> None:
             state.requests.remove(row)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
+    state.hindsight.drop_node(node.node_id)
     state.replication.drop_pool(node.node_id)
     state.forget_node(node.node_id)
 

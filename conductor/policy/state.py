@@ -15,6 +15,7 @@ from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.events import CostsGiven
 from conductor.policy.fairness import Shares
 from conductor.policy.heat import Heat
+from conductor.policy.hindsight import Hindsight
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.liveness import Liveness
@@ -57,6 +58,7 @@ class ClusterState:
     nodes: NodeTable = field(default_factory=NodeTable)
     requests: RequestTable = field(default_factory=RequestTable)
     lengths: Lengths = field(default_factory=Lengths)
+    hindsight: Hindsight = field(default_factory=Hindsight)
     transfers: TransferCosts = field(default_factory=TransferCosts)
     costs: dict[str, ModelCosts] = field(default_factory=dict)
     given: dict[str, CostsGiven] = field(default_factory=dict)  # measured profiles, by model
