@@ -20,7 +20,7 @@ from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.requests import read_request, write_request
 from messenger.slices import REMOTE
-from messenger.transport import Requester, Sent
+from messenger.transport import WHOLE, Requester, Sent
 
 MAX_ACCESSES = 4096
 QUICK_ROWS = 256
@@ -44,7 +44,7 @@ class RdmaRequester(Requester):
         self._movements: dict[int, Movement] = {}
 
     def begin(self, part: Part) -> Sent:
-        return self.send(part) if self._is_quick(part) else super().begin(part)
+        return WHOLE if self._link.has_room() and self._sent_at_once(part) else super().begin(part)
 
     def accept(self, part: Part, ack: Ack) -> bool:
         movement = self._movements.pop(part.seq, None)
@@ -82,36 +82,43 @@ class RdmaRequester(Requester):
                 self._accesses.popitem(last=False)
         self._link.wake()
 
-    def _is_quick(self, part: Part) -> bool:
-        """Whether sending it takes microseconds and cannot block."""
-        if part.transfer is None:
-            return self._link.has_room()
-        key = part.transfer.key
-        known = (key.region_id, key.token) in self._accesses and self._generation == self._link.generation
-        return known and len(part.transfer.slices) <= QUICK_ROWS and self._link.has_room()
+    def _sent_at_once(self, part: Part) -> bool:
+        """Send it where that takes microseconds and cannot block."""
+        transfer = part.transfer
+        if transfer is None:
+            self.send(part)
+            return True
+        access = self._accesses.get((transfer.key.region_id, transfer.key.token))
+        if access is None or access.trouble or self._generation != self._link.generation:
+            return False
+        if len(transfer.slices) > QUICK_ROWS:
+            return False
+        moves = self._reads if part.operation.kind is Kind.READ else self._writes
+        return moves(part, transfer, access)
 
     def _send_write(self, part: Part, transfer: Transfer) -> None:
-        is_sent = False
-        while not is_sent:
-            access = self._access(transfer.key)
-            start, end = transfer.slices.extent(REMOTE)
-            is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
-            movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
-            source_id = int(movement is not None)
-            frame = write_request(part, transfer, source_id, _EXTENT.pack(start, end - start))
-            is_sent = self._move(part, movement, frame)
+        while not self._writes(part, transfer, self._access(transfer.key)):
+            continue  # it is to be asked again
 
     def _send_read(self, part: Part, transfer: Transfer) -> None:
-        is_sent = False
-        while not is_sent:
-            access = self._access(transfer.key)
-            start, end = transfer.slices.extent(REMOTE)
-            is_allowed = access.read and _covers(access, start, end)
-            movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
-            is_sent = self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
+        while not self._reads(part, transfer, self._access(transfer.key)):
+            continue  # it is to be asked again
+
+    def _writes(self, part: Part, transfer: Transfer, access: Allow) -> bool:
+        start, end = transfer.slices.extent(REMOTE)
+        is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
+        movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
+        source_id = int(movement is not None)
+        return self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
+
+    def _reads(self, part: Part, transfer: Transfer, access: Allow) -> bool:
+        start, end = transfer.slices.extent(REMOTE)
+        is_allowed = access.read and _covers(access, start, end)
+        movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
+        return self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
     def _move(self, part: Part, movement: Movement | None, message: Frame) -> bool:
-        """False: lanes were built anew since the owner told the keys; it is to be asked again."""
+        """False: lanes were built anew since the owner told the keys."""
         if movement is not None:
             self._movements[part.seq] = movement
         if self._link.move(movement, message):

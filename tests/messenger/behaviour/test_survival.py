@@ -106,7 +106,8 @@ def test_who_waits_on_the_thread_that_is_to_receive_the_answer_is_told(make_node
         else:
             told.set_result(None)
 
-    b.messenger.on_notify(lambda *_: registered.result())
+    # The first is answered when somebody is to be told of it; the second, not before its waiter was told.
+    b.messenger.on_notify(lambda _node, tag, _payload: (registered if tag == b"1" else told).exception(60 * patience))
     registered: Future[None] = Future()
     try:
         peer.notify(b"1", b"").add_done_callback(wait_within)
