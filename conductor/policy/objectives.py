@@ -135,16 +135,19 @@ class Resolved:
     slo_class: str  # "" = of no class
     priority: int  # its class's
     headers: HeaderRule
+    _usual: EffectiveObjectives | None = field(init=False)  # without headers, if no unloaded value plays a part
 
-    @property
-    def is_relative(self) -> bool:
-        """Whether `effective` goes by the unloaded values."""
-        return bool(self.ttft.times or self.tbt.times)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_usual", None)
+        if not (self.ttft.times or self.tbt.times):
+            object.__setattr__(self, "_usual", self.effective(0.0, 0.0, 0.0, 0.0))
 
     def effective(
         self, header_ttft_s: float, header_tbt_s: float, unloaded_ttft_s: float, unloaded_tbt_s: float
     ) -> EffectiveObjectives:
         """With the request's headers (0 = none) and its predicted values in an idle cluster, all in seconds."""
+        if self._usual is not None and not header_ttft_s and not header_tbt_s:
+            return self._usual
         ttft_s, ttft_from = self._with_header(header_ttft_s, self.ttft.bound_s(unloaded_ttft_s), self.ttft_from)
         tbt_s, tbt_from = self._with_header(header_tbt_s, self.tbt.bound_s(unloaded_tbt_s), self.tbt_from)
         percentiles = self.ttft.percentile, self.tbt.percentile
