@@ -1,0 +1,221 @@
+"""The command `moonpool profile`: flags in, progress, a table of fit errors, a profile and a picture out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moonpool.config.slices import BUNDLED_MODEL, name_of_folder
+from moonpool.errors import ConfigError
+from moonpool.options import reported_errors
+from moonpool.profiling.fitting import fit, fit_error
+from moonpool.profiling.grid import Grid, Point, grid_of
+from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def profile(
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder. [bundled]")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile goes.")] = Path("cost-profile.json"),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture of the fit: .svg or .png.")] = None,
+    name: Annotated[str, typer.Option(help="Name that the cluster serves the model by. [the folder's]")] = "",
+    device: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As of `serve`.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
+    block_tokens: Annotated[int, typer.Option(min=1, max=4096, help="As of `serve`.")] = 16,
+    capacity_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 32768,
+    max_batch: Annotated[int, typer.Option(min=1, max=65536, help="As of `serve`.")] = 64,
+    prefill_chunk_tokens: Annotated[int, typer.Option(min=1, help="As of `serve`.")] = 512,
+    repeats: Annotated[int, typer.Option(min=3, max=1000, help="Of each point; its median counts.")] = 7,
+    clock: Annotated[
+        str,
+        typer.Option(
+            help="wall; or cpu: this process's CPU seconds, on a machine that is not idle. One thread, no GPU."
+        ),
+    ] = "wall",
+    transfers: Annotated[
+        bool, typer.Option("--transfers/--no-transfers", help="Measure how long KV takes between processes, too.")
+    ] = True,
+) -> None:
+    """Measure what a model's work costs on this machine, and fit the formulas that the conductor predicts with.
+
+    Prefills over new and reused tokens, decode steps over batch and context, batches of bytes by shared memory and TCP.
+    Give the settings that `serve` will have, and leave the machine alone meanwhile; then `serve --cost-profile FILE`.
+
+    Example: moonpool profile --out costs.json --plot costs.svg
+    """
+    with reported_errors():
+        if plot is not None:
+            from moonpool.profiling.picture import check_picture_path
+
+            check_picture_path(plot)
+        path = model or BUNDLED_MODEL
+        settings = {
+            "dtype": dtype,
+            "threads": threads,
+            "block_tokens": block_tokens,
+            "capacity_tokens": capacity_tokens,
+            "max_batch": max_batch,
+            "prefill_chunk_tokens": prefill_chunk_tokens,
+        }
+        clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+        if clock not in clocks:
+            raise ConfigError(f"--clock is {clock!r}: expected {' or '.join(clocks)}")
+        work = _Work(path, name or name_of_folder(path), device, settings, repeats, clock, clocks[clock])
+        made, prefills, steps = _measure(work, transfers)
+        save_profile(made, out)
+        Console(width=None if sys.stdout.isatty() else 140).print(_table(made))
+        Console().print(f"[bold]{out}[/bold]: use it with `moonpool serve --cost-profile {out}`")
+        if plot is not None:
+            from moonpool.profiling.picture import draw
+
+            draw(made, prefills, steps, plot)
+        points = {"prefill": [asdict(point) for point in prefills], "decode": [asdict(point) for point in steps]}
+        print(json.dumps({"profile": str(out), "points": points}))
+
+
+@dataclass(frozen=True)
+class _Work:
+    path: Path
+    name: str
+    device: str
+    settings: dict[str, Any]  # that the figures hold for
+    repeats: int
+    clock_name: str
+    clock: Callable[[], float]
+
+
+def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], list[Point]]:
+    from engine import EngineError, load_model
+    from moonpool.profiling.engine_run import EngineRun
+    from moonpool.role_configs import choose_device
+    from worker.hardware import hardware_name
+
+    console, settings, repeats = Console(stderr=True), work.settings, work.repeats
+    try:
+        loaded = load_model(
+            work.path, device=choose_device(work.device, 0), dtype=settings["dtype"], threads=settings["threads"]
+        )
+    except EngineError as error:
+        raise ConfigError(f"model {work.path} cannot be loaded: {error}") from error
+    if work.clock_name == "cpu" and (loaded.device.type != "cpu" or settings["threads"] != 1):
+        raise ConfigError("--clock cpu tells how long one thread on a CPU computes: leave it out, or take --threads 1")
+    grid = grid_of(loaded.config.max_model_len, settings["max_batch"], settings["capacity_tokens"])
+    run = EngineRun(
+        loaded,
+        block_tokens=settings["block_tokens"],
+        capacity_tokens=settings["capacity_tokens"],
+        chunk_tokens=settings["prefill_chunk_tokens"],
+        repeats=repeats,
+        clock=work.clock,
+    )
+    with _progress(console, "prefills", len(grid.prefills) * (repeats + 1)) as done:
+        prefills = run.prefills(grid, done)
+    with _progress(console, "decode steps", len(grid.steps) * (repeats + 1)) as done:
+        steps = run.steps(grid, done)
+    moved: dict[str, TransferCost] = {}
+    if transfers:
+        from moonpool.profiling.transfers import measure_transfers
+
+        moved = measure_transfers(0.5, console)
+    kv_bytes = sum(
+        2 * group.kv_heads * group.head_dim * _itemsize(group.dtype) * len(group.layers) for group in loaded.kv_groups
+    )
+    hardware = hardware_name(loaded.device, settings["threads"])
+    made = CostProfile(
+        name=f"{work.name} on {hardware}",
+        kind="measured",
+        made=datetime.now(UTC).date().isoformat(),
+        model=work.name,
+        model_fingerprint=loaded.fingerprint,
+        hardware=hardware,
+        kv_bytes_per_token=kv_bytes,
+        engine={**settings, "dtype": loaded.dtype, "max_model_len": loaded.config.max_model_len},
+        prefill=_prefill_cost(prefills),
+        decode=_decode_cost(grid, steps),
+        transfers=moved,
+        notes=(
+            f"Medians of {repeats} runs of each of {len(prefills)} prefills and {len(steps)} decode steps, in "
+            + ("seconds." if work.clock_name == "wall" else "CPU seconds: the machine did other things, too."),
+        ),
+    )
+    return made, prefills, steps
+
+
+def _prefill_cost(points: list[Point]) -> PrefillCost:
+    features = [(1.0, float(new), new * (reused + new / 2)) for new, reused in (point.x for point in points)]
+    seconds = [point.median_s for point in points]
+    fixed, per_token, per_pair = found = fit(features, seconds)
+    news, prompts = [point.x[0] for point in points], [sum(point.x) for point in points]
+    ranges = Range(min(news), max(news)), Range(min(prompts), max(prompts))
+    return PrefillCost(fixed, per_token, per_pair, *ranges, error=fit_error(features, seconds, found))
+
+
+def _decode_cost(grid: Grid, points: list[Point]) -> DecodeCost:
+    features = [(1.0, float(batch), float(context)) for batch, context in (point.x for point in points)]
+    seconds = [point.median_s for point in points]
+    fixed, per_sequence, per_token = found = fit(features, seconds)
+    batches, contexts = [point.x[0] for point in points], [point.x[1] for point in points]
+    ranges = Range(min(batches), max(batches)), Range(min(contexts), max(contexts))
+    return DecodeCost(fixed, per_sequence, per_token, *ranges, error=fit_error(features, seconds, found))
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+
+
+def _table(made: CostProfile) -> Table:
+    table = Table(title=f"{made.model} on {made.hardware}", title_justify="left")
+    for column in ("work", "formula", "measured up to", "points", "median error", "p90", "worst"):
+        table.add_column(column, justify="left" if column in ("work", "formula", "measured up to") else "right")
+    p, d = made.prefill, made.decode
+    rows: list[tuple[str, str, str, Any]] = [
+        (
+            "prefill",
+            f"{1e3 * p.fixed_s:.3g} ms + {1e6 * p.per_token_s:.3g} µs/token + {1e9 * p.per_pair_s:.3g} ns/pair",
+            f"{p.new_tokens.most:,.0f} new, {p.prompt_tokens.most:,.0f} in all",
+            p.error,
+        ),
+        (
+            "decode step",
+            f"{1e3 * d.fixed_s:.3g} ms + {1e6 * d.per_sequence_s:.3g} µs/sequence + {1e9 * d.per_token_s:.3g} ns/token",
+            f"{d.batch.most:,.0f} sequences, {d.context_tokens.most:,.0f} tokens",
+            d.error,
+        ),
+    ]
+    for path, cost in made.transfers.items():
+        formula = f"{1e6 * cost.fixed_s:.3g} µs + {1e9 * cost.per_byte_s:.3g} ns/byte"
+        rows.append((path, formula, f"{cost.nbytes.most:,.0f} bytes", cost.error))
+    for work, formula, most, error in rows:
+        shares = (error.median, error.p90, error.worst)
+        table.add_row(work, formula, most, str(error.points), *(f"{100 * share:.1f} %" for share in shares))
+    return table
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
+    """A bar on a terminal, a line elsewhere."""
+    if not console.is_terminal:
+        console.print(f"measuring {what}: {total} runs", highlight=False)
+    columns: tuple[Any, ...] = (TextColumn(what), BarColumn(), TextColumn("{task.completed} of {task.total}"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
