@@ -95,6 +95,8 @@ _LAZY = (
         "moonpool.replay_decisions_command",
         "Replay a conductor's events: are the same decisions made? Or how many others, under other settings.\n\n"
         "[bold]moonpool replay-decisions out/decisions --set ttft_objective_s=1[/bold]",
+    ),
+    (
         "profile",
         "moonpool.profiling.command",
         "Measure what a model's prefills, decode steps and transfers cost here, for predictions to begin with."

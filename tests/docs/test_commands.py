@@ -20,6 +20,7 @@ from moonpool.cli import app
 from moonpool.config import all_settings
 from moonpool.explain_command import app as explain_app
 from moonpool.pool_command import app as pool_app
+from moonpool.profiling.command import app as profile_app
 from moonpool.replay_decisions_command import app as replay_decisions_app
 from moonpool.simulate_command import app as simulate_app
 from moonpool.slo_command import app as slo_app
@@ -47,6 +48,7 @@ def commands() -> dict[str, Any]:
         "replay": replay_app,
         "dialogues": dialogues_app,
         "explain": explain_app,
+        "profile": profile_app,
         "replay-decisions": replay_decisions_app,
     }
     found |= {name: typer.main.get_command(command) for name, command in handed_on.items()}
