@@ -24,6 +24,7 @@ Record = dict[str, Any]
 _ASKS_AGAIN_S = 2.0  # frontends that may ask again after a rejection pause for at most a second
 _UNHEARD_S = 3600.0  # after its last decision: a request whose frontend died has nobody who tells its end
 _MOST_OPEN = 1 << 16
+_MOST_IDS = 1 << 15  # of a prompt: 16 million tokens of 512 each
 _MOST_ATTEMPTS = 16  # kept per record: the first ones and the last
 
 
@@ -116,7 +117,9 @@ class Records:
             yield self._end(next(iter(self._open)))
 
     def _new(self, wall_ms: int, event: RequestArrived, keys: NDArray[np.uint64]) -> Record:
-        prompt_tokens = event.prompt_tokens - event.generated
+        asked_tokens = max(1, event.prompt_tokens - event.generated)
+        # Longer ones, which no node takes, are cut: a row must have an id for each of its blocks.
+        prompt_tokens = min(asked_tokens, _MOST_IDS * self._hashes.block_tokens)
         key_tokens = self._key_tokens.get(event.model)
         if key_tokens is None:
             keys, key_tokens = keys[:0], 1
@@ -133,6 +136,8 @@ class Records:
             "outcome": "open",
             "attempts": [],
         }
+        if asked_tokens > prompt_tokens:
+            record["asked_length"] = asked_tokens
         if event.tenant:
             record["tenant"] = self._hashes.tenant(event.tenant)
         if event.slo_class:

@@ -9,6 +9,7 @@ import numpy as np
 from conductor.policy.admission import judge_after_prefill
 from conductor.policy.attainment import Attainment
 from conductor.policy.config import NS, PolicyConfig
+from conductor.policy.credible import credible
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
 from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.events import (
@@ -63,6 +64,7 @@ class Conductor:
         """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""
         state = self._state
         now_ns = self._now_ns = max(now_ns, self._now_ns)
+        event = credible(event)
         if state.started_ns is None:
             state.started_ns = now_ns
         state.pass_time(now_ns)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from conductor.policy.config import NS, AdmissionMode
 from conductor.policy.costs import ModelCosts
+from conductor.policy.credible import to_ns
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.decode_kernels import LEARNED, NOW, UNIFORM, decode_kernels
 from conductor.policy.nodes import Candidates
@@ -192,9 +193,9 @@ def _wait_s(
 def _decode_ns(costs: ModelCosts) -> int:
     """t_d, how long a request decodes (Mooncake, section 6.3); -1 while unknown."""
     mean_s = costs.decode_time.mean_s
-    return -1 if mean_s is None else round(mean_s * NS)
+    return -1 if mean_s is None else to_ns(mean_s)
 
 
 def _step_ns(costs: ModelCosts) -> int:
     """A token per step."""
-    return max(1, round(costs.typical_step_s * NS))
+    return max(1, to_ns(costs.typical_step_s))

@@ -13,6 +13,7 @@ from conductor.policy.candidates import Places, find_places
 from conductor.policy.config import NS
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
+from conductor.policy.credible import to_ns
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Decision, Place, Reason, Reject
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived, Turn
@@ -154,7 +155,7 @@ def _case(
         model=request.model,
         reason=reason,
         at_ns=now_ns,
-        work_ns=round((scores.ttft_s - float(scores.queue_s[scores.chosen])) * NS),
+        work_ns=to_ns(scores.ttft_s - float(scores.queue_s[scores.chosen])),
         prefill=places.prefill.ids[scores.chosen],
         decode=decode.node_id if decode is not None else "",
         need_tokens=places.need_tokens,
@@ -318,7 +319,7 @@ def _plan_decode(
         costs,
         sums,
         now_ns=now_ns,
-        at_ns=now_ns + round(ttft_s * NS),
+        at_ns=now_ns + to_ns(ttft_s),
         prompt_tokens=request.prompt_tokens,
         need_tokens=places.need_tokens,
     )
@@ -413,8 +414,8 @@ def _claim(
         prefill_node=int(places.prefill.slots[chosen]),
         decode_node=state.nodes.slot(decodes_at),
         sender=state.nodes.slot(prefixes.best_pool) if scores.fetches[chosen] else NONE,
-        prefill_ns=round(float(scores.prefill_s[chosen]) * NS),
-        ready_ns=now_ns + round(placed.predicted_ttft_s * NS),
+        prefill_ns=to_ns(float(scores.prefill_s[chosen])),
+        ready_ns=now_ns + to_ns(placed.predicted_ttft_s),
         committed=places.need_tokens if decodes_at else 0,
         prompt=places.need_tokens if request.endless else request.prompt_tokens,
         max_new=0 if request.endless else request.max_new_tokens,

@@ -1,6 +1,7 @@
 """What workers' reports change: phases of their requests, cost samples, and claims that only they remember."""
 
 from conductor.policy.config import NS
+from conductor.policy.credible import to_ns
 from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
 from conductor.policy.learning import learn
@@ -187,9 +188,9 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     if node.role != "decode" and requests.column("prefill_node")[row] == NONE:
         cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
         requests.column("prefill_node")[row] = slot
-        requests.column("prefill_ns")[row] = round(cost_s * NS)
+        requests.column("prefill_ns")[row] = to_ns(cost_s)
         revived_turn(now_ns, state, row, held.turn)
-        requests.column("ready_ns")[row] = now_ns + round(cost_s * NS)
+        requests.column("ready_ns")[row] = now_ns + to_ns(cost_s)
         next_slot = state.nodes.slot(held.decode_node)
         if next_slot != NONE and requests.column("decode_node")[row] == NONE:
             # Its own report says more, and comes soon.

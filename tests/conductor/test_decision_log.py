@@ -209,6 +209,20 @@ def test_an_equal_hash_id_always_means_an_equal_prefix(key_tokens):
             assert (left == right) == (end <= split * key_tokens), (number, split)
 
 
+def test_an_absurdly_long_prompt_costs_no_more_than_a_long_one(tmp_path, start, make):
+    core = start()
+    assert core.handle(make.request("a", prompt=2**32 - 1))[0].reason == "too_long"
+    core.close()
+    row = core_row(tmp_path)
+    assert (row["input_length"], row["asked_length"]) == (512 << 15, 2**32 - 1)
+    assert len(row["hash_ids"]) == 1 << 15
+
+
+def core_row(tmp_path):
+    (record,) = read_journal(tmp_path / "log").values()
+    return record
+
+
 def test_files_are_turned_over_compressed_and_bounded(tmp_path, start, make):
     core = start(log={"file_bytes": 4096, "num_files": 3})
     for i in range(60):
