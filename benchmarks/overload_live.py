@@ -111,16 +111,8 @@ def main() -> None:
         speed, count = speed_of(args.load, args.nodes, profile, args.seconds)
         flags = ["--prefill-nodes", str(args.nodes), "--decode-nodes", str(args.nodes), "--paced-kv-bytes", "256"]
         flags += ["--paced-profile", str(work / "slow.json"), "--capacity-tokens", "32768", "--max-batch", "16"]
-        flags += [
-            "--cost-profile",
-            str(work / "slow.json"),
-            "--pool-bytes",
-            "128MiB",
-            "--ttft-slo",
-            str(TTFT_S),
-            "--tbt-slo",
-            str(TBT_S),
-        ]
+        flags += ["--cost-profile", f"moonpool={work / 'slow.json'}", "--pool-bytes", "128MiB"]
+        flags += ["--ttft-slo", str(TTFT_S), "--tbt-slo", str(TBT_S)]
         for mode in args.modes:
             with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
                 found[mode] = run(served, work / mode / "replay", speed, count)
