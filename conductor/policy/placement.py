@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from conductor.policy.admission import Verdict, asks_again, judge
 from conductor.policy.algorithm1 import PrefillScores, Prefixes, holders, score_prefill
 from conductor.policy.candidates import Places, find_places
-from conductor.policy.config import NS
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.credible import to_ns
