@@ -2,11 +2,15 @@
 
 from itertools import count
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conductor.errors import ObjectivesError
 from conductor.policy.charges import Charge, Prices
 from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Shares, VirtualClock
+from conductor.policy.objectives import ObjectiveBook
+from conductor.policy.record_form import parse_record, tell_record
 
 S = 1_000_000_000
 PRICES = Prices((0.0, 0.001, 0.0), (0.01, 0.001, 0.0), step_s=0.05, max_batch=10, num_blocks=100)
@@ -188,3 +192,17 @@ def test_an_endless_request_is_charged_as_it_goes_and_teaches_nothing() -> None:
     charge.close(101 * S, generated=2000, cached_tokens=400, is_lost=False)
     assert account.finish_ns == round((0.6 + 2000 * 0.002 + 10) * S)
     assert account.usual_tokens is None
+
+
+def test_the_record_of_objectives_gives_tenants_their_weights() -> None:
+    said = {"tenants": {"big": {"weight": 3}, "usual": {"class": "c"}}, "classes": {"c": {}}}
+    record = parse_record(said)
+    book = ObjectiveBook(record)
+    assert (book.weight_of("big"), book.weight_of("usual"), book.weight_of("nobody")) == (3.0, 1.0, None)
+    assert parse_record(tell_record(record)) == record
+
+
+@pytest.mark.parametrize("weight", [0, -1, 101, True, "3", float("nan")])
+def test_an_absurd_weight_is_refused_by_name(weight: object) -> None:
+    with pytest.raises(ObjectivesError, match=r"tenants\.a\.weight is .*: expected a share from 0\.01 to 100"):
+        parse_record({"tenants": {"a": {"weight": weight}}})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import queue
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,6 +14,7 @@ from engine import Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.policy import BatchLimits, SlotPool
+from worker.policy.turns import Turn
 from worker.request import Request, Sequence
 from worker.transformer import ModelSteps
 
@@ -233,3 +236,30 @@ def test_more_sequences_than_rows_take_turns(harness: Callable[..., Harness]) ->
             done[id(one.sequence)] += 1
         assert max(done.values()) - min(done.values()) <= 2
     assert set(done.values()) == {8}
+
+
+def test_an_urgent_prompt_overtakes_a_long_one_between_its_chunks(
+    model: Model, harness: Callable[..., Harness]
+) -> None:
+    chunks: list[tuple[int, int]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hook(layer: int, spans: list[tuple[Sequence, int, int]]) -> None:
+        if layer == 0:
+            chunks.extend((sequence.prompt_len, end - start) for sequence, start, end in spans)
+            begun.set()
+            assert go_on.wait(60)
+
+    h = harness(hook)
+    long, short = prompts()[2], prompts()[0]
+    patient, urgent = (h.sequence(prompt, 3, prefill_only=True) for prompt in (long, short))
+    patient.turn, urgent.turn = Turn(ages_s=math.inf, level=1), Turn(ages_s=math.inf, level=0)
+    h.loop.submit(patient)
+    assert begun.wait(60)
+    h.loop.submit(urgent)
+    go_on.set()
+    seen = h.run(2)
+    assert [length for length, _ in chunks[:3]] == [61, 5, 61]
+    assert sum(size for length, size in chunks if length == 61) == 61  # nothing was computed twice
+    answers = {s.prompt_len: s.tokens[s.prompt_len : s.num_tokens].tolist() for step in seen for s in step.left}
+    assert answers == {61: greedy(model, long, 1), 5: greedy(model, short, 1)}
