@@ -21,8 +21,8 @@ def engine() -> None:
 def directory() -> None:
     from conductor.policy.decode_kernels import decode_kernels
     from conductor.policy.kernels import kernels
-    from conductor.policy.line_kernels import line_kernels
     from conductor.policy.length_kernels import length_kernels
+    from conductor.policy.line_kernels import line_kernels
     from kvpool import directory_table
 
     directory_table.warm_up()

@@ -3,6 +3,7 @@
 import copy
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def stands(turn: Turn, now_ns: int) -> turns.Turn:
     return turns.Turn(*times, turn.level, turn.account, turn.start_ns, turn.priority)
 
 
-arrivals = st.builds(
+arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     prompt=st.integers(10, 4000),
     tenant=st.sampled_from("abc"),
