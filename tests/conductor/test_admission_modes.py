@@ -1,0 +1,276 @@
+"""What each mode sees, what shadow lets through, when to come back, and what hindsight says of rejections."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.policy.config import NS
+from conductor.policy.decisions import Place, Reject
+from conductor.policy.events import DecodeAsked, DecodeSample, Held, NodeLost, NodeReported, RequestCompleted, Tick
+from conductor.policy.hindsight import MAX_WATCHED, interval
+from conductor.policy.loads import Swing
+from conductor.policy.retry import LONGEST_RETRY_S, retry_after_s
+
+
+@pytest.fixture
+def pair(cluster, make):
+    """One prefill and one decode node with known costs: 1 ms per prompt token, 10 ms per sequence and step."""
+
+    def factory(**config):
+        c = cluster(make.node("p", "prefill"), make.node("d", "decode"), **config)
+        c.learn("p", per_token_s=1e-3, step_s=0.01)
+        return c
+
+    return factory
+
+
+def decoding(c, make, *names, prompt=64, new=200):
+    for name in names:
+        assert isinstance(c.send(make.request(name, prompt=prompt, new=new, generated=1))[0], Place)
+        c.progress("p", "prefill_started", name)
+        c.progress("p", "prefill_ended", name)
+        c.progress("d", "decode_joined", name)
+
+
+def judged(c, model="m"):
+    return {(reason, verdict): n for (_, reason, verdict), n in c.conductor.hindsight.rejections.items()}
+
+
+def reason(decisions):
+    return decisions[0].reason if isinstance(decisions[0], Reject) else None
+
+
+def test_the_load_of_now_does_not_see_whose_prefill_will_have_ended(pair, make):
+    reasons = {}
+    for mode in ("early", "predicted", "predicted-uniform"):
+        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        for i in range(2):  # on their way: nothing decodes yet
+            c.send(make.request(f"r{i}", prompt=64, new=1000))
+        reasons[mode] = reason(c.send(make.request("s", prompt=64)))
+    assert reasons == {"early": None, "predicted": "tbt", "predicted-uniform": "tbt"}
+
+
+def test_the_load_of_now_counts_who_will_have_ended(pair, make):
+    reasons = {}
+    for mode in ("early", "predicted"):
+        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        decoding(c, make, "a", "b", new=10)  # they end within two seconds; the prompt takes three
+        reasons[mode] = reason(c.send(make.request("s", prompt=3000)))
+    assert reasons == {"early": "tbt", "predicted": None}
+
+
+def test_learned_lengths_tell_who_will_be_gone_where_a_usual_time_for_all_does_not(pair, make):
+    reasons = {}
+    for mode in ("predicted", "predicted-uniform"):
+        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        for i in range(60):  # long prompts get short answers, short ones long answers
+            for name, prompt, generated, took_s in (("l", 300, 3, 0.1), ("s", 64, 900, 9.0)):
+                c.send(make.request(f"{name}{i}", prompt=prompt, new=1000, generated=0, tbt_objective_s=9.0))
+                c.progress("p", "prefill_started", f"{name}{i}")
+                c.progress("p", "prefill_ended", f"{name}{i}")
+                c.progress("d", "decode_joined", f"{name}{i}")
+                c.after(took_s).progress("d", "ended", f"{name}{i}")
+                c.send(RequestCompleted(f"{name}{i}", 0, "finished", 0.1, 0.01, generated))
+        decoding(c, make, "x", "y", prompt=300, new=700)
+        reasons[mode] = reason(c.after(0.02).send(make.request("z", prompt=2000)))
+    assert reasons == {"predicted": None, "predicted-uniform": "tbt"}
+
+
+@pytest.mark.parametrize("config", [{"admission_mode": "none"}, {"admission": "off"}, {"admission": "shadow"}])
+def test_where_nothing_is_enforced_only_the_bound_on_waiting_rejects(pair, make, config):
+    c = pair(ttft_objective_s=0.1, max_queue_s=2.0, **config)
+    reasons = [reason(c.send(make.request(f"r{i}", prompt=1000, new=8))) for i in range(4)]
+    assert reasons == [None, None, None, "queue"]
+
+
+def test_shadow_counts_what_it_would_have_rejected_and_measures_whether_that_had_been_right(pair, make):
+    c = pair(ttft_objective_s=0.5, admission="shadow")
+    for name, ttft_s in (("a", 0.4), ("b", 2.0)):
+        assert isinstance(c.send(make.request(name, prompt=1000))[0], Place)
+        c.send(RequestCompleted(name, 0, "finished", ttft_s, 0.01, 5))
+    told = {(why, rejected, unwanted) for _, why, rejected, unwanted in c.conductor.rejections()}
+    assert ("ttft", 0, 2) in told
+    assert judged(c) == {("ttft", "false"): 1, ("ttft", "right"): 1}
+    assert c.conductor.hindsight.false_share("m")[0] == 0.5
+    assert not c.conductor.hindsight.admissions
+
+
+def test_in_load_mode_decode_load_is_judged_once_the_prefill_has_ended(pair, make):
+    c = pair(tbt_objective_s=0.025, admission_mode="load")
+    decoding(c, make, "a", "b")
+    place = c.send(make.request("s", prompt=64))[0]
+    assert isinstance(place, Place)
+    assert place.asks_again
+    c.progress("p", "prefill_ended", "s")
+    rejects = c.send(DecodeAsked("s", 0))
+    assert [(r.reason, r.after_prefill) for r in rejects] == [("tbt", True)]
+    assert rejects[0].retry_after_s >= 1
+    c.holds("d", Held("s", 0, 64))  # the worker is tidying up: that does not bring the request back
+    assert c.counts["requests"] == 2
+    assert c.send(DecodeAsked("s", 0)) == []
+
+
+def test_in_load_mode_what_has_room_goes_on_and_what_the_client_has_seen_is_not_asked_about(pair, make):
+    c = pair(tbt_objective_s=0.025, admission_mode="load")
+    decoding(c, make, "a")
+    assert c.send(make.request("s", prompt=64))[0].asks_again
+    c.progress("p", "prefill_ended", "s")
+    assert c.send(DecodeAsked("s", 0)) == []
+    c.progress("d", "decode_joined", "s")
+    assert not c.send(make.request("t", attempt=1, prompt=64, generated=3))[0].asks_again
+    assert c.send(DecodeAsked("t", 1)) == []
+    assert c.send(DecodeAsked("nobody", 0)) == []
+
+
+@pytest.mark.parametrize("mode", ["none", "load", "early", "predicted-uniform", "predicted"])
+def test_no_mode_rejects_a_request_whose_client_has_tokens(pair, make, mode):
+    c = pair(ttft_objective_s=0.01, tbt_objective_s=1e-6, max_queue_s=0.1, admission_mode=mode)
+    for i in range(4):
+        assert isinstance(c.send(make.request(f"r{i}", attempt=1, prompt=3000, new=900, generated=1))[0], Place)
+        assert c.send(DecodeAsked(f"r{i}", 1)) == []
+
+
+@pytest.mark.parametrize("objective_s", [float("nan"), float("inf"), -1.0, 0.0, 1e300, 5e-324])
+def test_absurd_objectives_break_nothing(pair, make, objective_s):
+    c = pair()
+    for name in ("a", "b"):
+        got = c.send(make.request(name, prompt=300, ttft_objective_s=objective_s, tbt_objective_s=objective_s))[0]
+        assert isinstance(got, Place) or 1 <= got.retry_after_s <= LONGEST_RETRY_S
+    c.after(500).send(Tick())
+    c.conductor.snapshot(c.now_ns)
+
+
+def test_clocks_that_jump_break_nothing(pair, make):
+    c = pair(ttft_objective_s=5.0, tbt_objective_s=0.1)
+    decoding(c, make, "a", "b")
+    for seconds in (-900, 10**9, -(10**8)):
+        c.after(seconds).send(Tick())
+        assert isinstance(c.send(make.request(f"r{seconds}", prompt=64))[0], Place | Reject)
+        c.send(RequestCompleted(f"r{seconds}", 0, "finished", 0.1, 0.01, 9))
+    assert c.conductor.validate()[0] == []
+
+
+@given(st.text(max_size=20), st.integers(0, 9), st.floats())
+def test_retry_after_is_whole_bounded_never_too_soon_and_always_the_same(request_id, attempt, wait_s):
+    found = retry_after_s(request_id, attempt, wait_s)
+    assert found == int(found)
+    assert max(1, min(LONGEST_RETRY_S, wait_s if wait_s == wait_s else 1)) <= found <= LONGEST_RETRY_S
+    assert found == retry_after_s(request_id, attempt, wait_s)
+
+
+def test_clients_that_were_rejected_together_do_not_come_back_together():
+    found = [retry_after_s(f"request-{i}", 0, 20.0) for i in range(1000)]
+    assert {20.0 + later for later in range(11)} == set(found)
+    assert max(found.count(seconds) for seconds in set(found)) < 150
+
+
+def test_a_rejection_is_false_in_hindsight_where_the_queue_was_shorter_than_predicted(pair, make):
+    c = pair(ttft_objective_s=1.5)
+    c.send(make.request("r", prompt=1400, new=8))
+    assert reason(c.send(make.request("s", prompt=1000, new=8))) == "ttft"
+    assert len(c.conductor.hindsight) == 1
+    c.after(0.1).progress("p", "prefill_ended", "r")
+    assert judged(c) == {("ttft", "false"): 1}
+    assert len(c.conductor.hindsight) == 0
+
+
+def test_a_rejection_is_right_in_hindsight_once_its_objective_has_passed(pair, make):
+    c = pair(ttft_objective_s=1.5)
+    c.send(make.request("r", prompt=1400, new=8))
+    assert reason(c.send(make.request("s", prompt=1000, new=8))) == "ttft"
+    c.after(1.0).send(Tick())
+    assert judged(c) == {("ttft", "right"): 1}
+
+
+@pytest.mark.parametrize(("step_s", "verdict"), [(0.01, "false"), (0.05, "right")])
+def test_a_rejection_for_tbt_is_judged_by_the_steps_that_came(pair, make, step_s, verdict):
+    c = pair(tbt_objective_s=0.025)
+    decoding(c, make, "a", "b")
+    assert reason(c.send(make.request("s", prompt=64))) == "tbt"
+    for _ in range(8):
+        c.after(1.0).send(NodeReported("d", held=(Held("a", 0), Held("b", 0)), decodes=(DecodeSample(1, 64, step_s),)))
+        c.send(Tick())
+    assert judged(c) == {("tbt", verdict): 1}
+
+
+def test_where_the_node_was_lost_hindsight_does_not_know(pair, make):
+    c = pair(tbt_objective_s=0.025)
+    decoding(c, make, "a", "b")
+    assert reason(c.send(make.request("s", prompt=64))) == "tbt"
+    c.send(NodeLost("d", 1))
+    assert judged(c) == {("tbt", "undecided"): 1}
+    assert len(c.conductor.hindsight) == 0
+
+
+def test_hindsight_watches_a_bounded_number_and_counts_the_others(pair, make):
+    c = pair(ttft_objective_s=0.01)
+    for i in range(MAX_WATCHED + 10):
+        c.send(make.request(f"r{i}", prompt=1000))
+    assert len(c.conductor.hindsight) == MAX_WATCHED
+    assert judged(c) == {("ttft", "unwatched"): 10}
+    c.after(200).send(Tick())
+    assert len(c.conductor.hindsight) == 0
+
+
+def test_an_admitted_request_that_missed_its_objective_is_a_false_accept(pair, make):
+    c = pair(ttft_objective_s=5.0, tbt_objective_s=0.1)
+    for name, ttft_s, tbt_s in (("a", 1.0, 0.01), ("b", 9.0, 0.01), ("c", 1.0, 0.5)):
+        c.send(make.request(name, prompt=100))
+        c.send(RequestCompleted(name, 0, "finished", ttft_s, tbt_s, 9))
+    found = c.conductor.hindsight.admissions
+    assert {what: n for (_, what), n in found.items()} == {"met": 1, "missed_ttft": 1, "missed_tbt": 1}
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_an_interval_holds_the_share(hits, others):
+    low, high = interval(hits, hits + others)
+    assert 0 <= low <= (hits / (hits + others) if hits + others else 0.5) <= high <= 1
+
+
+def test_loads_and_their_swing_are_told_for_models_with_objectives(pair, make):
+    c = pair(ttft_objective_s=2.0, tbt_objective_s=0.1)
+    for i in range(4):
+        c.after(30).send(Tick())
+        if i % 2:
+            c.send(RequestCompleted(f"r{i - 1}", 0, "cancelled"))
+        else:
+            c.send(make.request(f"r{i}", prompt=1000, generated=1))
+    c.send(Tick())
+    loads = c.conductor.loads
+    assert loads.prefill["m"].deviation > 0.05
+    assert loads.decode["m"].last >= 0
+    free = pair()
+    free.send(Tick())
+    assert not free.conductor.loads.prefill
+
+
+def test_a_swing_of_nothing_is_nothing():
+    swing = Swing()
+    for second in range(50):
+        swing.add(second * NS, 0.7)
+    assert (swing.last, swing.deviation) == (0.7, 0.0)
+
+
+def test_reserving_for_usual_answers_lets_more_in_and_the_ledger_follows_what_is_held(cluster, make):
+    counts = {}
+    for overrun in (0.0, 0.05):
+        c = cluster(overrun_probability=overrun)
+        for i in range(100):
+            c.send(make.request(f"w{i}", prompt=64, new=2000))
+            c.send(RequestCompleted(f"w{i}", 0, "finished", 0.1, 0.01, 40))
+        c.send(make.request("r", prompt=64, new=2000))
+        counts[overrun] = c.counts["committed_tokens"]
+    assert counts[0.0] == 2064
+    assert counts[0.05] <= 128
+    c.holds("decode-0", Held("r", 0, committed_tokens=1024))
+    assert c.counts["committed_tokens"] == 1024
+
+
+def test_endless_requests_count_as_constant_load_and_teach_nothing(cluster, make):
+    c = cluster(admission_mode="predicted", tbt_objective_s=10.0)
+    c.learn("prefill-0")
+    c.send(make.request("e", prompt=64, new=2000, endless=True))
+    lengths = c.conductor._state.lengths
+    groups = len(lengths)
+    c.send(RequestCompleted("e", 0, "cancelled", 0.1, 0.01, 5000))
+    assert len(lengths) == groups == 0
