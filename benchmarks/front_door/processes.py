@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
-_START_S = 300.0
+_START_S = 900.0  # 19 processes on two cores that others use, too
 
 
 @dataclass
@@ -63,6 +63,7 @@ def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
     ready = work / "ready.json"
     command = [sys.executable, "-m", "moonpool", "serve", str(folder), "--engine", "paced", "--port", "0"]
     command += ["--ready-file", str(ready), "--log-level", "warning", *flags]
+    command += ["--startup-timeout", str(_START_S)]
     with (work / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
