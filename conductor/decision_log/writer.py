@@ -111,7 +111,7 @@ class DecisionLog:
         self._stop.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("the decision log was not closed: its disk does not answer")
+            log.error("the decision log was not closed in time: %d entries are not written", len(self._waiting))
             return
         os.close(self._lock_fd)
 
@@ -154,7 +154,7 @@ class DecisionLog:
             part = [self._waiting.popleft() for _ in range(min(left, _AT_ONCE))]
             left -= len(part)
             self._write(part)
-            if len(self._waiting) < _MOST_ENTRIES // 2:
+            if len(self._waiting) < _MOST_ENTRIES // 2 and not self._stop.is_set():
                 time.sleep(_TURN_S)
 
     def _write(self, entries: list[Entry]) -> None:
