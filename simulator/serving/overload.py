@@ -29,6 +29,7 @@ class ModeSummary:
     withheld: Estimate
     missed_ttft: Estimate
     missed_tbt: Estimate
+    useful_tokens: Estimate  # computed for good requests, thousand a second
     wasted_tokens: Estimate
     wasted_withheld: Estimate
     wasted_share: Estimate  # of the tokens computed
@@ -57,7 +58,7 @@ class Overload:
     def to_json(self, *, series: bool = False) -> dict[str, Any]:
         """Everything; the load series of the first seed only, or of none."""
         found = asdict(self)
-        found["spec"] = {**found["spec"], "profile": str(self.spec.profile), "policy": asdict(self.spec.policy)}
+        found["spec"] = {**found["spec"], "profile": self.spec.profile.name, "policy": asdict(self.spec.policy)}
         for run in found["runs"]:
             if not series or run["seed"] != self.runs[0].seed:
                 del run["prefill_load"], run["decode_load"]
@@ -139,6 +140,7 @@ def _summary(mode: AdmissionMode, runs: Sequence[Run], reference: Sequence[Run])
         withheld=share(lambda one: one.withheld),
         missed_ttft=share(lambda one: one.missed_ttft),
         missed_tbt=share(lambda one: one.missed_tbt),
+        useful_tokens=mean(lambda one: (one.computed_tokens - one.wasted_tokens) / one.window_s / 1e3),
         wasted_tokens=mean(lambda one: one.wasted_tokens / 1e6),
         wasted_withheld=mean(lambda one: one.wasted_withheld / 1e6),
         wasted_share=mean(lambda one: one.wasted_tokens / max(1, one.computed_tokens)),

@@ -40,6 +40,7 @@ _ROWS: tuple[tuple[str, Cell], ...] = (
     ("rejected after prefill", lambda row: _share(row.withheld)),
     ("served, TTFT missed", lambda row: _share(row.missed_ttft)),
     ("served, TBT missed", lambda row: _share(row.missed_tbt)),
+    ("useful prefill, thousand tokens/s", lambda row: _number(row.useful_tokens, 1)),
     ("wasted prefill, million tokens", lambda row: _number(row.wasted_tokens, 1)),
     ("of it, withheld", lambda row: _number(row.wasted_withheld, 1)),
     ("wasted, of all that was computed", lambda row: _share(row.wasted_share)),
