@@ -23,6 +23,7 @@ from moonpool.status_command import Json
 __all__ = ["app"]
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
+_OBJECTIVES = frozenset({"ttft_objective_s", "tbt_objective_s", "model_objectives"})
 _MOST_SHOWN = 40  # fields of two decisions that differ
 
 
@@ -92,7 +93,7 @@ def replay_decisions(
 def _compare(life: Life, changed: dict[str, Any]) -> Comparison:
     compared = Comparison(life)
     config = _with(life.config, changed) if changed else None
-    for step in replay(life, config):
+    for step in replay(life, config, own_objectives=bool(_OBJECTIVES & changed.keys())):
         compared.take(step, ignore_why=bool(changed))
     return compared
 

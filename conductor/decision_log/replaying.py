@@ -13,7 +13,7 @@ from conductor.decision_log.files import numbered, read_lines
 from conductor.errors import LogFormatError
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Decision
-from conductor.policy.events import Event
+from conductor.policy.events import Event, ObjectivesChanged
 
 __all__ = ["EVENTS_STEM", "Life", "Step", "lives", "replay"]
 
@@ -57,8 +57,9 @@ def lives(log: Path) -> list[Life]:
     return found
 
 
-def replay(life: Life, config: PolicyConfig | None = None) -> Iterator[Step]:
-    """Feed a life's events to a fresh policy, under its own configuration or another one.
+def replay(life: Life, config: PolicyConfig | None = None, *, own_objectives: bool = False) -> Iterator[Step]:
+    """Feed a life's events to a fresh policy, under its own configuration or another one. `own_objectives`: those of
+    `config` hold throughout, whatever the log says of changes.
 
     Raises LogFormatError that names file and line: where a line cannot be read, where events were not written down
     (what follows would not be decided as it was), and at once for a life whose beginning is gone.
@@ -82,6 +83,8 @@ def replay(life: Life, config: PolicyConfig | None = None) -> Iterator[Step]:
                     f"{path}, line {number}: {row.num_dropped} events were not written down here, because the writer "
                     "was behind or the disk was full; what follows cannot be decided as it was"
                 )
+            if own_objectives and isinstance(row.event, ObjectivesChanged):
+                continue
             yield Step(path, number, row.now_ns, row.event, row.decisions, conductor.on_event(row.now_ns, row.event))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from conductor.errors import LogFormatError
@@ -108,7 +108,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         ok = any(type(value) is type(one) and value == one for one in get_args(hint))
     elif origin in (Union, UnionType):
-        raise LogFormatError(f"{where}: union fields have no JSON form")
+        (other,) = (one for one in get_args(hint) if one is not NoneType)
+        return None if value is None else _value(other, value, where)
     else:
         # JSON has one kind of number: whole seconds come back as int.
         ok = type(value) is hint or (hint is float and type(value) is int)

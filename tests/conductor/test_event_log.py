@@ -13,7 +13,7 @@ from conductor.errors import ConfigError, LogFormatError
 from conductor.policy import Objectives, PolicyConfig
 from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Copy, Place, Reject
-from conductor.policy.events import NodeJoined, RequestCompleted, Tick
+from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
 
 GOLDEN = Path(__file__).parent / "golden" / "decisions.jsonl"
 
@@ -68,6 +68,19 @@ def test_a_log_replays_under_the_objectives_of_each_model(tmp_path, make):
     steps = steps_of(tmp_path)
     assert all(step.logged == step.made for step in steps)
     assert [type(step.made[0]) for step in steps if step.made] == made
+
+
+def test_other_objectives_hold_whatever_versions_a_log_tells_of(tmp_path, make):
+    core = core_of(tmp_path)
+    for view in (make.node("p", "prefill"), make.node("d", "decode")):
+        core.handle(NodeJoined(view))
+    core.handle(ObjectivesChanged(1, "{}"))
+    assert isinstance(core.handle(make.request())[0], Place)
+    core.close()
+    (life,) = lives(tmp_path)
+    strict = PolicyConfig(ttft_objective_s=1e-9)
+    made = [list(replay(life, strict, own_objectives=own))[-1].made[0] for own in (False, True)]
+    assert [type(decision) for decision in made] == [Place, Reject]
 
 
 def test_a_log_of_several_files_and_lives_replays_life_by_life(tmp_path, make):

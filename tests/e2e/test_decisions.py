@@ -116,7 +116,6 @@ def test_every_request_has_one_record_with_its_end(cluster: Any, log: Path) -> N
     assert len(moved["attempts"]) >= 2
     (again,) = found["turn-1"]
     assert again["cached_tokens"] >= 248
-    assert again["attempts"][0]["decision"]["reuse_blocks"] >= 31
     assert 0 < again["ttft_s"] < 100
     assert 0 < again["attempts"][0]["decision"]["predicted_ttft_s"] < 100
 
