@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -73,6 +74,9 @@ def run(served: Served, out: Path, speed: float, count: int) -> dict[str, Any]:
             computed += new
             in_time = record["ttft_s"] <= TTFT_S and (record["tbt_worst10_s"] or 0.0) <= TBT_S
             wasted += 0 if in_time else new
+    reasons: Counter[str] = Counter()
+    for each in report["reasons"]:
+        reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
     planned, late = (_sum(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
     keys = ("goodput_rps", "slo_attainment", "slo_ttft_attainment", "slo_tbt_attainment", "completed", "rejected")
     return {
@@ -80,7 +84,7 @@ def run(served: Served, out: Path, speed: float, count: int) -> dict[str, Any]:
         "requests": len(records),
         "failed": report["failed"],
         "wrong_tokens": report["wrong_tokens"],
-        "reasons": {each["reason"][:80]: each["count"] for each in report["reasons"]},
+        "reasons": reasons,
         "computed_prompt_tokens": computed,
         "wasted_share": wasted / computed if computed else 0.0,
         "ttft_p50_s": report["ttft_s"]["p50"],
