@@ -312,8 +312,10 @@ def say(link: SocketLink, lie: Message | bytes, asked: Message | None, page: Gra
         link.send(lie, fd=page.memory.fd)
     elif isinstance(lie, Offer) and link.is_unix and 0 < lie.nbytes <= 1 << 30:
         fd = memfd(lie.nbytes, sealed=lie.nbytes % 3 > 0)
-        link.send(lie, fd=fd)
-        os.close(fd)
+        try:
+            link.send(lie, fd=fd)
+        finally:  # the caller may have gone
+            os.close(fd)
     else:
         link.send(lie)
 
