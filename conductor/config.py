@@ -33,7 +33,7 @@ class ConductorConfig:
     max_tenants: int = 64  # of a model, with accounts of their own; further ones share one
     max_endless: int = 4  # requests without an end that one tenant may have at a time
     admission: Admission = "enforce"  # off: nothing is rejected by prediction; shadow: only counted
-    admission_mode: AdmissionMode = "predicted"  # what requests are judged by
+    admission_mode: AdmissionMode = "predicted-uniform"  # what requests are judged by
     attained_share: float = 0.95  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than the ledger holds for it
     max_copies: int = 8  # hot-spot copies under way at once; 0 = none are made

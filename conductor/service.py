@@ -116,8 +116,8 @@ class ConductorService(ConductorServicer):
             samples=[
                 *self._pools.samples(),
                 *self._continuity.samples(),
-                *admission_samples(self._core.policy),
                 *self._core.samples(),
+                *admission_samples(self._core.policy),
                 *tenant_samples(self._core.policy),
                 *cost_samples(self._core.policy),
                 *self._slo.keeper.samples(),

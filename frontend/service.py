@@ -33,9 +33,7 @@ class Service:
         self.config = config
         self.keys = ApiKeys(config.api_keys)
         self.registry = new_registry()
-        self.conductor = ConductorClient(
-            config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants
-        )
+        self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
             self.conductor,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
 from worker.counters import Counters
-from worker.errors import RequestFailed
 from worker.engine_memory import EngineMemory
+from worker.errors import RequestFailed
 
 KV_TAG = b"kv"
 

@@ -56,7 +56,7 @@ class PolicyConfig:
     report_timeout_s: float = 0.0  # a node that has not reported for longer is suspect and gets no work; 0 = off
     settle_s: float = 5.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
     admission: Admission = "enforce"
-    admission_mode: AdmissionMode = "predicted"
+    admission_mode: AdmissionMode = "predicted-uniform"
     attained_share: float = 0.0  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
     role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised

@@ -5,6 +5,7 @@ that goes before it there. The order is that of `worker.policy.turns`. They only
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import types
 
 from conductor.policy.requests import NONE, PREFILL_NODE, PREFILL_NS, STARTED
@@ -90,11 +91,49 @@ def queues(table: Any, turns: Any, rows: Any, slots: Any, me: Any, brought: Any,
         queue_s[c] = room[WORK, slots[c]] / 1e9
 
 
+def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
+    """Of the account's requests of this class in line at the row's prefill node, the first uses the smallest ticket,
+    the next the next, as on the node (`worker.policy.turns.Line`)."""
+    slot, account, level = table[PREFILL_NODE, row], turns[ACCOUNT, row], turns[LEVEL, row]
+    group = np.empty(rows, np.int64)
+    count = 0
+    for other in range(rows):
+        if (
+            table[PREFILL_NODE, other] != slot
+            or turns[ACCOUNT, other] != account
+            or turns[LEVEL, other] != level
+            or table[PREFILL_NS, other] <= 0
+        ):
+            continue
+        at = count
+        while at > 0:
+            before = group[at - 1]
+            if turns[PRIORITY, before] != turns[PRIORITY, other]:
+                is_later = turns[PRIORITY, before] > turns[PRIORITY, other]
+            elif turns[DUE, before] != turns[DUE, other]:
+                is_later = turns[DUE, before] > turns[DUE, other]
+            else:
+                is_later = turns[ARRIVED, before] > turns[ARRIVED, other]
+            if not is_later:
+                break
+            group[at] = before
+            at -= 1
+        group[at] = other
+        count += 1
+    tickets = np.empty(count, np.int64)
+    for i in range(count):
+        tickets[i] = turns[TICKET, group[i]]
+    tickets.sort()
+    for i in range(count):
+        turns[TICKET, group[i]] = tickets[i]
+
+
 class LineKernels(NamedTuple):
     """See the functions of the same names."""
 
     tickets: Any
     queues: Any
+    share: Any
 
 
 @functools.cache
@@ -107,4 +146,5 @@ def line_kernels() -> LineKernels:
     return LineKernels(
         compiled(tickets, n(wide, wide, n, ints, seven, wide)),
         compiled(queues, types.void(wide, wide, n, ints, seven, n, wide, floats)),
+        compiled(share, types.void(wide, wide, n, n)),
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from conductor.policy.charges import Charge
 from conductor.policy.decisions import Reason
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
-from conductor.policy.turn_columns import ACCOUNT, ARRIVED, DUE, LEVEL, NUM_COLUMNS, PRIORITY, TICKET
+from conductor.policy.turn_columns import NUM_COLUMNS
 
 __all__ = [
     "COMMITTED",
@@ -122,16 +122,6 @@ class RequestTable:
         del self._rows[claim.request_id]
         self.claims.pop()
         return claim
-
-    def share_tickets(self, row: int) -> None:
-        """Of the account's requests of this class in line at the row's prefill node, the first uses the smallest
-        ticket, the next the next, as on the node (`worker.policy.turns.Line`)."""
-        turns = self.turns[:, : len(self.claims)]
-        alike = (turns[ACCOUNT] == turns[ACCOUNT, row]) & (turns[LEVEL] == turns[LEVEL, row])
-        here = self.column("prefill_node") == self.column("prefill_node")[row]
-        group = np.flatnonzero(alike & here & (self.column("prefill_ns") > 0))
-        order = np.lexsort((turns[ARRIVED, group], turns[DUE, group], turns[PRIORITY, group]))
-        turns[TICKET, group[order]] = np.sort(turns[TICKET, group])
 
     def rows_at(self, slot: int) -> list[int]:
         """Rows with a claim on the node, highest first: safe to remove while iterating."""

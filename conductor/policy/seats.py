@@ -56,7 +56,7 @@ class Seat:
         state.requests.turns[:, row] = level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
         # Only where the account has others there that do not all go before it does somebody use another ticket now.
         if self.room[LATER, slot] < 1 << 62 or self.room[EARLIER, slot] > self.ticket_ns:
-            state.requests.share_tickets(row)
+            line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
 
 
 def seat_of(

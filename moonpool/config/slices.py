@@ -236,7 +236,7 @@ class SchedulingSettings(Slice):
             "equal (predicted-uniform) or learned lengths (predicted)",
             choices=("none", "early", "predicted-uniform", "predicted"),
         ),
-    ] = "predicted"
+    ] = "predicted-uniform"
     attained_share: Annotated[
         float,
         Key(

@@ -14,7 +14,7 @@ from messenger.control import ControlServer, start_server
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
 from worker.errors import StartupError
-from worker.join_stream import MAX_SAMPLES, JoinStream
+from worker.join_stream import FIRST_DECODES, MAX_SAMPLES, JoinStream
 from worker.reporter import Reporter
 
 
@@ -150,3 +150,19 @@ async def test_a_node_goes_on_with_the_conductors_that_take_it_in_and_gives_up_w
     finally:
         for server in (willing, first, second):
             await server.stop(0)
+
+
+async def test_of_many_decode_steps_the_usual_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("worker.join_stream.time.monotonic", lambda: clock[0])
+    stream = _stream(f"unix:{tmp_path}/nobody.sock")
+    for i in range(FIRST_DECODES):
+        stream.decode(1, i, 0.01)
+    told = stream._pending.decodes
+    assert [sample.context_tokens for sample in told] == list(range(FIRST_DECODES))
+    for i in range(100):
+        clock[0] += 0.02
+        stream.decode(8, 1000 + i, 5.0 if i % 5 == 0 else 0.02 + i * 1e-6)
+    later = told[FIRST_DECODES:]
+    assert len(later) == 7  # of 2 seconds
+    assert all(sample.seconds < 1 for sample in later)
