@@ -90,6 +90,7 @@ class Repairs:
     def give_up(self, index: int) -> None:
         """The lane never worked; nothing was sent on any lane yet."""
         self._courier.lanes[index].pair.fail()
+        self._going.discard(index)
         self._courier.lane_lost(index)
         self._say(Step.DOWN, index)
         self._tell_of(index, "no answer")
@@ -140,6 +141,8 @@ class Repairs:
         self._say(Step.IS_DOWN, index)
 
     def _come_up(self, index: int, end: tuple[int, int, int] | None) -> None:
+        if self._courier.rails.state(index) is RailState.UP:
+            raise ProtocolError("a new end for a lane that is not down")
         try:
             lane = self._replace(index)
             self._connect(lane, end)
@@ -167,6 +170,9 @@ class Repairs:
 
     def _is_up(self, index: int, end: tuple[int, int, int] | None) -> None:
         lane = self._courier.lanes[index]
+        # Else it may be in use, and what is under way there would land after it was posted again.
+        if self._courier.rails.state(index) is not RailState.PROBING or lane.pair.connected:
+            raise ProtocolError("an end for a lane that is not down")
         try:
             self._connect(lane, end)
             self._trying[index] = lane.pair.drain_mark()
