@@ -24,9 +24,16 @@ class Member:
     replaced: asyncio.Event = field(default_factory=asyncio.Event)  # another stream speaks for the node now
     commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be told
     is_leaving: bool = False  # it was asked to finish its work and leave
+    is_to_switch: bool = False  # it was asked to change its role, and has not begun yet
+
+    @property
+    def stays(self) -> bool:
+        """Whether it will go on in its role, as far as is known."""
+        return not (self.is_leaving or self.is_to_switch or self.report.draining)
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
         """Keep what `Cluster` shows of a report."""
+        self.is_to_switch = self.is_to_switch and not report.draining  # from then on its reports say how it stands
         self.report = conductor_pb2.NodeReport(
             num_waiting=report.num_waiting,
             num_running=report.num_running,
@@ -94,13 +101,13 @@ class Registry:
         others = [
             other
             for other in self
-            if other is not member
-            and (other.node.model, other.node.role) == (node.model, node.role)
-            and not (other.is_leaving or other.report.draining)
+            if other is not member and (other.node.model, other.node.role) == (node.model, node.role) and other.stays
         ]
         if not others:
             raise SwitchRefused(f"node {node_id!r} is the last {ROLES[node.role]} node of {node.model!r}")
-        member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
+        if not member.is_to_switch:
+            member.is_to_switch = True
+            member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
 
     def renew(self, member: Member, node: conductor_pb2.Node) -> None:
         """The node announced itself anew in its stream. Raises JoinRefused where more than its role has changed."""
@@ -110,6 +117,7 @@ class Registry:
         if before != node or not {node.role, member.node.role} <= _CHANGING:
             raise JoinRefused(f"node {member.node.node_id!r} announced itself anew as another one than it was")
         member.node = self._nodes[node.node_id] = node
+        member.is_to_switch = False
         self._peers.clear()
 
     def remove(self, member: Member) -> bool:

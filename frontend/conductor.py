@@ -20,6 +20,7 @@ _ONE_OF_SEVERAL_S: Final = 2.0  # the same, where somebody else can be asked ins
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _COMPLETE_S: Final = 15.0  # a restarted conductor takes seconds; its ledger outlives a lost Complete anyway
+_RETRY_S: Final = 0.5  # that the next attempt waits for a conductor to know the end of the last one
 _MOST_TENANTS: Final = 1000  # told with each look at the cluster
 _STAY_AWAY_S: Final = 5.0  # from a conductor that failed, before it is asked again by choice
 _ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})  # a conductor cut off from the nodes says so, too
@@ -66,12 +67,16 @@ class ConductorClient:
             refusal: tuple[conductor_pb2.Rejection, Line] | None = None
             trouble: ControlError | None = None
             for line in self._by_choice():
-                left_s = max(0.0, deadline_s - monotonic())
+                left_s = deadline_s - monotonic()
+                if left_s <= 0:
+                    break
                 try:
                     asked = line.stub.Schedule(request, wait_for_ready=self._is_only)
                     limit_s = min(left_s, self._patience_s)
                     reply = await _answer(
-                        line, call(asked, what="Conductor.Schedule", target=line.target, deadline_s=limit_s)
+                        line,
+                        call(asked, what="Conductor.Schedule", target=line.target, deadline_s=limit_s),
+                        is_patient=limit_s >= self._patience_s,
                     )
                 except Refused as error:
                     raise GenerationFailed(
@@ -81,7 +86,8 @@ class ConductorClient:
                     _log.warning("conductor away, trying again: %s", error)
                     trouble = error
                     if isinstance(error, DeadlineExceeded) and not self._is_only:
-                        self._give_up(line, request)
+                        # It may have placed the attempt, which goes elsewhere now.
+                        self._tell(_void(request), [line])
                     continue
                 if reply.WhichOneof("result") != "rejection":
                     return reply.placement, line
@@ -91,7 +97,8 @@ class ConductorClient:
             if refusal is not None:
                 return refusal
             if monotonic() + pause_s >= deadline_s:
-                raise RequestDeadline(f"no placement before the request's deadline: {trouble}") from trouble
+                text = trouble or "it came before any conductor could be asked"
+                raise RequestDeadline(f"no placement before the request's deadline: {text}") from trouble
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -99,9 +106,13 @@ class ConductorClient:
         """The last word on a request or an attempt, to the conductor that placed it; None: to all, for any may have.
 
         Given up with a warning when one stays away: what it held is gone with it, and the others go by what workers
-        hold.
+        hold. Where somebody else can place the next attempt, that does not wait long for the last one's end to be told.
         """
-        await asyncio.gather(*(_complete(request, each) for each in (self._lines if line is None else [line])))
+        lines = self._lines if line is None else [line]
+        if request.outcome == "retry" and not self._is_only:
+            await asyncio.wait(self._tell(request, lines), timeout=_RETRY_S)
+        else:
+            await asyncio.gather(*(_complete(request, each) for each in lines))
 
     async def cluster(self, *, deadline_s: float) -> conductor_pb2.ClusterReply:
         """The cluster's state as the first conductor that answers sees it; `deadline_s` is a duration of each try.
@@ -147,12 +158,17 @@ class ConductorClient:
 
         return sorted(self._lines, key=rank)
 
-    def _give_up(self, line: Line, request: conductor_pb2.ScheduleRequest) -> None:
-        """The conductor was too slow to be waited for: it may have placed the attempt, which goes elsewhere now."""
-        void = conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
-        telling = asyncio.create_task(self.complete(void, line))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+    def _tell(self, request: conductor_pb2.CompleteRequest, lines: Sequence[Line]) -> list[asyncio.Task[None]]:
+        """Complete, in the background."""
+        telling = [asyncio.create_task(_complete(request, line)) for line in lines]
+        for each in telling:
+            self._telling.add(each)
+            each.add_done_callback(self._telling.discard)
+        return telling
+
+
+def _void(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteRequest:
+    return conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
 
 
 async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
@@ -167,11 +183,13 @@ async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
         _log.warning("outcome %s of %s not delivered: %s", request.outcome, request.request_id, error)
 
 
-async def _answer(line: Line, asking: Awaitable[T]) -> T:
+async def _answer(line: Line, asking: Awaitable[T], *, is_patient: bool = True) -> T:
+    """`is_patient`: a conductor that does not answer in time has failed; else its asker had no time."""
     try:
         reply = await asking
-    except (Unavailable, DeadlineExceeded):
-        line.failed_s = monotonic()
+    except (Unavailable, DeadlineExceeded) as error:
+        if is_patient or isinstance(error, Unavailable):
+            line.failed_s = monotonic()
         raise
     line.failed_s = None
     return reply

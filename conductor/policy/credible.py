@@ -41,7 +41,8 @@ def credible(event: Event) -> Event:
         case NodeReported():
             return _report(event)
         case RequestCompleted():
-            return _within(event, {"generated": MOST_TOKENS, "cached_tokens": MOST_TOKENS}, ("ttft_s", "mean_tbt_s"))
+            counts = {"generated": MOST_TOKENS, "cached_tokens": MOST_TOKENS}
+            return _within(event, counts, ("ttft_s", "mean_tbt_s", "slow_tbt_s"))
         case CopyFinished():
             return _within(event, {"nbytes": _MOST_BYTES}, ("seconds",))
         case NodeJoined(node):

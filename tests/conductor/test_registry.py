@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.errors import JoinRefused
+from conductor.errors import JoinRefused, SwitchRefused
 from conductor.registry import Registry
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -95,3 +95,31 @@ def test_a_replaced_stream_is_told_and_its_end_is_no_loss():
     assert registry.nodes == {"a": new.node}
     assert registry.remove(new)
     assert registry.worker_of("m") is None
+
+
+def test_two_nodes_that_are_asked_at_once_do_not_both_give_up_a_role():
+    registry = Registry()
+    a, b = (registry.admit(node(node_id=name, role=common_pb2.ROLE_PREFILL)) for name in "ab")
+    registry.admit(node(node_id="d", role=common_pb2.ROLE_DECODE))
+    for _ in range(2):
+        registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
+    assert a.commands.qsize() == 1, "asked again, it is told once"
+    with pytest.raises(SwitchRefused, match="'b' is the last prefill node of 'm'"):
+        registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
+    a.note(conductor_pb2.NodeReport(draining=True))  # it has begun
+    with pytest.raises(SwitchRefused, match="last prefill node"):
+        registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
+    a.note(conductor_pb2.NodeReport())  # it could not: a prompt took too long
+    registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
+    assert b.commands.qsize() == 1
+
+
+def test_a_node_that_has_changed_its_role_can_be_asked_again():
+    registry = Registry()
+    member = registry.admit(node(role=common_pb2.ROLE_PREFILL))
+    registry.admit(node(node_id="b", role=common_pb2.ROLE_PREFILL))
+    registry.admit(node(node_id="d", role=common_pb2.ROLE_DECODE))
+    registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
+    registry.renew(member, node(role=common_pb2.ROLE_DECODE))
+    registry.ask_to_switch("a", common_pb2.ROLE_PREFILL)
+    assert member.commands.qsize() == 2
