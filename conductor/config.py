@@ -64,6 +64,9 @@ class ConductorConfig:
         if 0 < self.report_timeout_s < 2 * self.tick_s:
             text = f"must be 0 (off) or at least twice tick_s, which is {self.tick_s}"
             raise ConfigError(f"report_timeout_s is {self.report_timeout_s}: {text}")
+        if self.orphan_timeout_s < 2 * self.tick_s:
+            text = f"must be at least twice tick_s, which is {self.tick_s}"
+            raise ConfigError(f"orphan_timeout_s is {self.orphan_timeout_s}: {text}")
         if self.redis_url:
             check_redis_url(self.redis_url)
         if not self.cluster_name.strip():

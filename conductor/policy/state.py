@@ -18,7 +18,7 @@ from conductor.policy.heat import Heat
 from conductor.policy.hindsight import Hindsight
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
-from conductor.policy.liveness import Liveness
+from conductor.policy.liveness import Liveness, deaf_ns
 from conductor.policy.margins import Margins
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
@@ -79,6 +79,7 @@ class ClusterState:
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
+    _now_ns: int | None = None
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(self.config.record)
@@ -125,7 +126,13 @@ class ClusterState:
         return self.nodes.slot(pool) != NONE and not self.nodes.is_suspect(pool)
 
     def pass_time(self, now_ns: int) -> None:
-        """It is `now_ns`: nodes that have been silent for too long become suspect."""
+        """It is `now_ns`: nodes that have been silent for too long become suspect.
+
+        What nobody listened to makes no request an orphan either.
+        """
+        before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
+        if unheard_ns := deaf_ns(before_ns, now_ns, round(self.config.orphan_timeout_s * NS)):
+            self.requests.column("seen_ns")[:] += unheard_ns
         self.counts["suspected"] += len(self.liveness.pass_time(now_ns))
         self.nodes.set_suspects(self.liveness.suspects)
 

@@ -160,11 +160,27 @@ def test_a_request_that_has_not_reached_its_worker_yet_keeps_its_claim(cluster, 
 def test_an_orphan_is_released_once_nobody_has_held_it_for_long(cluster, make):
     c = cluster(orphan_timeout_s=100)
     c.send(make.request())
-    assert c.after(99).send(Tick()) == []
+    assert [c.after(33).send(Tick()) for _ in range(3)] == [[], [], []]
     c.holds("decode-0", Held("r", 0, committed_tokens=320))
-    assert c.after(99).send(Tick()) == []
+    assert [c.after(33).send(Tick()) for _ in range(3)] == [[], [], []]
     assert c.after(2).send(Tick()) == [ReleaseOrphan("r", 0)]
     assert c.counts == NOTHING
+
+
+def test_while_the_conductor_stood_still_no_request_becomes_an_orphan(cluster, make):
+    c = cluster(orphan_timeout_s=100)
+    c.send(make.request())
+    assert c.after(40).send(Tick()) == []
+    assert c.after(10_000).send(Tick()) == []
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    assert [c.after(33).send(Tick()) for _ in range(4)] == [[], [], [], [ReleaseOrphan("r", 0)]]
+
+
+def test_that_the_conductor_stood_still_does_not_keep_an_orphan_for_ever(cluster, make):
+    c = cluster(orphan_timeout_s=100)
+    c.send(make.request())
+    assert [c.after(seconds).send(Tick()) for seconds in (40, 10_000, 40)] == [[], [], []]
+    assert c.after(20).send(Tick()) == [ReleaseOrphan("r", 0)]
 
 
 def test_prediction_errors_are_measured_against_what_the_client_saw(cluster, make):

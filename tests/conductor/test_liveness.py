@@ -140,3 +140,5 @@ def test_exactly_those_silent_for_longer_than_the_timeout_are_suspect(steps):
 def test_a_timeout_that_ticks_cannot_keep_is_refused():
     with pytest.raises(ConfigError, match="report_timeout_s is 1"):
         ConductorConfig("unix:/x", report_timeout_s=1.5)
+    with pytest.raises(ConfigError, match="orphan_timeout_s is 1"):
+        ConductorConfig("unix:/x", orphan_timeout_s=1.5)

@@ -201,8 +201,10 @@ async def test_an_ended_stream_is_a_lost_node(conductor):
 async def test_a_report_that_cannot_be_taken_in_is_told_and_costs_the_node_its_stream_alone(conductor, caplog):
     _, client = await conductor()
     _, decode = await join_pair(client)
-    held = conductor_pb2.Held(request_id="r", committed_tokens=2**64 - 1)
-    await decode.report(held=[held])
+    other = conductor_pb2.Node()
+    other.CopyFrom(decode.node)
+    other.capacity_tokens += 1
+    await decode.report(node=other)
     await decode.ended()
     (record,) = [one for one in caplog.records if one.exc_info is not None]
     assert (record.name, "decode-0" in record.getMessage()) == ("conductor.service", True)
