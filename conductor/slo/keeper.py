@@ -213,13 +213,14 @@ class SloKeeper:
     async def _give(self, stored: Sequence[SloVersion]) -> list[SloVersion]:
         """The store has none, or not all: it gets what is known here. Returns what it has then, whoever gave it."""
         after = stored[-1].version if stored else 0
-        if self._history:
-            last = self._history[-1]
+        known = self._history or (await self._copied() if not stored else [])
+        if known:
+            last = known[-1]
             log.warning("%s had lost what came after version %d: it gets %s", self._store.where, after, last.told)
         first = self._next(
             None, record_text(self._settings.configured), "configuration", "first version", "configuration"
         )
-        await self._store.put(self._history or [first], after=after)
+        await self._store.put(known or [first], after=after)
         stored = await self._store.history()
         if not stored:
             raise SharedStoreUnavailable(f"{self._store.where} keeps nothing that is written there")

@@ -300,6 +300,22 @@ async def test_a_start_without_redis_goes_by_the_copy_or_the_configuration(
     assert await without.version() == 2, "the copy's, which the other one gave back"
 
 
+async def test_a_redis_that_lost_everything_while_no_conductor_ran_is_given_the_copy(
+    start: Start, start_redis: Any, tmp_path: Path
+) -> None:
+    server = start_redis()
+    fields = {"redis_url": server.url(), "objectives": CONFIGURED, "objectives_dir": tmp_path / "copy"}
+    c = await start(**fields)
+    await c.set({"cluster": {"ttft": "1s"}})
+    await start.end(c)  # type: ignore[attr-defined]
+    async with contextlib.aclosing(Redis.from_url(server.url(), protocol=2)) as redis:
+        await redis.flushall()
+    after = await start(**fields)
+    seen = (await after.show(history=9)).history
+    assert [each.version for each in seen] == [2, 1]
+    assert json.loads(seen[0].content) == {"cluster": {"ttft": "1s"}}
+
+
 async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_numbers(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
