@@ -40,8 +40,8 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
         drained = asyncio.create_task(_drained(node))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), drained]
         try:
-            for conductor in config.conductor_targets:
-                tasks.append(asyncio.create_task(stay_joined(node, target, conductor)))
+            joins = (stay_joined(node, target, conductor) for conductor in config.conductor_targets)
+            tasks.extend(asyncio.create_task(join) for join in joins)
             on_ready(target)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -154,4 +154,6 @@ class Copies:
         dropped = [part for part in self._queue if part.operation in operations]
         if dropped:
             self._queue = deque(part for part in self._queue if part.operation not in operations)
+            for part in dropped:  # also of a thread that was interrupted as it took it
+                self._taken.pop(part, None)
         return dropped

@@ -1,5 +1,6 @@
-"""Has processes that hang, instead of dying, started again: asks the conductors who is silent, and the front ends of the
-cluster, conductors and frontend, for a sign of life.
+"""Has processes that hang, instead of dying, started again.
+
+Asks the conductors who is silent, and the conductors and the frontend themselves for a sign of life.
 """
 
 import asyncio
@@ -20,7 +21,10 @@ _LONGEST_LOOK_S = 3 * (_EVERY_S + _ANSWER_S)
 
 
 async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, str], url: str, timeout_s: float) -> None:
-    """`conductors`: targets by node id. Until cancelled. A process that was silent for `timeout_s` (0: however long) is killed, and so comes back."""
+    """Until cancelled: a process that was silent for `timeout_s` (0: however long) is killed, and so comes back.
+
+    `conductors`: targets by node id.
+    """
     watch = HangWatch(timeout_s, _LONGEST_LOOK_S)
     while True:
         await asyncio.sleep(_EVERY_S)

@@ -1,9 +1,9 @@
 """A worker changes its role: takes no new work, finishes what the old role asked for, then is the other one. Warm.
 
 Model, memory, pool and streams stay as they are: a worker can do all that workers do, and its role says no more than
-what conductors ask of it. A prefill node changes only once no prompt is left: those wait for pages of decode nodes while
-they hold pages here, and two nodes that did both could wait for each other. A decode node's answers wait for nobody:
-those that are long go on here beside the prompts.
+what conductors ask of it. A prefill node changes only once no prompt is left: those wait for pages of decode nodes
+while they hold pages here, and two nodes that did both could wait for each other. A decode node's answers wait for
+nobody: those that are long go on here beside the prompts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Long reads, by whoever waits for them and by whoever does not: each of its parts is copied once, or told to fail."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -178,6 +179,40 @@ def test_an_interrupt_before_a_part_that_was_taken_is_copied_loses_nothing(
     monkeypatch.undo()
     assert read.result().nbytes == 4 * MIB
     assert np.array_equal(a.array, b.array)
+
+
+@pytest.mark.transports("shm")
+def test_a_part_that_is_cancelled_while_who_took_it_is_interrupted_ends_once(
+    make_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_node("a", 4 * MIB), make_node("b", 4 * MIB)
+    peer, key = awake(a, b)
+    copies, ended = peer._traffic.copies, peer._traffic.ended_locked
+    give_back, ends = copies._give_back, []
+
+    class Interrupting(deque[Any]):
+        def remove(self, _part: Any) -> None:
+            raise KeyboardInterrupt
+
+    def cancelled_first() -> None:
+        copies._queue = deque(copies._queue)
+        assert read.cancel()
+        give_back()
+
+    def counted(part: Any, now_s: float | None) -> Any:
+        ends.append(part)
+        return ended(part, now_s)
+
+    monkeypatch.setattr(copies, "take_for", lambda _stream: None)
+    monkeypatch.setattr(copies, "_give_back", cancelled_first)
+    monkeypatch.setattr(peer._traffic, "ended_locked", counted)
+    monkeypatch.setattr(copies, "_queue", Interrupting())
+    read = peer.read(key, a.region, [[0, 0, 4 * MIB]])
+    with pytest.raises(KeyboardInterrupt):
+        read.result()
+    assert len(ends) == len(set(ends)) == 2
+    assert isinstance(read.exception(60), TransferCancelled)
+    monkeypatch.undo()
 
 
 @pytest.mark.transports("shm")
