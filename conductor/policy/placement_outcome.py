@@ -1,0 +1,119 @@
+"""What becomes of a plan: a Place and its row in the ledger, or a case for hindsight. Plain data is made here."""
+
+from typing import Literal
+
+from conductor.policy.admission import asks_again
+from conductor.policy.algorithm1 import holders
+from conductor.policy.credible import to_ns
+from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Place, Reason
+from conductor.policy.events import RequestArrived
+from conductor.policy.hindsight import Case
+from conductor.policy.objectives import EffectiveObjectives
+from conductor.policy.placement_plan import Plan
+from conductor.policy.requests import NONE, Claim
+from conductor.policy.state import ClusterState
+
+__all__ = ["case_of", "claim", "considered_in", "placed_by"]
+
+
+def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectives) -> Considered:
+    """The best candidates and what was predicted, where the policy explains."""
+    if not state.config.explain:
+        return NOTHING_CONSIDERED
+    places, decode = plan.places, plan.decode
+    return Considered(
+        prefill=plan.scores.explain(places.prefill.ids, state.config.explain),
+        num_prefill=len(places.prefill),
+        decode=() if decode is None else decode.choice.scores,
+        num_decode=0 if decode is None else len(decode.nodes),
+        ttft_s=plan.ttft_s,
+        tbt_s=plan.tbt_s,
+        room_wait_s=plan.room_wait_s,
+        need_tokens=0 if decode is None else places.need_tokens,
+        ttft_objective_s=objectives.ttft_s,
+        tbt_objective_s=objectives.tbt_s,
+        ttft_from=objectives.ttft_from,
+        tbt_from=objectives.tbt_from,
+    )
+
+
+def placed_by(
+    state: ClusterState, request: RequestArrived, plan: Plan, considered: Considered, extrapolated: tuple[str, ...]
+) -> Place:
+    """The plan as a decision."""
+    nodes, chosen, decode = plan.places.prefill, plan.chosen, plan.decode
+    decodes_at = "" if decode is None or nodes.is_aggregated[chosen] else decode.node_id
+    reserves = state.config.overrun_probability and decodes_at and not request.endless
+    return Place(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prefill=nodes.ids[chosen],
+        decode=decodes_at,
+        reuse_blocks=int(plan.scores.reuse_blocks[chosen]),
+        holders=holders(nodes.pools[chosen], chosen, plan.prefixes, bool(plan.scores.fetches[chosen])),
+        predicted_ttft_s=plan.ttft_s,
+        predicted_tbt_s=plan.tbt_s,
+        turn=plan.seat.turn,
+        considered=considered,
+        extrapolated=extrapolated,
+        asks_again=asks_again(state.config) and decode is not None and not request.generated,
+        reserve_tokens=plan.places.need_tokens if reserves else 0,
+    )
+
+
+def claim(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    plan: Plan,
+    placed: Place,
+    objectives: EffectiveObjectives,
+    unwanted: Reason | Literal[""],
+) -> None:
+    """Book what the placed request takes."""
+    nodes, chosen, need_tokens = plan.places.prefill, plan.chosen, plan.places.need_tokens
+    decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated[chosen] else "")
+    state.requests.add(
+        Claim(
+            request.request_id,
+            request.attempt,
+            request.model,
+            request.frontend_id,
+            placed.predicted_ttft_s,
+            placed.predicted_tbt_s,
+            placed.prefill,
+            decodes_at,
+            tenant=request.tenant,
+            objectives=objectives,
+            curve=plan.curve,
+            max_tokens=request.generated + request.max_new_tokens,
+            unwanted=unwanted,
+        ),
+        prefill_node=int(nodes.slots[chosen]),
+        decode_node=state.nodes.slot(decodes_at),
+        sender=state.nodes.slot(plan.prefixes.best_pool) if plan.scores.fetches[chosen] else NONE,
+        prefill_ns=to_ns(float(plan.scores.prefill_s[chosen])),
+        ready_ns=now_ns + to_ns(placed.predicted_ttft_s),
+        committed=need_tokens if decodes_at else 0,
+        prompt=need_tokens if request.endless else request.prompt_tokens,
+        max_new=0 if request.endless else request.max_new_tokens,
+        curve=plan.curve,
+        generated=request.generated,
+        seen_ns=now_ns,
+        placed_ns=now_ns,
+    )
+
+
+def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:
+    """What a rejected request would have done, for hindsight."""
+    return Case(
+        model=request.model,
+        reason=reason,
+        at_ns=now_ns,
+        work_ns=to_ns(plan.scores.ttft_s - plan.queue_s),
+        prefill=plan.places.prefill.ids[plan.chosen],
+        decode=plan.decode.node_id if plan.decode is not None else "",
+        need_tokens=plan.places.need_tokens,
+        prompt_tokens=request.prompt_tokens,
+        objectives=objectives,
+    )

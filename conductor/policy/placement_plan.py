@@ -1,0 +1,190 @@
+"""Where a request would run, and what is predicted of it there: Algorithm 1 for the prefill, predicted TBT for the
+decode. Nothing is judged or booked here, but that the request takes its ticket."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.algorithm1 import PrefillScores, Prefixes, score_prefill
+from conductor.policy.candidates import Places
+from conductor.policy.costs import ModelCosts
+from conductor.policy.credible import to_ns
+from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
+from conductor.policy.events import RequestArrived
+from conductor.policy.lengths import ENDLESS
+from conductor.policy.matches import PoolMatches
+from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.placement_prefixes import find_prefixes
+from conductor.policy.requests import Claim
+from conductor.policy.seats import Seat, seat_of
+from conductor.policy.state import ClusterState
+
+__all__ = ["DecodePlan", "Plan", "make_plan", "ttft_with_s"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Where the request decodes: the node of `nodes` at `choice.index`."""
+
+    nodes: Candidates
+    choice: DecodeChoice
+    wait_s: float  # predicted, until its pages are free
+
+    @property
+    def node_id(self) -> str:
+        return self.nodes.ids[self.choice.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best place for a request. `decode` None: it ends with its first token, on a prefill node."""
+
+    places: Places
+    curve: int  # of its answer's length
+    sums: Ints  # [slots, 3]: what `state.tally` found before it
+    seat: Seat
+    prefixes: Prefixes
+    scores: PrefillScores
+    decode: DecodePlan | None
+    ttft_s: float  # with the wait for decode pages
+
+    @property
+    def chosen(self) -> int:
+        """The prefill candidate."""
+        return self.scores.chosen
+
+    @property
+    def queue_s(self) -> float:
+        """Of the TTFT, until its turn."""
+        return float(self.scores.queue_s[self.chosen])
+
+    @property
+    def tbt_s(self) -> float:
+        """0 without a decode."""
+        return self.decode.choice.tbt_s if self.decode is not None else 0.0
+
+    @property
+    def room_wait_s(self) -> float:
+        """Until the decode node has the pages; 0 without a decode."""
+        return self.decode.wait_s if self.decode is not None else 0.0
+
+
+def make_plan(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    model: ModelNodes,
+    former: Claim | None,
+    costs: ModelCosts,
+) -> Plan:
+    """`former`: what an earlier attempt claimed."""
+    curve, places = _expect(now_ns, state, request, places, model.block_tokens)
+    sums = state.tally(now_ns)
+    prefixes = find_prefixes(state, request, model, request.matches, places.prefill, sums)
+    seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs)
+    queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
+    scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
+    decode = _plan_decode(now_ns, state, request, places, costs, sums, scores)
+    ttft_s = scores.ttft_s
+    if decode is not None:
+        # Prefill begins only once the decode node has the pages.
+        ttft_s += max(0.0, decode.wait_s - float(scores.queue_s[scores.chosen]))
+    return Plan(places, curve, sums, seat, prefixes, scores, decode, ttft_s)
+
+
+def ttft_with_s(
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    matches: PoolMatches,
+    plan: Plan,
+    costs: ModelCosts,
+) -> float:
+    """TTFT at the best place, but for waiting for decode pages, had the pool nodes held `matches` instead."""
+    nodes = plan.places.prefill
+    prefixes = find_prefixes(state, request, model, matches, nodes, plan.sums)
+    return _score(state, request, model, nodes, prefixes, plan.scores.queue_s, costs).ttft_s
+
+
+def _expect(
+    now_ns: int, state: ClusterState, request: RequestArrived, places: Places, block_tokens: int
+) -> tuple[int, Places]:
+    """The curve of the answer's length, and the places with the pages to reserve: the most that it may take, or what
+    answers like it exceed with the configured probability."""
+    if request.endless:
+        return ENDLESS, places
+    curve = state.lengths.curve_of(now_ns, request.model, request.tenant, request.prompt_tokens - request.generated)
+    overrun = state.config.overrun_probability
+    if overrun:
+        usual = state.lengths.quantile(curve, overrun, request.generated, request.max_new_tokens)
+        places = replace(places, need_tokens=peak_tokens(request.prompt_tokens, usual, block_tokens))
+    return curve, places
+
+
+def _queue_s(now_ns: int, state: ClusterState, places: Places, costs: ModelCosts, sums: Ints, seat: Seat) -> Floats:
+    """Per candidate: seconds until its turn."""
+    nodes, queue_s = places.prefill, seat.queue_s
+    if nodes.has_aggregated:
+        # There the prefill itself waits for the pages that the whole request needs.
+        committed = sums[nodes.slots, 1]
+        missing = np.where(nodes.is_aggregated, committed + places.need_tokens - nodes.capacity_tokens, 0)
+        for i in np.flatnonzero(missing > 0):
+            wait_s = wait_for_room_s(nodes, int(i), state, costs, now_ns=now_ns, missing_tokens=int(missing[i]))
+            queue_s[i] = max(queue_s[i], wait_s)
+    return queue_s
+
+
+def _score(
+    state: ClusterState,
+    request: RequestArrived,
+    model: ModelNodes,
+    nodes: Candidates,
+    prefixes: Prefixes,
+    queue_s: Floats,
+    costs: ModelCosts,
+) -> PrefillScores:
+    return score_prefill(
+        prefixes,
+        queue_s,
+        prompt_tokens=request.prompt_tokens,
+        block_tokens=model.block_tokens,
+        block_nbytes=model.block_nbytes,
+        balancing_threshold=state.config.balancing_threshold,
+        slots=nodes.slots,
+        costs=costs,
+        transfers=state.transfers,
+    )
+
+
+def _plan_decode(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    costs: ModelCosts,
+    sums: Ints,
+    scores: PrefillScores,
+) -> DecodePlan | None:
+    nodes = places.decode
+    if places.prefill.is_aggregated[scores.chosen]:
+        nodes = places.prefill.only(scores.chosen)
+    elif request.max_new_tokens <= 1:
+        return None
+    choice = choose_decode(
+        nodes,
+        state,
+        costs,
+        sums,
+        now_ns=now_ns,
+        at_ns=now_ns + to_ns(scores.ttft_s),
+        prompt_tokens=request.prompt_tokens,
+        need_tokens=places.need_tokens,
+    )
+    missing = places.need_tokens - choice.free_tokens
+    wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
+    return DecodePlan(nodes, choice, wait_s)
