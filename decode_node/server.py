@@ -120,7 +120,7 @@ class Decode:
         with node.in_line(request):
             most = -(-request.peak_tokens // block_tokens)
             count = _first_slots(request, block_tokens, most)
-            slots, num_shared = await node.take_slots(request.key, request.keys[:cut], count, most - count)
+            slots, num_shared = await node.slots.take(request.key, request.keys[:cut], count, most - count)
         reservation: Reservation | None = None
         try:
             reservation = self._open_reservation(request, reserve, slots, num_shared)
@@ -131,9 +131,9 @@ class Decode:
                 if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
                     await node.pool.drop(reserve.superseded, request.placement.pool)
         finally:
-            node.growing.end(request.key)
+            node.slots.growing.end(request.key)
             if reservation is None:
-                node.give_slots(slots)
+                node.slots.give(slots)
             else:
                 await self._close_reservation(reservation)
 
@@ -188,7 +188,7 @@ class Decode:
         reservation.fenced = True
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
         await in_thread(node.memory.to_device, blocks)
-        node.index_blocks(reservation.slots, request.keys, anew_from=cut)
+        node.slots.index(reservation.slots, request.keys, anew_from=cut)
         sequence = Sequence.of(
             request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
         )
@@ -199,7 +199,7 @@ class Decode:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             kept = Kept.of(sequence, node.config.block_tokens)
-            node.index_blocks(reservation.slots, kept.keys)
+            node.slots.index(reservation.slots, kept.keys)
             # Beside the prompt's, where the prefill node has stored that: the next turn finds all in one place.
             await node.pool.store(
                 kept,
@@ -218,11 +218,11 @@ class Decode:
         self._arrivals.shut(reservation)
         node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
         if reservation.fenced:
-            node.give_slots(reservation.slots)
+            node.slots.give(reservation.slots)
         else:
             held = reservation.held_blocks
-            node.give_slots(reservation.slots[:held])
-            await node.fence_slots(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
+            node.slots.give(reservation.slots[:held])
+            await node.slots.fence(reservation.slots[held:], lambda: node.messenger.revoke(reservation.key))
 
 
 def _first_slots(request: Request, block_tokens: int, most: int) -> int:

@@ -1,8 +1,6 @@
 """What every worker is made of: model, KV memory, slots, engine loop, token streams, reports. One per process.
 
-All methods run on the event loop; the engine's thread reports through `_on_step`. Slots are owned here: a coroutine
-takes them with `take_slots`, gives them to a sequence for the time of `run_in_engine`, and gives them back with
-`give_slots`.
+All methods run on the event loop; the engine's thread reports through `_on_step`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from kvpool import digest, kv_namespace
 from messenger import Messenger
@@ -24,20 +22,19 @@ from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine_loop import EngineLoop, StepResult
 from worker.engines import Engine, load_engine
-from worker.errors import RequestFailed, RequestRefused, WorkerError
-from worker.growing import Growing
+from worker.errors import RequestFailed, WorkerError
 from worker.jobs import Jobs
 from worker.matchers import Matcher, Matchers
+from worker.node_slots import NodeSlots
 from worker.parity import Parity
-from worker.policy import BatchLimits, EngineHealth, OutOfSlots, SlotPool
-from worker.policy.turns import Key, Line
+from worker.policy import BatchLimits, EngineHealth
+from worker.policy.turns import Line
 from worker.pool_glue import PoolGlue
 from worker.reporter import Reporter
 from worker.request import Request
 from worker.request import Sequence as EngineSequence
 from worker.role_switch import RoleSwitch
 from worker.settle import settled
-from worker.slot_queue import SlotQueue
 from worker.streams import TokenStreams
 from worker.turn_wire import turn_to_proto
 
@@ -62,7 +59,6 @@ class WorkerNode:
         self.memory = self.model.new_memory(
             self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
         )
-        self.slots = SlotPool(config.num_slots)
         self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
         self.stored, provenance = self.model.new_stored(self.memory, self.messenger)  # the slots as the pool has them
         self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
@@ -100,17 +96,15 @@ class WorkerNode:
         self.target = ""  # where it is dialled, once it is started
         self._leaving: dict[int, asyncio.Future[None]] = {}
         self.line = Line()  # of the requests that wait here for slots or for their first token
-        self._slot_queue = SlotQueue(self.line, self._acquire, self._undo)
-        self.growing = Growing(
-            config.num_slots,
-            config.block_tokens,
-            allocate=self._allocate,
+        self.slots = NodeSlots(
+            config,
+            (self.memory, self.stored),
+            self.line,
             extend=self._extend,
             waits=lambda: self.counters.add("kv_growth_waits", 1),
         )
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
-        self._commits: set[asyncio.Task[None]] = set()
         self.reporter: Reporter
 
     def warm_up(self) -> None:
@@ -122,7 +116,7 @@ class WorkerNode:
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductor as the node that serves on `target`."""
         self.engine.start()
-        self._commit_ahead_of(())
+        self.slots.start()
         await self.pool.meet()
         self.target = target
         self.reporter = Reporter(
@@ -170,7 +164,7 @@ class WorkerNode:
         await asyncio.to_thread(self.engine.close)
         await asyncio.to_thread(self.matchers.close)
         await self.pool.close()
-        await asyncio.gather(*self._commits)
+        await self.slots.close()
         if self.stored is not self.memory:
             self.stored.close()
         self.memory.close()
@@ -197,8 +191,6 @@ class WorkerNode:
         if held is not None and held.attempt == request.attempt:
             del self.held[request.request_id]
 
-    # Slots.
-
     @contextlib.contextmanager
     def in_line(self, request: Request) -> Iterator[None]:
         """The request waits here, for its first token at the longest, and is served when it is its turn."""
@@ -208,77 +200,11 @@ class WorkerNode:
         finally:
             self.line.leave(request.key)
 
-    async def take_slots(
-        self, request: Key, keys: Sequence[bytes], count: int, wants: int = 0
-    ) -> tuple[list[int], int]:
-        """As SlotPool.acquire, for a request in line; waits for its turn and until the slots are there. Cancellable.
-
-        `wants`: further slots that it may need while it runs; it is given them then.
-        """
-        if count + wants > self.config.num_slots:
-            raise RequestRefused(
-                "too_long",
-                f"the request needs {count + wants} blocks of KV; this node has {self.config.num_slots} "
-                f"({self.config.capacity_tokens} tokens, capacity_tokens)",
-            )
-        return await self._slot_queue.take(request, keys, count, wants)
-
-    def _acquire(self, request: Key, keys: Sequence[bytes], count: int, wants: int) -> tuple[list[int], int]:
-        if self.growing.is_short:
-            raise OutOfSlots("answers that run wait for slots")
-        taken = self.slots.acquire(keys, count)
-        if wants and not self.growing.begin(request, taken[0], wants):
-            self.slots.release(taken[0])
-            raise OutOfSlots("answers that run may need these slots to end")
-        self._commit_ahead_of(taken[0])
-        return taken
-
-    def _undo(self, request: Key, slots: list[int]) -> None:
-        self.growing.end(request)
-        self.slots.release(slots)
-
-    def _allocate(self, count: int) -> list[int]:
-        slots = self.slots.allocate(count)
-        self._commit_ahead_of(slots)
-        return slots
-
     def _extend(self, sequence: EngineSequence, slots: list[int]) -> None:
         self.engine.extend(sequence, slots)
         held = self.held.get(sequence.request.request_id)
         if held is not None:
             held.committed_tokens = len(sequence.slots) * self.config.block_tokens
-
-    def _commit_ahead_of(self, slots: Sequence[int]) -> None:
-        for memory in {self.memory, self.stored}:
-            for work in memory.commits_due(slots):
-                commit = self._loop.create_task(asyncio.to_thread(work))
-                self._commits.add(commit)
-                commit.add_done_callback(self._commits.discard)
-
-    def must_wait(self, count: int) -> bool:
-        """Whether `take_slots` would have to wait for so many slots now, none of them shared."""
-        return bool(self._slot_queue) or count > self.slots.num_available
-
-    def give_slots(self, slots: Sequence[int]) -> None:
-        self.slots.release(slots)
-        self._serve_waiting()
-
-    def _serve_waiting(self) -> None:
-        self.growing.serve()
-        self._slot_queue.serve()
-
-    async def fence_slots(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
-        """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned.
-
-        Nobody else may hold them, which is so as long as they have not been indexed.
-        """
-        self.slots.quarantine(slots)
-        await settled(asyncio.ensure_future(self._readmit_after(fence, slots)))
-
-    async def _readmit_after(self, fence: Callable[[], None], slots: Sequence[int]) -> None:
-        await asyncio.to_thread(fence)
-        self.slots.readmit(slots)
-        self._serve_waiting()
 
     # Grammars.
 
@@ -301,7 +227,7 @@ class WorkerNode:
         leaving: asyncio.Future[None] = self._loop.create_future()
         self._leaving[id(sequence)] = leaving
         self.engine.submit(sequence)
-        self.growing.run(sequence)
+        self.slots.growing.run(sequence)
         try:
             await asyncio.shield(leaving)
         except asyncio.CancelledError:
@@ -311,7 +237,7 @@ class WorkerNode:
             raise
         finally:
             del self._leaving[id(sequence)]
-            self.growing.leave(sequence)
+            self.slots.growing.leave(sequence)
             self.timings.pop(id(sequence), None)
 
     def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:
@@ -328,7 +254,7 @@ class WorkerNode:
             timings: dict[str, Timing] = {}
             for generated in result.tokens:
                 sequence = generated.sequence
-                self.growing.stepped(sequence)
+                self.slots.growing.stepped(sequence)
                 if sequence.request.idle_s:
                     self.jobs.renew(sequence.request)
                 first = generated.index == sequence.request.generated
@@ -371,24 +297,12 @@ class WorkerNode:
         self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 
-    # The pool.
-
-    def index_blocks(self, slots: Sequence[int], keys: Sequence[bytes], *, anew_from: int | None = None) -> None:
-        """Whole, verified blocks in held slots can be reused by later requests on this node.
-
-        From block `anew_from` on they take the place of equal ones that were here: these were computed to check them.
-        """
-        for i, (slot, key) in enumerate(zip(slots, keys, strict=False)):
-            if anew_from is not None and i >= anew_from:
-                self.slots.forget(key)
-            self.slots.index(slot, key)
-
     # Reports.
 
     def _fill_report(self, report: NodeReport) -> None:
         report.num_running = self.engine.num_sequences
         report.num_waiting = max(0, len(self.jobs) - self.engine.num_sequences)
-        report.free_tokens = self.slots.num_available * self.config.block_tokens
+        report.free_tokens = self.slots.pool.num_available * self.config.block_tokens
         report.draining = self.draining.is_set() or self.role.is_switching
         report.held.extend(self.held.values())
         now_s = time.monotonic()
@@ -404,13 +318,13 @@ class WorkerNode:
 
     def validate(self) -> tuple[list[str], dict[str, float]]:
         """(problems, counts): at rest there are no problems and all counts are zero."""
-        problems = self.slots.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
+        problems = self.slots.pool.validate() + [f"messenger: {p}" for p in self.messenger.validate()]
         counts: dict[str, float] = {
             "jobs": len(self.jobs),
-            "slots_held": self.slots.num_held,
-            "slots_quarantined": self.slots.num_quarantined,
-            "slot_waiters": len(self._slot_queue),
-            "growing": len(self.growing),
+            "slots_held": self.slots.pool.num_held,
+            "slots_quarantined": self.slots.pool.num_quarantined,
+            "slot_waiters": self.slots.num_waiting,
+            "growing": len(self.slots.growing),
             "in_line": len(self.line),
             "engine_sequences": self.engine.num_sequences,
             "leases": self.pool.num_pinned,

@@ -68,9 +68,9 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     reusable = reusable_blocks(request, block_tokens)
     cut = node.parity.cut(request.request_id, reusable)
     num_slots = -(-peak_tokens // block_tokens)
-    if node.must_wait(num_slots):
+    if node.slots.must_wait(num_slots):
         node.pool.prefetch(request, reusable)
-    slots, num_shared = await node.take_slots(request.key, request.keys[: reusable if cut is None else cut], num_slots)
+    slots, num_shared = await node.slots.take(request.key, request.keys[: reusable if cut is None else cut], num_slots)
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
@@ -78,7 +78,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut)
         yield work
     finally:
-        node.give_slots(slots)
+        node.slots.give(slots)
         await settled(asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding)))
 
 
@@ -118,7 +118,7 @@ async def load(node: WorkerNode, work: Prepared) -> None:
     if work.cut is not None and work.cut * block_tokens < work.reused_tokens:
         await _set_aside(node, work, good)
         work.reused_tokens = work.cut * block_tokens
-    node.index_blocks(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
+    node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
     work.load_s = time.monotonic() - began
 
 
@@ -162,7 +162,7 @@ async def keep(node: WorkerNode, work: Prepared, sequence: Sequence, *, goes_on:
     aside, work.aside = work.aside, None
     if aside is not None:
         await _compare(node, work, aside)
-    node.index_blocks(work.slots, kept.keys, anew_from=work.cut)
+    node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
     await node.pool.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens

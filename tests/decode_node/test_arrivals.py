@@ -29,7 +29,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     region = pool.register(memory)
     source = np.random.default_rng(0).integers(0, 255, memory.nbytes, dtype=np.uint8)
     memory.array[:] = source
-    slots, _ = await node.take_slots(("r", 0), [], 4)
+    slots, _ = await node.slots.take(("r", 0), [], 4)
     key = pool.grant(region, 0, memory.nbytes, read=True, write=False)
     full = np.full(4, BLOCK, dtype=np.int32)
     digests = layer_digests(source.reshape(4, -1), spec, 0, full)
@@ -73,6 +73,6 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
         node.memory._memory.array[node.memory.offsets(0, slots[2:])[0] :][:16].tolist()
         == source[2 * spec.slot_nbytes(0) :][:16].tolist()
     )
-    node.give_slots(slots)
+    node.slots.give(slots)
     pool.close()
     memory.close()

@@ -29,7 +29,7 @@ async def ask(pair: Any, ids: list[int], name: str) -> Any:
 async def on_ssd_alone(pair: Any) -> None:
     """Nothing of what was computed is left but on the SSD."""
     for face in (pair.prefill, pair.decode):
-        slots = face.node.slots
+        slots = face.node.slots.pool
         slots.release(slots.allocate(slots.num_available))
     _, left = await pair.pool.flush(None, dram_only=True)
     assert left == 0
@@ -81,13 +81,13 @@ async def test_blocks_of_a_request_that_waits_for_pages_are_fetched_meanwhile(pa
     await ask(pair, prompt(65), "first")
     await on_ssd_alone(pair)
     node = pair.prefill.node
-    others = node.slots.allocate(node.slots.num_available)
+    others = node.slots.pool.allocate(node.slots.pool.num_available)
     waiting = await pair.frontend.submit(pair.submit(prompt(65), "second"))
     async with asyncio.timeout(30):
         while pair.pool.counters["loaded_blocks"] < 8:
             await asyncio.sleep(0.01)
     assert waiting.tokens == {}
-    node.give_slots(others)
+    node.slots.give(others)
     await waiting.ended.wait()
     assert waiting.cached_tokens == 64
 

@@ -24,7 +24,7 @@ async def timing_of(pair: Any, ids: list[int], name: str) -> Any:
 def forget(*faces: Any) -> None:
     """Reuse every slot of these nodes."""
     for face in faces:
-        slots = face.node.slots
+        slots = face.node.slots.pool
         slots.release(slots.allocate(slots.num_available))
 
 

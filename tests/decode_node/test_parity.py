@@ -69,7 +69,7 @@ class BadHost:
 def forget_everything(pair: Any) -> None:
     """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
     for face in (pair.prefill, pair.decode):
-        slots = face.node.slots
+        slots = face.node.slots.pool
         slots.release(slots.allocate(slots.num_available))
 
 

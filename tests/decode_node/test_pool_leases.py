@@ -121,13 +121,13 @@ async def test_a_pool_that_went_away_during_a_store_does_not_swallow_a_cancel(
 
     monkeypatch.setattr(glue.puts, "_fill", stuck)
     monkeypatch.setattr(glue.client(pair.prefill.node.config.pool_target), "abort_put", _refuse)
-    slots = pair.prefill.node.slots.allocate(1)
+    slots = pair.prefill.node.slots.pool.allocate(1)
     store = asyncio.ensure_future(glue.store(Kept((bytes(range(16)),)), slots, 0))
     await storing.wait()
     store.cancel()
     with pytest.raises(asyncio.CancelledError):
         await store
-    pair.prefill.node.give_slots(slots)
+    pair.prefill.node.slots.give(slots)
 
 
 async def _refuse(*args: Any) -> None:
@@ -136,5 +136,5 @@ async def _refuse(*args: Any) -> None:
 
 def _forget_everything(face: Any) -> None:
     """Reuse every slot, so that nothing is left to share on the node itself."""
-    slots = face.node.slots
+    slots = face.node.slots.pool
     slots.release(slots.allocate(slots.num_available))
