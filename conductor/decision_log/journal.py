@@ -24,6 +24,7 @@ class Journal:
         """Raises OSError."""
         self._path = folder / _NAME
         self._known: dict[str, int] = {}  # bytes of each open record's last line
+        self._known_nbytes = 0  # of all of them
         self._fd = -1
         self._nbytes = 0
 
@@ -42,7 +43,7 @@ class Journal:
         self.close()
         self._fd = fd
         self._known = {request_id: len(line) for request_id, line in lines}
-        self._nbytes = sum(self._known.values())
+        self._nbytes = self._known_nbytes = sum(self._known.values())
 
     def note(self, changes: list[Change]) -> None:
         """Add what changed; of requests that came and ended since the last call, nothing. Raises OSError."""
@@ -52,9 +53,11 @@ class Journal:
             if not change.is_over:
                 line = _line("open", change.record)
                 parts.append(line)
+                self._known_nbytes += len(line) - self._known.get(request_id, 0)
                 self._known[request_id] = len(line)
-            elif self._known.pop(request_id, None) is not None:
+            elif (nbytes := self._known.pop(request_id, None)) is not None:
                 parts.append(_line("over", request_id))
+                self._known_nbytes -= nbytes
         data = b"".join(parts)
         try:
             _write(self._fd, data)
@@ -68,7 +71,7 @@ class Journal:
         """Whether most of the file says nothing any more, or it could not be written: time for `rewrite`."""
         if self._fd < 0:
             return True
-        return self._nbytes > _LEAST_BYTES and self._nbytes > 4 * sum(self._known.values())
+        return self._nbytes > _LEAST_BYTES and self._nbytes > 4 * self._known_nbytes
 
     def close(self) -> None:
         """Close the file, which stays."""

@@ -6,6 +6,7 @@ left out.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -149,11 +150,13 @@ class Records:
         if entry is None:
             return
         record = entry.record
-        attempt = next((one for one in record["attempts"] if one["attempt"] == event.attempt), record["attempts"][-1])
+        attempts = record["attempts"]
+        # The last one of that number: an attempt that was rejected may have been asked for again.
+        attempt = next((one for one in reversed(attempts) if one["attempt"] == event.attempt), attempts[-1])
         attempt["outcome"], attempt["ended_ms"] = event.outcome, self._since(record, wall_ms)
         record["output_length"] = event.generated
         for name, value in (("ttft_s", event.ttft_s), ("tbt_s", event.mean_tbt_s)):
-            if value:
+            if value and isfinite(value):
                 record[name] = value
         record["cached_tokens"] = event.cached_tokens
         if event.outcome == "retry":

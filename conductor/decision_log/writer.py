@@ -193,8 +193,9 @@ class DecisionLog:
             lost = error.count if isinstance(error, LinesLost) else count
             self._tell(f"{lost} {kind} were not written: {error.strerror or error}")
         with self._counting:
-            self._written[kind] += count - lost
-            self._lost["disk"] += lost if kind != "journal" else 0
+            if kind != "journal":  # which only repeats what the log will say, or is to
+                self._written[kind] += count - lost
+                self._lost["disk"] += lost
         return lost
 
     def _tell(self, what: str) -> None:

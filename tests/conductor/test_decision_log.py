@@ -118,6 +118,17 @@ def test_a_rejection_is_written_once_however_often_it_is_asked_again(tmp_path, s
     assert row["attempts"][-1]["at_ms"] == 39 * 500
 
 
+def test_what_became_of_an_attempt_stands_with_its_last_decision(tmp_path, start, make):
+    core = start()
+    core.handle(make.request("a", prompt=5000))
+    core.handle(make.request("a", prompt=100))  # front doors ask again under the same number, for some reasons
+    core.handle(RequestCompleted("a", 0, "finished", 0.1, 0.02, 20))
+    core.close()
+    (row,) = records(tmp_path)
+    told = [(one["attempt"], one["decision"]["type"], one.get("outcome")) for one in row["attempts"]]
+    assert told == [(0, "Reject", None), (0, "Place", "finished")]
+
+
 def test_all_attempts_of_a_request_stand_in_one_record(tmp_path, start, make):
     core = start()
     core.handle(make.request("a", prompt=100))
