@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any, TypeVar, cast, get_args
 
 from conductor.errors import ObjectivesError
@@ -28,6 +27,7 @@ T = TypeVar("T")
 _LARGEST_S = {"ttft": 86400.0, "tbt": 3600.0}
 _LEAST_S = 1e-6
 _LARGEST_TIMES = 1000.0
+_LARGEST_NUMBER = 1e9
 _LARGEST_PRIORITY = 1000
 _LEAST_WEIGHT, _LARGEST_WEIGHT = 0.01, 100.0
 _MOST = {"classes": 64, "models": 256, "tenants": 1000}
@@ -95,7 +95,7 @@ def record_from_text(text: str) -> SloRecord:
     """What `record_text` gave, or any JSON that `parse_record` takes."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ObjectivesError(f"the record is no JSON: {error}") from error
     return parse_record(value)
 
@@ -199,7 +199,7 @@ def _objective(value: Any, kind: str, where: str) -> Objective | None:
 
 def _number_text(value: float) -> str:
     """A bare number means seconds, as on the command line."""
-    return f"{value:.9f}" if isfinite(value) and value >= 0 else str(value)
+    return f"{value:.9f}" if 0 <= value < _LARGEST_NUMBER else str(value)
 
 
 def _no_objective(value: Any, where: str) -> ObjectivesError:

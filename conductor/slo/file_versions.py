@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
-from conductor.slo.versions import KEPT, Acknowledgement, SloVersion
+from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionReader
 
 __all__ = ["FileVersions"]
 
@@ -34,6 +34,7 @@ class FileVersions:
         self._folder = folder.resolve()
         self._path = self._folder / "objectives.json"
         self._cluster_name = cluster_name
+        self._reader = VersionReader()
 
     @property
     def where(self) -> str:
@@ -101,7 +102,7 @@ class FileVersions:
             return []
         try:
             content = json.loads(text)
-            name, versions = content["cluster"], [SloVersion.from_json(one) for one in content["versions"]]
+            name, versions = content["cluster"], self._reader.read(content["versions"])
             if content["format"] != _FORMAT or [one.version for one in versions] != sorted(
                 {o.version for o in versions}
             ):

@@ -63,6 +63,7 @@ class SloKeeper:
         self._history: list[SloVersion] = []  # as known here, oldest first; [] until the store has answered
         self._copied_version: SloVersion | None = None
         self._is_compared = False  # with what the configuration says
+        self._drift: list[str] = []
         self._trouble = ""
         self._unmeetable: frozenset[str] = frozenset()
         self._turn = asyncio.Lock()
@@ -77,11 +78,8 @@ class SloKeeper:
                 await self._round()
         except SharedStoreUnavailable as error:
             self._failed(error)
-            known = await self._copied()
-            if known:
-                self._go_by(known)
-            else:
-                self._core.handle(ObjectivesChanged(0, record_text(self._settings.configured)))
+            if not self._history:  # else it told what there is, and only took nothing in
+                await self._begin_alone()
         self._task = asyncio.create_task(self._follow(), name="objectives")
 
     async def close(self) -> None:
@@ -117,7 +115,10 @@ class SloKeeper:
             if not await self._store.put([made], after=last.version):
                 raise SloConflict(f"{last.told} was followed by another just now: look at it, and try again")
             self._go_by([*self._history, made])
-            await self._settle()
+            try:
+                await self._settle()
+            except SharedStoreError as error:  # the version is there: to say so can wait for the next look
+                self._failed(error)
             return Changed(made, record, changes, warnings)
 
     async def acknowledged(self) -> list[Acknowledgement]:
@@ -132,10 +133,7 @@ class SloKeeper:
     @property
     def drift(self) -> list[str]:
         """In what the configuration, if it says anything, differs from the version in force."""
-        configured = self._settings.configured
-        if configured == SloRecord() or not self._history:
-            return []
-        return differences(record_from_text(self._history[-1].content), configured)
+        return self._drift
 
     @property
     def trouble(self) -> str:
@@ -227,30 +225,31 @@ class SloKeeper:
         return list(stored)
 
     async def _compare(self) -> None:
-        """Once, with what the configuration says."""
-        self._is_compared = True
-        drift = self.drift
-        if not drift:
-            return
-        last, configured = self._history[-1], record_text(self._settings.configured)
-        if not self._settings.is_forced:
+        """Once, with what the configuration says: where that is to be in force, until it is."""
+        drift, last = self.drift, self._history[-1]
+        if drift and self._settings.is_forced:
+            configured = record_text(self._settings.configured)
+            made = self._next(last, configured, "configuration", "forced by --slo-force", "configuration")
+            if not await self._store.put([made], after=last.version):
+                return
+            self._go_by([*self._history, made])
+        elif drift:
             log.warning(
                 "the configured objectives are not in force: %s is, which differs in %s; `moonpool slo set` makes a "
                 "new version, --slo-force has the configuration do so at each start",
                 last.told,
                 "; ".join(drift),
             )
-            return
-        made = self._next(last, configured, "configuration", "forced by --slo-force", "configuration")
-        if await self._store.put([made], after=last.version):
-            self._go_by([*self._history, made])
+        self._is_compared = True
 
     def _go_by(self, versions: Sequence[SloVersion]) -> None:
         before = self._core.policy.slo.record
         self._history = list(versions)[-KEPT:]
         last = self._history[-1]
         self._core.handle(ObjectivesChanged(last.version, last.content))
-        changes = "; ".join(differences(before, self._core.policy.slo.record)) or "as before"
+        now, configured = self._core.policy.slo.record, self._settings.configured
+        self._drift = [] if configured == SloRecord() else differences(now, configured)
+        changes = "; ".join(differences(before, now)) or "as before"
         log.info("objectives: %s is in force: %s", last.told, changes)
         self.watch()
 
@@ -265,6 +264,14 @@ class SloKeeper:
                 self._copied_version = last
             except SharedStoreError as error:
                 log.warning("no copy of the objectives is kept here: %s", error)
+
+    async def _begin_alone(self) -> None:
+        """Go by the copy, or by the configuration, until the store answers."""
+        known = await self._copied()
+        if known:
+            self._go_by(known)
+        else:
+            self._core.handle(ObjectivesChanged(0, record_text(self._settings.configured)))
 
     async def _copied(self) -> list[SloVersion]:
         if self._copy is None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from conductor.shared_store import RedisStore
-from conductor.slo.versions import KEPT, Acknowledgement, SloVersion
+from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionReader
 
 __all__ = ["RedisVersions"]
 
@@ -15,6 +15,7 @@ class RedisVersions:
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
+        self._reader = VersionReader()
 
     @property
     def where(self) -> str:
@@ -22,7 +23,7 @@ class RedisVersions:
 
     async def history(self) -> list[SloVersion]:
         await self._store.claim()
-        return [SloVersion.from_json(text) for text in await self._store.slo_versions()]
+        return self._reader.read(await self._store.slo_versions())
 
     async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
         await self._store.claim()

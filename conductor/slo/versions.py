@@ -1,14 +1,14 @@
 """One version of the record of objectives, as plain data and as JSON, and what a place that keeps versions can do."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from conductor.errors import ObjectivesError, SharedStoreRefused
 from conductor.policy.record_form import digest, record_from_text, record_text
 
-__all__ = ["KEPT", "Acknowledgement", "SloVersion", "VersionStore"]
+__all__ = ["KEPT", "Acknowledgement", "SloVersion", "VersionReader", "VersionStore"]
 
 KEPT = 100  # versions that are kept; older ones are forgotten
 
@@ -54,9 +54,21 @@ class SloVersion:
             float(found.at_s)
             if record_text(record_from_text(found.content)) != found.content or told != found.digest:
                 raise ValueError("its content is not what its digest was made of")
-        except (ValueError, KeyError, TypeError, AttributeError, ObjectivesError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ObjectivesError) as error:
             raise SharedStoreRefused(f"a version of the record of objectives cannot be read ({error})") from error
         return found
+
+
+class VersionReader:
+    """Reads versions, each text once: stores are looked at every few seconds, and hardly ever change."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SloVersion] = {}  # of the texts that were read last
+
+    def read(self, texts: Iterable[str]) -> list[SloVersion]:
+        """In the order of the texts. Raises SharedStoreRefused."""
+        self._known = {text: self._known.get(text) or SloVersion.from_json(text) for text in texts}
+        return list(self._known.values())
 
 
 @dataclass(frozen=True, slots=True)

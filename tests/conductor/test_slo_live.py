@@ -152,6 +152,8 @@ async def test_a_trial_and_a_change_of_nothing_make_no_version(start: Start) -> 
         ({"content": '{"cluster": {"ttft": "-1s"}}'}, "cluster.ttft is '-1s'"),
         ({"content": "{"}, "no JSON"),
         ({"content": "[1]"}, "the record is [1]"),
+        ({"content": "[" * 200_000}, "no JSON"),
+        ({"content": '{"cluster": {"ttft": 1' + 400 * "0" + "}}"}, "cluster.ttft is 1000"),
         ({"content": "{}", "author": ""}, "author"),
         ({"content": "{}", "reason": " "}, "reason"),
         ({"content": "{}", "reason": "two\nlines"}, "one line"),
@@ -298,6 +300,42 @@ async def test_a_start_without_redis_goes_by_the_copy_or_the_configuration(
     server.start()
     await until(lambda: _agree(with_copy, without))
     assert await without.version() == 2, "the copy's, which the other one gave back"
+
+
+async def test_what_a_redis_tells_that_takes_nothing_in_holds_all_the_same(
+    start: Start, start_redis: Any, tmp_path: Path
+) -> None:
+    server = start_redis()
+    c = await start(redis_url=server.url())
+    await c.set({"cluster": {"ttft": "1s"}})
+    await start.end(c)  # type: ignore[attr-defined]
+    log = DecisionLogConfig(tmp_path / "log")
+    async with contextlib.aclosing(Redis.from_url(server.url(), protocol=2)) as redis:
+        await redis.config_set("maxmemory", "1")
+        c = await start(redis_url=server.url(), objectives=CONFIGURED, decision_log=log)
+        seen = await c.show()
+        assert "out of memory" in seen.trouble
+        assert (seen.current.version, json.loads(seen.current.content)) == (2, {"cluster": {"ttft": "1s"}})
+        assert (await c.numbers())["slo_version"] == 2, "what the policy goes by is what is shown"
+        await redis.config_set("maxmemory", "0")
+    await until(lambda: _is(acknowledged(c), {"c": 2}))
+    assert (await c.numbers())["slo_version"] == 2
+    await start.end(c)  # type: ignore[attr-defined]
+    (life,) = lives(tmp_path / "log")
+    assert [step.event.version for step in replay(life) if isinstance(step.event, ObjectivesChanged)] == [2]
+
+
+async def test_a_forced_configuration_is_forced_as_soon_as_the_store_takes_it(start: Start, start_redis: Any) -> None:
+    server = start_redis()
+    c = await start(redis_url=server.url())
+    await start.end(c)  # type: ignore[attr-defined]
+    async with contextlib.aclosing(Redis.from_url(server.url(), protocol=2)) as redis:
+        await redis.config_set("maxmemory", "1")
+        c = await start(redis_url=server.url(), objectives=CONFIGURED, objectives_forced=True)
+        assert await c.version() == 1
+        await redis.config_set("maxmemory", "0")
+    await until(lambda: _is(c.version(), 2))
+    assert json.loads((await c.show()).current.content) == {"cluster": {"ttft": "2s"}}
 
 
 async def test_a_redis_that_lost_everything_while_no_conductor_ran_is_given_the_copy(
