@@ -185,6 +185,8 @@ async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
 
 async def _answer(line: Line, asking: Awaitable[T], *, is_patient: bool = True) -> T:
     """`is_patient`: a conductor that does not answer in time has failed; else its asker had no time."""
+    if line.failed_s is not None:
+        line.failed_s = monotonic()  # one asker finds out whether it is back: others do not wait for it, too
     try:
         reply = await asking
     except (Unavailable, DeadlineExceeded) as error:

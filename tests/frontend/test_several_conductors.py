@@ -109,3 +109,16 @@ async def test_a_conductor_hears_of_an_attempts_end_before_it_is_asked_for_the_n
     turns = [text for n in range(1, 20) for text in (f"retry {n - 1}", f"schedule {n}")]
     assert one.heard == ["schedule 0", *turns]
     assert not other.heard
+
+
+async def test_one_request_alone_finds_out_whether_a_silent_conductor_is_back(
+    client: ConductorClient, pair: tuple[Conductor, Conductor]
+) -> None:
+    one, _ = pair
+    one.may.clear()
+    assert await placed_by(client) == "other"
+    line = client._lines[0]
+    assert line.failed_s is not None
+    line.failed_s -= 60  # it is time to ask it again
+    assert await asyncio.gather(*(placed_by(client) for _ in range(8))) == ["other"] * 8
+    assert one.heard.count("schedule 0") == 2
