@@ -79,7 +79,7 @@ class Planner:
         if name != "conductor":  # each keeps files of its own
             folder, log = self._base["state_dir"], self._base["decision_log"]
             own["state_dir"] = str(Path(folder) / name) if folder else None
-            own["decision_log"] = str(Path(log).with_name(f"{name}-{Path(log).name}")) if log else None
+            own["decision_log"] = str(_beside(log, name)) if log else None
         return self._plan(name, "conductor", ConductorRole, CONDUCTOR_TIER, own)
 
     def _slo_dir(self) -> str:
@@ -154,6 +154,12 @@ class Planner:
 
     def _target(self, node_id: str) -> str:
         return f"unix:{self._run_dir / (node_id + '.sock')}"
+
+
+def _beside(folder: str, name: str) -> Path:
+    """A further conductor's folder, next to the first one's."""
+    whole = Path(folder).absolute()
+    return whole.parent / f"{name}-{whole.name}"
 
 
 def describe(config: ServeConfig) -> str:

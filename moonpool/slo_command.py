@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -221,7 +222,17 @@ def _readable(file: Path) -> Any:
         raise ConfigError(f"{file}: a number in it is infinite or none at all, or a part holds itself") from error
     except TypeError as error:
         raise ConfigError(f"{file}: {error}; expected texts, numbers, lists and mappings alone") from error
+    for name in _other_names(content):  # JSON would make a text of it, perhaps another one than what was written
+        raise ConfigError(f"{file}: {name!r} cannot be a name; YAML takes it for no text: quote it")
     return content
+
+
+def _other_names(value: Any) -> Iterator[Any]:
+    """Keys, at any depth, that are no texts."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _other_names(part)
 
 
 def _author(given: str) -> str:

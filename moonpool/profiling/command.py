@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
 from moonpool.profiling.fitting import fit, fit_error
 from moonpool.profiling.grid import Grid, Point, grid_of
+from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 
 __all__ = ["app"]
@@ -61,6 +63,7 @@ def profile(
     Example: moonpool profile --out costs.json --plot costs.svg
     """
     with reported_errors():
+        _check_out(out)
         if plot is not None:
             from moonpool.profiling.picture import check_picture_path
 
@@ -79,7 +82,10 @@ def profile(
             raise ConfigError(f"--clock is {clock!r}: expected {' or '.join(clocks)}")
         work = _Work(path, name or name_of_folder(path), device, settings, repeats, clock, clocks[clock])
         made, prefills, steps = _measure(work, transfers)
-        save_profile(made, out)
+        try:
+            save_profile(made, out)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from error
         Console(width=None if sys.stdout.isatty() else 140).print(_table(made))
         Console().print(f"[bold]{out}[/bold]: use it with `moonpool serve --cost-profile {out}`")
         if plot is not None:
@@ -88,6 +94,16 @@ def profile(
             draw(made, prefills, steps, plot)
         points = {"prefill": [asdict(point) for point in prefills], "decode": [asdict(point) for point in steps]}
         print(json.dumps({"profile": str(out), "points": points}))
+
+
+def _check_out(path: Path) -> None:
+    """Raises ConfigError when no profile could be written there, before anything is measured for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: its folder cannot be made: {error}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--out {path} cannot be written: name a file in a folder of yours")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,12 @@ def test_every_node_is_told_of_all_conductors_and_each_of_them_keeps_files_of_it
     assert len({plan.settings["decision_log"] for plan in conductors}) == 3
 
 
+def test_a_log_in_the_working_directory_has_others_beside_it() -> None:
+    planned = plans(conductors=2, decision_log=".")
+    here = Path.cwd()
+    assert planned["conductor-1"].settings["decision_log"] == str(here.parent / f"conductor-1-{here.name}")
+
+
 def test_every_planned_role_starts_from_its_file_as_planned(tmp_path: Path) -> None:
     composites = {role.command: role.composite for role in ROLES}
     for plan in Planner(

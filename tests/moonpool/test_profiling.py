@@ -76,6 +76,15 @@ def test_the_command_writes_a_profile_of_the_model_and_a_picture(tmp_path, capsy
     assert cost_profiles_of([str(out)], ["tiny"]) == {"tiny": made}
 
 
+@pytest.mark.parametrize(("out", "message"), [("", "cannot be written"), ("file/p.json", "its folder cannot be made")])
+def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path, capsys, out, message):
+    (tmp_path / "file").write_text("")
+    assert command.app(["--out", str(tmp_path / out), "--no-transfers"], standalone_mode=False) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "measuring" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "models", "message"),
     [

@@ -120,6 +120,7 @@ async def test_check_says_what_would_change_and_changes_nothing(slo: Commands) -
         ("cluster: {ttft: 1s, ttft: 2s}", "the key 'ttft' is given twice"),
         ("cluster: {ttft: 2026-01-01}", "texts, numbers, lists and mappings alone"),
         ("a: [", "not valid YAML"),
+        ("tenants: {0123: {ttft: 1s}}", "83 cannot be a name"),
         ("[" * 5000, "not valid YAML"),
         ("x" * (1 << 21), "at most 1048576"),
     ],
