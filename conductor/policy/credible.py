@@ -1,5 +1,7 @@
-"""What can be true of what nodes and front doors say: numbers that cannot are brought to the nearest that can, and
-measurements that cannot are left out. Everything behind it may trust the range of what it reads; nothing is decided.
+"""What can be true of what nodes and front doors say: numbers that cannot are brought to the nearest that can.
+
+Everything behind it may trust the range of what it reads, but for measurements, which `learning` refuses and counts.
+Nothing is decided.
 
 The bounds keep every sum and product of the policy, in tokens, bytes and nanoseconds, far within 64 bits.
 """
@@ -80,17 +82,7 @@ def _arrival(event: RequestArrived) -> RequestArrived:
 
 def _report(event: NodeReported) -> NodeReported:
     held = tuple([_held(one) for one in event.held])
-    prefills = tuple([s for s in event.prefills if _is_sample(s.new_tokens, s.reused_tokens, s.seconds)])
-    decodes = tuple([s for s in event.decodes if _is_sample(s.batch, s.context_tokens, s.seconds)])
-    transfers = tuple([s for s in event.transfers if 0 <= s.nbytes <= _MOST_BYTES and _is_time(s.seconds)])
-    if (held, len(prefills), len(decodes), len(transfers)) == (
-        event.held,
-        len(event.prefills),
-        len(event.decodes),
-        len(event.transfers),
-    ):
-        return event
-    return replace(event, held=held, prefills=prefills, decodes=decodes, transfers=transfers)
+    return event if held == event.held else replace(event, held=held)
 
 
 def _held(held: Held) -> Held:
@@ -119,10 +111,6 @@ def _turn_times(turn: Turn) -> tuple[float, float, float]:
 
 def _between(value: T, most: T) -> T:
     return min(max(-most, value), most)
-
-
-def _is_sample(one: int, other: int, seconds: float) -> bool:
-    return 0 <= one <= MOST_TOKENS and 0 <= other <= MOST_TOKENS and _is_time(seconds)
 
 
 def _is_time(seconds: float) -> bool:

@@ -192,4 +192,5 @@ def interval(hits: int, total: int) -> tuple[float, float]:
     share, z2 = hits / total, _Z * _Z
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z * sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # The share itself lies within, whatever the rounding.
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))

@@ -1,6 +1,7 @@
 """What is learned from measurements that nodes report, and which of these are refused."""
 
 from collections import Counter
+from dataclasses import replace
 from math import isfinite
 
 from conductor.policy.events import CostsGiven, DecodeSample, NodeReported, NodeView, PrefillSample, TransferSample
@@ -12,32 +13,34 @@ __all__ = ["learn", "mismatches"]
 
 _MOST_TOKENS = 1 << 32
 _MOST_BYTES = 1 << 50
+_PATHS = frozenset({"push", "pull", "load", "fetch", "store", "copy", "ssd_read", "ssd_write"})
 
 
-def learn(state: ClusterState, node: NodeView, event: NodeReported) -> None:
-    """Take in the measurements of a joined node's report."""
-    for transfer in event.transfers:
-        if not _refused(state, node, _wrong_transfer(transfer), transfer):
-            state.transfers.add(transfer)
+def learn(state: ClusterState, node: NodeView, event: NodeReported) -> NodeReported:
+    """Take in the measurements of a joined node's report; returns it with those alone that can be true."""
+    transfers = tuple([s for s in event.transfers if not _refused(state, node, _wrong_transfer(s), s)])
+    for transfer in transfers:
+        state.transfers.add(transfer)
     if node.role == "pool":
-        return
+        return replace(event, prefills=(), decodes=(), transfers=transfers)
     costs, slot = state.costs_of(node.model), state.nodes.slot(node.node_id)
-    for prefill in event.prefills:
-        if not _refused(state, node, _wrong_prefill(prefill, node), prefill):
-            predicted_s = costs.prefill_cost_s(prefill.new_tokens, prefill.reused_tokens, slot)
-            state.errors.add("prefill", node.model, node.node_id, predicted_s, prefill.seconds)
-            costs.add_prefill(prefill, slot)
-    for step in event.decodes:
-        if not _refused(state, node, _wrong_step(step), step):
-            predicted_s = costs.step_cost_s(step.batch, step.context_tokens, max(step.batch, 1), slot)
-            state.errors.add("step", node.model, node.node_id, predicted_s, step.seconds)
-            costs.add_decode(step, slot)
+    prefills = tuple([s for s in event.prefills if not _refused(state, node, _wrong_prefill(s, node), s)])
+    for prefill in prefills:
+        predicted_s = costs.prefill_cost_s(prefill.new_tokens, prefill.reused_tokens, slot)
+        state.errors.add("prefill", node.model, node.node_id, predicted_s, prefill.seconds)
+        costs.add_prefill(prefill, slot)
+    decodes = tuple([s for s in event.decodes if not _refused(state, node, _wrong_step(s), s)])
+    for step in decodes:
+        predicted_s = costs.step_cost_s(step.batch, step.context_tokens, max(step.batch, 1), slot)
+        state.errors.add("step", node.model, node.node_id, predicted_s, step.seconds)
+        costs.add_decode(step, slot)
     model = state.nodes.model(node.model)
     assert model is not None
-    if event.prefills:
+    if prefills:
         costs.recentre(PREFILL, model.all_prefill.slots)
-    if event.decodes:
+    if decodes:
         costs.recentre(DECODE, model.all_slots)
+    return replace(event, prefills=prefills, decodes=decodes, transfers=transfers)
 
 
 def mismatches(given: CostsGiven, node: NodeView) -> list[str]:
@@ -88,6 +91,8 @@ def _wrong_step(sample: DecodeSample) -> str:
 
 
 def _wrong_transfer(sample: TransferSample) -> str:
+    if sample.path not in _PATHS:
+        return "unknown_path"
     if sample.nbytes < 0:
         return "no_work"
     if sample.nbytes > _MOST_BYTES:

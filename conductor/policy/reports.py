@@ -21,7 +21,7 @@ def report(now_ns: int, state: ClusterState, event: NodeReported) -> None:
         return
     state.hear(node.node_id, now_ns)
     state.nodes.set_draining(node.node_id, event.draining)
-    learn(state, node, event)
+    event = learn(state, node, event)
     if node.role == "pool":
         return
     for progress in event.progress:

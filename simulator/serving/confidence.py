@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 
+from conductor.policy.hindsight import interval
+
 __all__ = ["Estimate", "mean_of", "share_of"]
 
 _Z = NormalDist().inv_cdf(0.975)
@@ -32,10 +34,7 @@ def share_of(count: int, total: int) -> Estimate | None:
     """`count` of `total` tries; None of no try."""
     if not total:
         return None
-    share, squared = count / total, _Z**2
-    middle = (share + squared / (2 * total)) / (1 + squared / total)
-    half = _Z * sqrt(share * (1 - share) / total + squared / (4 * total**2)) / (1 + squared / total)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    return Estimate(count / total, *interval(count, total))
 
 
 def _student(freedom: int) -> float:

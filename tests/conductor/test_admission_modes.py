@@ -1,7 +1,9 @@
 """What each mode sees, what shadow lets through, when to come back, and what hindsight says of rejections."""
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conductor.policy.config import NS
@@ -183,12 +185,13 @@ def test_a_rejection_is_right_in_hindsight_once_its_objective_has_passed(pair, m
 
 
 @pytest.mark.parametrize(("step_s", "verdict"), [(0.01, "false"), (0.05, "right")])
-def test_a_rejection_for_tbt_is_judged_by_the_steps_that_came(pair, make, step_s, verdict):
+def test_a_rejection_for_tbt_is_judged_by_the_steps_that_came_and_can_have(pair, make, step_s, verdict):
     c = pair(tbt_objective_s=0.025)
     decoding(c, make, "a", "b")
     assert reason(c.send(make.request("s", prompt=64))) == "tbt"
     for _ in range(8):
-        c.after(1.0).send(NodeReported("d", held=(Held("a", 0), Held("b", 0)), decodes=(DecodeSample(1, 64, step_s),)))
+        steps = tuple(DecodeSample(1, 64, seconds) for seconds in (step_s, math.nan, -step_s, 1e9))
+        c.after(1.0).send(NodeReported("d", held=(Held("a", 0), Held("b", 0)), decodes=steps))
         c.send(Tick())
     assert judged(c) == {("tbt", verdict): 1}
 
@@ -222,6 +225,8 @@ def test_an_admitted_request_that_missed_its_objective_is_a_false_accept(pair, m
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
+@example(0, 11)
+@example(1, 0)
 def test_an_interval_holds_the_share(hits, others):
     low, high = interval(hits, hits + others)
     assert 0 <= low <= (hits / (hits + others) if hits + others else 0.5) <= high <= 1

@@ -182,13 +182,13 @@ def test_measurements_that_cannot_be_true_are_refused_counted_per_node_and_told_
     for _ in range(3):
         live.conductor.on_event(0, NodeReported("p0", prefills=tuple(samples)))
         live.conductor.on_event(0, NodeReported("d1", decodes=tuple(DecodeSample(1, 1, s) for s in WRONG)))
-        transfers = (TransferSample(100, -1.0, "load"), TransferSample(-5, 1.0, "load"), TransferSample(0, 0.0, "load"))
-        live.conductor.on_event(0, NodeReported("p1", transfers=transfers))
+        measured = (100, -1.0, "load"), (-5, 1.0, "load"), (0, 0.0, "load"), (100, 0.1, "carrier pigeon")
+        live.conductor.on_event(0, NodeReported("p1", transfers=tuple(TransferSample(*one) for one in measured)))
     assert (live.costs.prefill, live.costs.decode) == before
     refused = live.conductor.refused_samples
     assert refused["p0"] == {"no_time": 6, "no_number": 6, "too_long": 3, "no_work": 3, "too_much_work": 3}
     assert refused["d1"] == {"no_time": 6, "no_number": 6, "too_long": 3}
-    assert refused["p1"] == {"no_time": 3, "no_work": 3}
+    assert refused["p1"] == {"no_time": 3, "no_work": 3, "unknown_path": 3}
     warnings = live.conductor.take_warnings()
     assert [warning.split()[1] for warning in warnings] == ["p0", "d1", "p1"]
     assert live.conductor.take_warnings() == []
