@@ -65,8 +65,7 @@ class Growing:
     def leave(self, sequence: Sequence) -> None:
         """It has left the engine."""
         self._running.pop(id(sequence), None)
-        if self._asking.pop(id(sequence), None) is not None:
-            self.serve()
+        self._asking.pop(id(sequence), None)
 
     def stepped(self, sequence: Sequence) -> None:
         """It has one more token: the block after the next is asked for in time."""

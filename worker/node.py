@@ -237,7 +237,7 @@ class WorkerNode:
             raise
         finally:
             del self._leaving[id(sequence)]
-            self.slots.growing.leave(sequence)
+            self.slots.left(sequence)
             self.timings.pop(id(sequence), None)
 
     def end_early(self, sequence: EngineSequence, kept_tokens: int) -> None:

@@ -78,6 +78,11 @@ class NodeSlots:
         self.pool.release(slots)
         self._serve_waiting()
 
+    def left(self, sequence: EngineSequence) -> None:
+        """A sequence has left the engine: nobody waits any longer because it wants more slots."""
+        self.growing.leave(sequence)
+        self._serve_waiting()
+
     async def fence(self, slots: Sequence[int], fence: Callable[[], None]) -> None:
         """Give back slots that a remote may still write: they are reused only after `fence()` (blocking) returned.
 
@@ -113,6 +118,7 @@ class NodeSlots:
     def _undo(self, request: Key, slots: list[int]) -> None:
         self.growing.end(request)
         self.pool.release(slots)
+        self.growing.serve()
 
     def _allocate(self, count: int) -> list[int]:
         slots = self.pool.allocate(count)
