@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class Request:
             )
         if submit.sampling.max_tokens <= submit.generated:
             raise RequestRefused("bad_sampling", "no token is left to generate")
+        _check_times(submit)
         now = time.monotonic()
         keys = tuple(submit.chain[i : i + KEY_NBYTES] for i in range(0, len(submit.chain), KEY_NBYTES))
         return cls(
@@ -115,6 +117,20 @@ class Request:
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of all of the prompt are still to be told: nothing of it is reused then."""
         return self.sampling.prompt_logprobs is not None and self.generated == 0
+
+
+def _check_times(submit: Submit) -> None:
+    """What is no number has no place in a line, nor is it ever due: it would spoil both for all other requests."""
+    turn = submit.placement.turn
+    for name, seconds in (
+        ("timeout_s", submit.timeout_s),
+        ("idle_s", submit.idle_s),
+        ("placement.turn.waited_s", turn.waited_s),
+        ("placement.turn.due_in_s", turn.due_in_s),
+        ("placement.turn.ages_in_s", turn.ages_in_s),
+    ):
+        if not math.isfinite(seconds):
+            raise RequestRefused("bad_times", f"{name} is {seconds}; expected a finite number of seconds")
 
 
 @dataclass(slots=True, eq=False)

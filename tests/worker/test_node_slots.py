@@ -1,4 +1,4 @@
-"""A worker's slots: whoever waits for them, at the start or while it runs, is given what comes back, however it does."""
+"""A worker's slots: whoever waits for them, at the start or while it runs, is given what comes back."""
 
 from __future__ import annotations
 

@@ -1,0 +1,26 @@
+"""What a worker takes no request with: times that are no numbers, which would spoil the line for all the others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moonpool_proto.v1.common_pb2 import Sampling
+from moonpool_proto.v1.worker_pb2 import Submit
+from worker.errors import RequestRefused
+from worker.request import Request
+
+
+def submit() -> Submit:
+    sampling = Sampling(max_tokens=9, top_p=1.0)
+    return Submit(request_id="r", prompt_ids=b"\x05\0\0\0" * 3, chain_seed=bytes(16), sampling=sampling, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["timeout_s", "idle_s", "waited_s", "due_in_s", "ages_in_s"])
+def test_a_request_whose_times_are_no_numbers_is_refused_by_name(name: str, seconds: float) -> None:
+    asked = submit()
+    setattr(asked.placement.turn if name.endswith(("waited_s", "_in_s")) else asked, name, seconds)
+    with pytest.raises(RequestRefused, match=rf"{name} is -?(nan|inf); expected a finite number of seconds"):
+        Request.from_proto(asked, vocab_size=64, max_model_len=64, block_tokens=8)
