@@ -105,6 +105,8 @@ class Conductor:
                 state.forget_recent(now_ns)
                 state.hindsight.pass_time(now_ns, StateSurroundings(state))
                 self.loads.pass_time(now_ns, state)
+                for tally in state.tallies.values():
+                    tally.margins.pass_time(now_ns)
                 accrue_endless(now_ns, state)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns), *plan_roles(now_ns, state)]
         self._count(event, decisions)

@@ -232,6 +232,21 @@ def test_an_interval_holds_the_share(hits, others):
     assert 0 <= low <= (hits / (hits + others) if hits + others else 0.5) <= high <= 1
 
 
+def test_a_margin_that_lets_nobody_in_gives_way_in_time(pair, make):
+    c = pair(tbt_objective_s=0.014, attained_share=0.95)  # a step of one sequence takes 10 ms
+    late = {"ttft_s": 0.1, "mean_tbt_s": 0.02, "generated": 10}
+    number = 0
+    while isinstance(c.after(1).send(make.request(f"r{number}", prompt=64))[0], Place):
+        c.send(RequestCompleted(f"r{number}", 0, "finished", **late))
+        number += 1
+        assert number < 100
+    waits = 0
+    while reason(c.send(make.request(f"s{waits}", prompt=64))) == "tbt":
+        c.after(10).send(Tick())
+        waits += 1
+        assert waits < 60
+
+
 def test_loads_and_their_swing_are_told_for_models_with_objectives(pair, make):
     c = pair(ttft_objective_s=2.0, tbt_objective_s=0.1)
     for i in range(4):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from conductor.policy.config import NS
 from conductor.policy.margins import Margin
 
 
@@ -33,3 +34,16 @@ def test_no_error_makes_a_margin_that_admits_nobody() -> None:
     for _ in range(1000):
         margin.learn(0.95, 0.09, 1e9, 0.1)
     assert margin.share == 0.5
+
+
+def test_a_margin_is_kept_while_requests_confirm_it_and_fades_when_none_does() -> None:
+    margin = Margin()
+    for second in range(1000):
+        margin.learn(0.95, 0.09, 0.12 if second % 10 == 0 else 0.09, 0.1)
+        margin.pass_time(second * NS)
+    kept = margin.share
+    assert kept > 0.1
+    for second in range(1000, 2000):
+        margin.learn(0.95, 0.01, 0.01, 0.1)  # far from its objective
+        margin.pass_time(second * NS)
+    assert margin.share == pytest.approx(kept / 2**8)
