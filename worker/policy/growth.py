@@ -23,6 +23,16 @@ class _Growing:
     wants: int  # further ones, at the most
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of all the growing, in one order: what is asked before every grant, so that each costs a few array operations."""
+
+    place: dict[Hashable, int]
+    wants: NDArray[np.int64]
+    gives: NDArray[np.int64]  # slots that come back with its end: those that it alone holds
+    free: int  # or so once those have ended that do not grow
+
+
 class GrowthBook:
     """The sequences that may need more slots than they hold, of a node with `num_slots`."""
 
@@ -30,6 +40,7 @@ class GrowthBook:
         self._num_slots = num_slots
         self._growing: dict[Hashable, _Growing] = {}
         self._holders = np.zeros(num_slots, np.int64)  # of each slot, among the growing
+        self._sums: _Sums | None = None  # None: something has changed since
 
     def __len__(self) -> int:
         return len(self._growing)
@@ -48,18 +59,19 @@ class GrowthBook:
         held = np.array(slots, np.int64)
         self._growing[name] = _Growing(held, wants)
         self._holders[held] += 1
-        if self._is_safe():
+        self._sums = None
+        sums = self._summed()
+        if _is_safe(sums.wants, sums.gives, sums.free):
             return True
         self.end(name)
         return False
 
     def may_extend(self, name: Hashable, count: int) -> bool:
         """Whether all can still end after it was given `count` more."""
-        one = self._growing[name]
-        one.wants -= count
-        safe = self._is_safe(granted=(name, count))
-        one.wants += count
-        return safe
+        sums = self._summed()
+        granted = np.zeros(len(sums.wants), np.int64)
+        granted[sums.place[name]] = count
+        return _is_safe(sums.wants - granted, sums.gives + granted, sums.free - count)
 
     def extend(self, name: Hashable, slots: Sequence[int]) -> None:
         """It was given more, which nobody else holds, and wants as many fewer."""
@@ -67,24 +79,34 @@ class GrowthBook:
         one.slots = np.concatenate([one.slots, more])
         one.wants -= len(more)
         self._holders[more] += 1
+        self._sums = None
 
     def end(self, name: Hashable) -> None:
         """It gives back all that it holds. Nothing happens to who has not begun."""
         one = self._growing.pop(name, None)
         if one is not None:
             self._holders[one.slots] -= 1
+            self._sums = None
 
-    def _is_safe(self, granted: tuple[Hashable, int] | None = None) -> bool:
-        grown, by = granted if granted is not None else (None, 0)
-        # Free, or so once those have ended that do not grow.
-        left = self._num_slots - int(np.count_nonzero(self._holders)) - by
-        if left < 0:
-            return False
-        if sum(one.wants for one in self._growing.values()) <= left:
-            return True
-        # Those with the smallest wants end first: of one kind of resource that is the best order there is.
-        for name, one in sorted(self._growing.items(), key=lambda item: item[1].wants):
-            if one.wants > left:
-                return False
-            left += int(np.count_nonzero(self._holders[one.slots] == 1)) + (by if name == grown else 0)
-        return True
+    def _summed(self) -> _Sums:
+        if self._sums is None:
+            growing = self._growing.values()
+            slots = np.concatenate([one.slots for one in growing])
+            owners = np.repeat(np.arange(len(growing)), [len(one.slots) for one in growing])
+            self._sums = _Sums(
+                place={name: place for place, name in enumerate(self._growing)},
+                wants=np.array([one.wants for one in growing], np.int64),
+                gives=np.bincount(owners[self._holders[slots] == 1], minlength=len(growing)),
+                free=self._num_slots - int(np.count_nonzero(self._holders)),
+            )
+        return self._sums
+
+
+def _is_safe(wants: NDArray[np.int64], gives: NDArray[np.int64], left: int) -> bool:
+    """Whether all end when `left` slots are free."""
+    # Those with the smallest wants end first: of one kind of resource that is the best order there is.
+    order = np.argsort(wants, kind="stable")
+    come_back = np.cumsum(gives[order])
+    come_back[1:] = come_back[:-1]  # before each one's turn
+    come_back[:1] = 0
+    return left >= 0 and bool((wants[order] <= left + come_back).all())
