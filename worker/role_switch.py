@@ -35,6 +35,7 @@ class RoleSwitch:
         self._news = news
         self._done = done
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     @property
     def is_switching(self) -> bool:
@@ -42,7 +43,7 @@ class RoleSwitch:
 
     def begin(self, role: Role.ValueType) -> None:
         """Change to `role`, unless that is under way or cannot be."""
-        if self._task is not None or role == self.role:
+        if self._closed or self._task is not None or role == self.role:
             return
         if not {role, self.role} <= _CHANGING:
             log.warning("asked to be %s, but a node that is %s stays so", _name(role), _name(self.role))
@@ -50,7 +51,8 @@ class RoleSwitch:
         self._task = asyncio.create_task(self._change(role), name="role switch")
 
     async def close(self) -> None:
-        """Stay what it is."""
+        """Stay what it is: commands may still come."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
