@@ -29,6 +29,7 @@ _SSD_GUESS = (1e-3, 2e-9)
 _FETCHES = ("fetch", "pull", "copy")  # the paths that read from a pool node, most of them over the network
 _MEMORY = 0.95
 _LEAST_SHARE = 0.001  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
+_LEAST_S, _MOST_S = 1e-9, LONGEST_S / 2  # that a profile can speak of
 _STREAK = 10
 
 
@@ -231,7 +232,8 @@ class _Fit:
         made = cls([c if c > 0 else floor for c, floor in zip(coefficients, floors, strict=True)], streak)
         while not made.fit.is_calibrated:
             for corner in corners:
-                made.fit.add(corner, sum(c * x for c, x in zip(coefficients, corner, strict=True)))
+                seconds = sum(c * x for c, x in zip(coefficients, corner, strict=True))
+                made.fit.add(corner, min(max(seconds, _LEAST_S), _MOST_S))
         made._given = made.fit.num_samples
         return made
 

@@ -51,8 +51,8 @@ class CostFit:
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds, never negative for non-negative features."""
-        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
+        """Seconds, above 0 for non-negative features, so that errors can be relative to them."""
+        return max(_FLOOR_S, sum(c * x for c, x in zip(self.coefficients, features, strict=True)))
 
     def can_learn(self, features: Sequence[float], seconds: float) -> bool:
         """Is this a credible duration of some work?"""

@@ -1,6 +1,7 @@
 """What people and dashboards are told of costs: errors of predictions, slow nodes, refused measurements, profiles."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -146,3 +147,16 @@ def test_a_prediction_beyond_what_was_measured_says_so_in_the_decision_and_is_co
     assert far.predicted_ttft_s == pytest.approx(1.0 + 4.18 * 1.1, rel=0.3)
     counted = values(core, "moonpool:predictions_extrapolated_total")
     assert counted == {("m", "prefill"): 2, ("m", "decode"): 1}
+
+
+@pytest.mark.parametrize("per_unit_s", [0.0, 1e4])
+def test_a_profile_of_work_that_costs_nothing_or_takes_hours_is_taken_in(core, per_unit_s):
+    prefill = replace(PROFILE.prefill, fixed_s=per_unit_s, per_token_s=per_unit_s, per_pair_s=per_unit_s)
+    decode = replace(PROFILE.decode, fixed_s=per_unit_s, per_sequence_s=per_unit_s, per_token_s=per_unit_s)
+    load = replace(PROFILE.transfers["load"], fixed_s=per_unit_s, per_byte_s=per_unit_s)
+    profile = replace(PROFILE, prefill=prefill, decode=decode, transfers={**PROFILE.transfers, "load": load})
+    core.handle(costs_given("m", profile))
+    join(core)
+    (placed,) = core.handle(RequestArrived("r", 0, "f", "m", 100, 10))
+    assert 0 < placed.predicted_ttft_s < (1e-6 if per_unit_s == 0 else 1e6)
+    core.handle(NodeReported("d", decodes=(DecodeSample(1, 0, 0.01),)))

@@ -109,3 +109,14 @@ def test_a_mean_duration_has_no_value_before_the_first():
     duration.add(2.0)
     duration.add(4.0)
     assert duration.mean_s == 3.0
+
+
+def test_where_all_time_is_found_to_come_from_context_a_step_without_any_is_still_learned_from():
+    costs = ModelCosts()
+    costs.paces.make_room(1)
+    for batch in range(1, 101):
+        context = batch * 37 % 101 * 400 + 100
+        costs.add_decode(DecodeSample(batch % 16 + 1, context, 1e-6 * context**1.3), 0)
+    assert costs.decode[:2] == (0.0, 0.0)
+    costs.add_decode(DecodeSample(1, 0, 0.01), 0)
+    assert 0 < costs.step_cost_s(8, 10_000, 8) < 10

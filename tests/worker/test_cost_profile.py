@@ -104,7 +104,7 @@ def test_a_path_that_was_not_measured_is_named_with_those_that_were():
         BUNDLED.transfer_s("carrier_pigeon", 1)
 
 
-@pytest.mark.parametrize("value", [-1.0, "fast", None, True])
+@pytest.mark.parametrize("value", [-1.0, 1e5, "fast", None, True])
 def test_a_coefficient_that_cannot_be_is_refused_by_name(document, refusal_of, value):
     document["profile"]["prefill"]["per_token_s"] = value
     assert "profile.prefill.per_token_s" in refusal_of(document)

@@ -34,7 +34,7 @@ _FORMAT: Final = "moonpool-cost-profile"
 _VERSION: Final = 1
 _STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e4)]
 Count = Annotated[int, Field(ge=0)]
 
 
