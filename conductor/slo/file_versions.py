@@ -88,8 +88,12 @@ class FileVersions:
         return await self._run(read)
 
     async def _run(self, work: Callable[[], T]) -> T:
+        working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
-            return await asyncio.to_thread(work)
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:  # what is written after all is written before whatever comes next
+            await asyncio.wait([working])
+            raise
         except OSError as error:
             raise SharedStoreUnavailable(f"{self._path} cannot be used: {error}") from error
         except (ValueError, KeyError, TypeError) as error:

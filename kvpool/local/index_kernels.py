@@ -53,9 +53,7 @@ def _find_entry(words: Any, shape: Any, name: Any, key: Any) -> Any:
     mask = buckets - 1
     for _ in range(_TRIES):
         before = load_acquire(words, AT_BUCKETS_VERSION)
-        if before & _ONE:
-            continue
-        torn = False
+        torn = before & _ONE != np.uint64(0)  # buckets are being moved: what is found there stands, what is not may
         position = np.int64(key_hash & np.uint64(mask))
         for _ in range(buckets):
             word = load_acquire(words, HEADER_WORDS + position)

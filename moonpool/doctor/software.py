@@ -19,7 +19,10 @@ SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
 KERNELS: Final = (  # the modules whose functions numba compiles and keeps
+    "conductor/policy/decode_kernels.py",
     "conductor/policy/kernels.py",
+    "conductor/policy/length_kernels.py",
+    "conductor/policy/line_kernels.py",
     "engine/kernels.py",
     "engine/sampling_kernels.py",
     "kvpool/digest_kernels.py",
@@ -34,6 +37,7 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "messenger/native/owner_loop.py",
     "messenger/native/row_receiver.py",
     "messenger/shm/page_kernels.py",
+    "worker/paced/kernels.py",
 )
 
 

@@ -321,7 +321,7 @@ CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
         {"INVALID_ARGUMENT"},
         "must be `hello`",
     ),
-    ("prefill-0", service("Worker/Reserve"), b"", False, {"UNIMPLEMENTED"}, "prefill-0 takes no hand-offs"),
+    ("prefill-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "unknown_model: prefill-0 serves"),
     ("decode-0", service("Worker/Reserve"), b"", False, {"FAILED_PRECONDITION"}, "unknown_model: decode-0 serves"),
     ("decode-0", service("Worker/Reserve"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ReserveRequest"),
     ("pool-0", service("Pool/Allocate"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "AllocateRequest"),

@@ -80,6 +80,9 @@ async def test_answers_are_the_known_ones_through_reuse_and_hand_over(
     first = prompt(1, 200)
     one = await cluster.complete(session, first, **(DRAWN | {"max_tokens": 60}))
     assert one.token_ids == expected(folder, first, 60)
+    async with asyncio.timeout(60):  # the answer's blocks are stored after its end
+        while await counted(session, cluster.url, "directory_blocks") < 250 // 8:
+            await asyncio.sleep(0.2)
     turn = [*first, *one.token_ids, *prompt(2, 30)]
     again = await cluster.complete(session, turn, **(DRAWN | {"max_tokens": 40}))
     assert again.token_ids == expected(folder, turn, 40)

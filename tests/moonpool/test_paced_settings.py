@@ -45,8 +45,8 @@ def test_one_model_of_several_may_be_paced() -> None:
     assert [settings["engine"] for settings in worker_settings(config)] == ["transformer"] * 2 + ["paced"] * 2
 
 
-def test_a_paced_worker_takes_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    flags = {"engine": "paced", "device": "cuda", "pool": "h:1", "conductor": "h:2", "socket_dir": str(tmp_path)}
+def test_a_paced_worker_takes_no_gpu(short_path: Path) -> None:
+    flags = {"engine": "paced", "device": "cuda", "pool": "h:1", "conductor": "h:2", "socket_dir": str(short_path)}
     role = load(WorkerRole, flags=flags, environ={}, config_file=None, known=all_settings())
     config = worker_config(role, "w")
     assert (config.engine, config.device, config.messenger.gpu) == ("paced", "cpu", None)

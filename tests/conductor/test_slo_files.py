@@ -1,0 +1,36 @@
+"""Objectives in a folder that conductors share."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from conductor.slo import file_versions
+from conductor.slo.file_versions import FileVersions
+from conductor.slo.versions import Acknowledgement
+
+
+async def test_one_that_ends_while_it_acknowledges_is_waited_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = FileVersions(tmp_path, "c")
+    begun, may_end, written = threading.Event(), threading.Event(), threading.Event()
+    replace = file_versions._replace
+
+    def slowly(path: Path, text: str) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        replace(path, text)
+        written.set()
+
+    monkeypatch.setattr(file_versions, "_replace", slowly)
+    acknowledging = asyncio.create_task(versions.acknowledge(Acknowledgement("one", 1, 1, ""), 60.0))
+    await asyncio.to_thread(begun.wait, 60)
+    acknowledging.cancel()
+    asyncio.get_running_loop().call_later(0.1, may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await acknowledging
+    await versions.withdraw("one")
+    assert await asyncio.to_thread(written.wait, 60)
+    assert await versions.acknowledged() == []
