@@ -33,7 +33,8 @@ class Member:
 
     def note(self, report: conductor_pb2.NodeReport) -> None:
         """Keep what `Cluster` shows of a report."""
-        self.is_to_switch = self.is_to_switch and not report.draining  # from then on its reports say how it stands
+        # From then on its reports say how it stands, or that it stays what it is.
+        self.is_to_switch = self.is_to_switch and not (report.draining or report.HasField("node"))
         self.report = conductor_pb2.NodeReport(
             num_waiting=report.num_waiting,
             num_running=report.num_running,

@@ -28,7 +28,8 @@ class RoleSwitch:
     def __init__(
         self, role: Role.ValueType, jobs: Jobs, *, grace_s: float, news: Callable[[], None], done: Callable[[], None]
     ) -> None:
-        """`grace_s`: for what the old role asked for. `news()`: tell conductors of the state; `done()`: of the role."""
+        """`grace_s`: for what the old role asked for. `news()`: tell conductors that it switches; `done()`: what it
+        is from now on."""
         self.role = role
         self._jobs = jobs
         self._grace_s = grace_s
@@ -73,8 +74,7 @@ class RoleSwitch:
             self.role = role
         finally:
             self._task = None
-            self._news()
-        self._done()
+            self._done()  # also of a role that it keeps: whoever asked must not wait for another one
         log.info("is %s from now on; %d requests go on", _name(role), len(self._jobs))
 
 

@@ -123,3 +123,14 @@ def test_a_node_that_has_changed_its_role_can_be_asked_again():
     registry.renew(member, node(role=common_pb2.ROLE_DECODE))
     registry.ask_to_switch("a", common_pb2.ROLE_PREFILL)
     assert member.commands.qsize() == 2
+
+
+def test_a_node_that_says_at_once_that_it_stays_what_it_is_can_be_asked_again():
+    registry = Registry()
+    member = registry.admit(node(role=common_pb2.ROLE_PREFILL))
+    registry.admit(node(node_id="b", role=common_pb2.ROLE_PREFILL))
+    registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
+    member.note(conductor_pb2.NodeReport(node=node(role=common_pb2.ROLE_PREFILL)))
+    assert member.stays
+    registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
+    assert member.commands.qsize() == 2
