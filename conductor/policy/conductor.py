@@ -81,7 +81,7 @@ class Conductor:
             case NodeJoined(node):
                 known = state.nodes.get(node.node_id)
                 if known is not None and known.incarnation != node.incarnation:
-                    lose_node(state, known)
+                    lose_node(now_ns, state, known)
                 state.nodes.add(node)
                 state.paces.make_room(state.nodes.num_slots)
                 state.hear(node.node_id, now_ns)
@@ -91,7 +91,7 @@ class Conductor:
             case NodeLost(node_id, incarnation):
                 known = state.nodes.get(node_id)
                 if known is not None and known.incarnation == incarnation:
-                    lose_node(state, known)
+                    lose_node(now_ns, state, known)
             case CopyFinished():
                 self._copy_finished(now_ns, event)
             case ObjectivesChanged(version, content):

@@ -33,12 +33,14 @@ class PredictionErrors:
         self._nodes: dict[str, set[str]] = {}
 
     def add(self, what: Predicted, model: str, node_id: str, predicted_s: float, measured_s: float) -> None:
-        """One prediction and what came of it; both above 0 (an error relative to nothing is none)."""
+        """One prediction and what came of it; both above 0 (an error relative to nothing is none).
+
+        `node_id` "": of a node that has left."""
         if not (measured_s > 0 and predicted_s > 0):
             return
         nodes = self._nodes.setdefault(model, set())
         if node_id not in nodes:
-            if len(nodes) < _MAX_NODES:
+            if node_id and len(nodes) < _MAX_NODES:
                 nodes.add(node_id)
             else:
                 node_id = _OTHERS

@@ -42,6 +42,10 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if claim is None:
         recent = state.recent.get(event.request_id)
         claim = recent.claim if recent is not None and recent.claim.attempt == event.attempt else None
+    if claim is not None:
+        if claim.is_completed:
+            return
+        claim.is_completed = True
     state.count(claim.model if claim is not None else "", f"completed_{event.outcome}")
     if claim is not None and claim.charge is not None:
         claim.charge.close(
@@ -69,13 +73,17 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if event.attempt == 0 and event.ttft_s > 0:
         margins.ttft.learn(share, claim.predicted_ttft_s, event.ttft_s, objectives.ttft_s)
         state.tally_of(claim.model).ttft_error.add(abs(claim.predicted_ttft_s - event.ttft_s))
-        state.errors.add("ttft", claim.model, claim.prefill, claim.predicted_ttft_s, event.ttft_s)
+        state.errors.add("ttft", claim.model, _if_there(state, claim.prefill), claim.predicted_ttft_s, event.ttft_s)
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
         state.tally_of(claim.model).tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
-        state.errors.add("tbt", claim.model, claim.decode, claim.predicted_tbt_s, event.mean_tbt_s)
+        state.errors.add("tbt", claim.model, _if_there(state, claim.decode), claim.predicted_tbt_s, event.mean_tbt_s)
 
 
-def lose_node(state: ClusterState, node: NodeView) -> None:
+def _if_there(state: ClusterState, node_id: str) -> str:
+    return node_id if node_id in state.nodes else ""
+
+
+def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
     """A node is gone with all that it held. What its requests claim elsewhere stays until that ends there."""
     slot = state.nodes.slot(node.node_id)
     for row in state.requests.rows_at(slot):
@@ -84,8 +92,8 @@ def lose_node(state: ClusterState, node: NodeView) -> None:
             if values[row] == slot:
                 values[row] = NONE
         if not _has_claim(state, row):
-            # Not retired: a worker that only lost its stream comes back and still holds it.
-            state.requests.remove(row)
+            # A worker that only lost its stream comes back and still holds it.
+            state.retire(row, now_ns, may_return=True)
     state.requests.drop_sender(slot)
     state.copies.drop_pool(node.node_id)
     state.hindsight.drop_node(node.node_id)
@@ -167,14 +175,20 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     """Rebuild (a part of) a claim that this conductor did not make: another one did, or it was restarted, or the
     worker's stream broke."""
     recent = state.recent.get(held.request_id)
-    if recent is not None and recent.claim.attempt >= held.attempt:
+    lost = recent.claim if recent is not None and recent.may_return and not recent.claim.is_completed else None
+    if lost is not None and lost.attempt != held.attempt:
+        lost = None
+    if recent is not None and recent.claim.attempt >= held.attempt and lost is None:
         return None  # over: the worker is tidying up
     requests, slot = state.requests, state.nodes.slot(node.node_id)
     if row is not None and requests.claims[row].attempt < held.attempt:
-        requests.remove(row)
+        state.retire(row, now_ns)
         row = None
     if row is None:
         claim = Claim(held.request_id, held.attempt, node.model, "", is_revived=True)
+        if lost is not None:
+            claim.charge = lost.charge
+            del state.recent[held.request_id]
         prompt, max_new = held.prompt_tokens, held.max_new_tokens
         row = requests.add(
             claim, prefill_ns=0, ready_ns=now_ns, committed=0, prompt=prompt, max_new=max_new, seen_ns=now_ns

@@ -76,6 +76,7 @@ class Claim:
     curve: int = 0  # of the answer's length, in `Lengths.curves`
     max_tokens: int = 0  # longest answer, over all attempts
     unwanted: Reason | Literal[""] = ""  # why it would have been rejected, had that been enforced
+    is_completed: bool = False  # its frontend has said the last word
 
 
 class RequestTable:

@@ -38,6 +38,7 @@ class Recent:
 
     claim: Claim
     at_ns: int
+    may_return: bool = False  # its node is gone, perhaps no more than the node's stream
 
 
 @dataclass
@@ -151,11 +152,11 @@ class ClusterState:
         self.liveness.forget(node_id)
         self.nodes.set_suspects(self.liveness.suspects)
 
-    def retire(self, row: int, now_ns: int) -> Claim:
+    def retire(self, row: int, now_ns: int, *, may_return: bool = False) -> Claim:
         """Drop a request that is over, and remember it for a while."""
         claim = self.requests.remove(row)
         self.recent.pop(claim.request_id, None)
-        self.recent[claim.request_id] = Recent(claim, now_ns)
+        self.recent[claim.request_id] = Recent(claim, now_ns, may_return)
         return claim
 
     def forget_recent(self, now_ns: int) -> None:

@@ -13,6 +13,7 @@ from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.events import (
     DecodeSample,
     NodeJoined,
+    NodeLost,
     NodeReported,
     NodeView,
     PrefillSample,
@@ -160,3 +161,16 @@ def test_a_profile_of_work_that_costs_nothing_or_takes_hours_is_taken_in(core, p
     (placed,) = core.handle(RequestArrived("r", 0, "f", "m", 100, 10))
     assert 0 < placed.predicted_ttft_s < (1e-6 if per_unit_s == 0 else 1e6)
     core.handle(NodeReported("d", decodes=(DecodeSample(1, 0, 0.01),)))
+
+
+def test_nodes_that_have_left_take_no_series_from_those_to_come(core):
+    join(core)
+    for number in range(40):
+        core.handle(NodeJoined(view(f"a{number}", "prefill")))
+        (placed,) = core.handle(RequestArrived(f"r{number}", 0, "f", "m", 100, 10, excluded=("p",)))
+        core.handle(NodeLost(placed.prefill, 1))
+        core.handle(RequestCompleted(f"r{number}", 0, "finished", ttft_s=1.0, generated=2))
+    assert {errors.node_id for errors in core.policy.errors if errors.what == "ttft"} == {"other"}
+    (placed,) = core.handle(RequestArrived("r", 0, "f", "m", 100, 10))
+    core.handle(RequestCompleted("r", 0, "finished", ttft_s=1.0, generated=2))
+    assert {errors.node_id for errors in core.policy.errors if errors.what == "ttft"} == {"other", "p"}

@@ -1,5 +1,7 @@
 """What placed requests claim, and when the claims end."""
 
+import pytest
+
 from conductor.policy.decisions import Place, ReleaseOrphan
 from conductor.policy.events import Held, NodeJoined, NodeLost, RequestCompleted, Tick
 
@@ -129,6 +131,54 @@ def test_a_worker_that_only_lost_its_stream_gets_its_claims_back(cluster, make):
     c.send(NodeJoined(make.node("decode-0", "decode")))
     c.holds("decode-0", Held("r", 0, committed_tokens=320))
     assert c.counts["committed_tokens"] == 320
+
+
+def test_a_request_whose_decode_node_was_lost_is_still_accounted_for(cluster, make):
+    c = cluster(ttft_objective_s=100.0)
+    (placed,) = c.send(make.request(tenant="t"))
+    c.progress(placed.prefill, "prefill_started")
+    c.progress(placed.prefill, "ended")
+    c.send(NodeLost(placed.decode, 1))
+    assert c.counts == NOTHING
+    c.send(RequestCompleted("r", 0, "failed", generated=3))
+    results = {labels["result"]: n for labels, n in c.conductor.attainment.by_class() if labels["objective"] == "all"}
+    assert results == {"failed": 1}
+    (account,) = (account for _, account, _ in c.conductor.tenants() if account.name == "t")
+    assert account.used.generated_tokens == 3
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_was_charged_for_a_request_is_put_right_though_its_nodes_were_lost(cluster, make, is_back):
+    c = cluster()
+    c.send(make.request(tenant="t"))
+    for name in ("prefill-0", "decode-0"):
+        c.send(NodeLost(name, 1))
+    if is_back:
+        c.send(NodeJoined(make.node("decode-0", "decode")))
+        c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    c.send(RequestCompleted("r", 0, "retry"))
+    (account,) = (account for _, account, _ in c.conductor.tenants() if account.name == "t")
+    assert account.finish_ns == 0
+
+
+def test_a_request_that_ended_with_its_lost_node_is_not_revived_when_the_node_comes_back(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(NodeLost("prefill-0", 1))
+    c.send(NodeLost("decode-0", 1))
+    c.send(RequestCompleted("r", 0, "retry"))
+    c.send(NodeJoined(make.node("decode-0", "decode")))
+    c.holds("decode-0", Held("r", 0, committed_tokens=320))
+    assert c.counts == NOTHING
+
+
+def test_a_last_word_that_is_said_twice_counts_once(cluster, make):
+    c = cluster(ttft_objective_s=100.0)
+    c.send(make.request())
+    for _ in range(2):
+        c.send(RequestCompleted("r", 0, "finished", ttft_s=1.0, generated=9))
+    assert {n for _, n in c.conductor.attainment.by_class()} == {1}
+    assert c.conductor.snapshot(c.now_ns)["counters"]["completed_finished"] == 1
 
 
 def test_a_completed_request_is_not_revived_while_a_worker_tidies_up(cluster, make):
