@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -56,7 +57,8 @@ class Generation:
         self.request = request
         self.leader = leader
         self.facts = Facts()
-        self.overflowed = asyncio.Event()  # set as soon as the client is too slow, whether or not it asks for more
+        # Done as soon as the client is too slow, whether or not it asks for more.
+        self.overflowed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = context
         self._output = output
         config = context.config
@@ -79,7 +81,7 @@ class Generation:
         self._closed = False
         self._asked_s = 0.0  # when `next` was called last
         self._ended_by: ApiError | None = None
-        self._limit: asyncio.Timeout | None = None  # of the `next` that waits now
+        self._limit: asyncio.Timeout | None = None  # of the attempt that begins now
 
     def read_prompt(self) -> None:
         """As Output.read_prompt; before the first `next`."""
@@ -103,25 +105,24 @@ class Generation:
             raise self._ended_by
         try:
             self._asked_s = monotonic()
-            async with asyncio.timeout_at(self.deadline_s) as self._limit:
-                while True:
-                    attempt = self._attempt if self._attempt is not None else await self._begin()
-                    if attempt is not None and (step := await self._follow(attempt)) is not None:
-                        return step
+            while True:
+                attempt = self._attempt if self._attempt is not None else await self._begin_in_time()
+                if attempt is not None and (step := await self._follow(attempt)) is not None:
+                    return step
         except TimeoutError as error:
             self._outcome = "failed"
             raise (self._ended_by or RequestDeadline(self._deadline_text())) from error
         except ApiError:
             self._outcome = "failed"
             raise
-        finally:
-            self._limit = None
 
     def end(self, error: ApiError) -> None:
         """Make `next`, whether it waits now or is called later, raise `error`."""
         self._ended_by, self._outcome = error, "failed"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
+        if self._attempt is not None:
+            self._attempt.inbox.interrupt()
 
     def close(self) -> None:
         """Tell workers and conductor what became of the request, and count it. Safe to call twice."""
@@ -139,6 +140,14 @@ class Generation:
             self._log_end()
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
+
+    async def _begin_in_time(self) -> Attempt | None:
+        """As `_begin`. Raises TimeoutError at the request's deadline."""
+        try:
+            async with asyncio.timeout_at(self.deadline_s) as self._limit:
+                return await self._begin()
+        finally:
+            self._limit = None
 
     async def _begin(self) -> Attempt | None:
         """Place the request, attach to its workers, submit it. None when a worker cannot be reached."""
@@ -189,13 +198,18 @@ class Generation:
         )
 
     async def _follow(self, attempt: Attempt) -> Step | None:
-        """Wait for the attempt's next events and take them; None when they bring no token."""
-        idle_s = self._context.config.idle_timeout_s
+        """Wait for the attempt's next events and take them; None when they bring no token.
+
+        Raises TimeoutError at the request's deadline, and when `end` was called.
+        """
+        idle_s, deadline_s = self._context.config.idle_timeout_s, self.deadline_s
+        # No idle limit before an attempt's first token: a long queue and a long prompt are no faults.
+        idle_until_s = monotonic() + idle_s if attempt.next_index > attempt.first_index else math.inf
         try:
-            # No idle limit before an attempt's first token: a long queue and a long prompt are no faults.
-            async with asyncio.timeout(idle_s if attempt.next_index > attempt.first_index else None):
-                events = await attempt.inbox.take()
+            events = await attempt.inbox.take(min(deadline_s, idle_until_s))
         except TimeoutError:
+            if self._ended_by is not None or deadline_s <= idle_until_s:
+                raise
             node_id = attempt.decoding_node
             self._set_back(attempt, Setback(node_id, "idle", f"no token for {idle_s:g} s", retryable=True))
             return None
@@ -204,7 +218,8 @@ class Generation:
             raise ClientTooSlow(f"the client fell {behind} tokens behind; its request was cancelled")
         num_duplicates = attempt.num_duplicates
         tokens, setback = attempt.take(events)
-        self._context.metrics.duplicate_tokens.inc(attempt.num_duplicates - num_duplicates)
+        if attempt.num_duplicates > num_duplicates:
+            self._context.metrics.duplicate_tokens.inc(attempt.num_duplicates - num_duplicates)
         pieces: list[Step] = []
         for arrived in tokens:
             piece = self._accept(arrived)
@@ -263,6 +278,7 @@ class Generation:
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self, attempt: Attempt, *, cancel: bool, keep_kv: bool = False, kept_tokens: int = 0) -> None:
+        attempt.inbox.close()
         for stream in attempt.streams:
             stream.unsubscribe(self.request.request_id, attempt.number)
             if cancel:
@@ -300,7 +316,8 @@ class Generation:
         self._outcome = "failed"
         if self._attempt is not None:
             self._leave(self._attempt, cancel=True)
-        self.overflowed.set()
+        if not self.overflowed.done():
+            self.overflowed.set_result(None)
 
     def _log_end(self) -> None:
         facts = self.facts

@@ -21,14 +21,17 @@ class Session:
         for generation in self.generations:
             generation.read_prompt()
 
-    async def next(self) -> tuple[int, Step] | None:
-        """The next (choice, step), whichever choice has one first; None when all have ended. Raises ApiError.
+    @property
+    def is_over(self) -> bool:
+        """Whether every generation has ended: there is no next step."""
+        return not self._running
+
+    async def next(self) -> tuple[int, Step]:
+        """The next (choice, step), whichever choice has one first; only while it is not over. Raises ApiError.
 
         A generation is asked for more only once its last step was taken, so a slow client slows the asking. Further
         answers to a prompt begin when the first one has a token, so that they reuse the prompt's KV.
         """
-        if not self._running:
-            return None
         if len(self.generations) == 1:  # no task per token for what is nearly every request
             return self._took(0, await self.generations[0].next())
         for index in sorted(self._running.difference(self._pending.values())):
@@ -42,19 +45,10 @@ class Session:
     async def collect(self) -> list[Step]:
         """All choices, each in one step. Raises the first ApiError of any."""
         steps: list[list[Step]] = [[] for _ in self.generations]
-        while (item := await self.next()) is not None:
-            index, step = item
+        while not self.is_over:
+            index, step = await self.next()
             steps[index].append(step)
         return [Step.joined(of_choice) for of_choice in steps]
-
-    async def overflowed(self) -> None:
-        """Return once the client is too slow for any of the generations."""
-        waiters = [asyncio.create_task(generation.overflowed.wait()) for generation in self.generations]
-        try:
-            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiter in waiters:
-                waiter.cancel()
 
     def end(self, error: ApiError) -> None:
         """Make what waits for the next step fail with `error`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from frontend.api import logprobs
+from frontend.api.stream import encode, event
 from frontend.api.tool_calls import ChoiceCalls
 from frontend.api.view import View
 from frontend.driver import Generation
@@ -13,7 +14,7 @@ from frontend.output import Step
 
 
 class Format(ABC):
-    """One response's constant parts. `chunks` must be called for every step, in order."""
+    """One response's constant parts. `events` must be called for every step, in order."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -21,6 +22,8 @@ class Format(ABC):
     def __init__(self, generations: Sequence[Generation], model: str, view: View) -> None:
         self._generations = generations
         self._head = {"id": generations[0].request.request_id, "created": int(time.time()), "model": model}
+        # Every chunk begins alike: what does not change is written down once.
+        self._opening = encode({**self._head, "object": self.chunk_object})[:-1] + b',"choices":'
         self._view = view
         self._started: set[int] = set()
         self._num_told = [0] * len(generations)  # tokens, by choice
@@ -32,18 +35,20 @@ class Format(ABC):
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
-    def chunks(self, index: int, step: Step) -> list[dict[str, Any]]:
-        """What a stream sends for one step; with the last choice's last step, the usage too."""
-        is_first = index not in self._started
+    def events(self, index: int, step: Step) -> bytes:
+        """What a stream sends for one step, perhaps nothing; with the last choice's last step, the usage too."""
+        opens, is_first = not self._started, index not in self._started
         self._started.add(index)
         self._num_told[index] += len(step.token_ids)
         self._num_running -= step.finish_reason is not None
-        chunks = [self._chunk([choice]) for choice in self._chunk_choices(index, step, is_first)]
+        chunks = [([choice], self._beside()) for choice in self._chunk_choices(index, step, is_first)]
+        if opens:
+            chunks[0][1].update(self._once())
         if self._num_running == 0:
             if self._view.include_usage:
-                chunks.append(self._chunk([]) | {"usage": self._usage()})
-            chunks[-1] |= self._facts()
-        return chunks
+                chunks.append(([], {"usage": self._usage()}))
+            chunks[-1][1].update(self._facts())
+        return b"".join(event(self._chunk(choices, beside)) for choices, beside in chunks)
 
     @abstractmethod
     def _whole_choice(self, index: int, step: Step) -> dict[str, Any]: ...
@@ -54,11 +59,18 @@ class Format(ABC):
     @abstractmethod
     def _logprobs(self, step: Step, num_top: int) -> dict[str, Any] | None: ...
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+    def _once(self) -> dict[str, Any]:
+        """What is told beside the choices, once."""
+        return {}
+
+    def _beside(self) -> dict[str, Any]:
+        """The fields of a chunk beside its choices."""
         if not self._view.include_usage:
-            return chunk
-        return chunk | {"usage": self._usage() if self._view.continuous_usage else None}
+            return {}
+        return {"usage": self._usage() if self._view.continuous_usage else None}
+
+    def _chunk(self, choices: list[dict[str, Any]], beside: dict[str, Any]) -> bytes:
+        return self._opening + encode(choices) + (b"," + encode(beside)[1:] if beside else b"}")
 
     def _end(self, index: int, step: Step, *, with_prompt: bool) -> dict[str, Any]:
         """The fields that all choices have."""
@@ -134,14 +146,7 @@ class ChatFormat(Format):
         self._calls = [ChoiceCalls() if view.reads_calls else None for _ in generations]
 
     def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
-        return super().whole(steps) | self._prompt_ids() | self._prompt_logprobs(steps[0])
-
-    def chunks(self, index: int, step: Step) -> list[dict[str, Any]]:
-        is_first = not self._started
-        chunks = super().chunks(index, step)
-        if is_first:
-            chunks[0] |= self._prompt_ids()
-        return chunks
+        return super().whole(steps) | self._once() | self._prompt_logprobs(steps[0])
 
     def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
         calls = self._calls[index]
@@ -168,13 +173,11 @@ class ChatFormat(Format):
     def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
         return logprobs.of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _once(self) -> dict[str, Any]:
         """A chat has one prompt, told beside the choices, as vLLM does."""
-        return (
-            {"prompt_token_ids": self._generations[0].request.prompt_ids.tolist()}
-            if (self._view.return_token_ids)
-            else {}
-        )
+        if not self._view.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._generations[0].request.prompt_ids.tolist()}
 
 
 def _facts(generation: Generation) -> dict[str, Any]:

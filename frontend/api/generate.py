@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,21 +52,18 @@ async def answer(
                 content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
                 return Response(content, media_type="application/json", headers=headers)
 
-            async def more() -> list[dict[str, Any]] | None:
-                with logs.request(requests[0].request_id):
-                    item = await session.next()
-                if item is None:
-                    return None
-                index, step = item
-                return await _told(service, [step], lambda: shape.chunks(index, step))
+            async def more() -> bytes:
+                index, step = await session.next()
+                return await _told(service, [step], lambda: shape.events(index, step))
 
             # The first step is awaited before any header is sent, so that what fails early fails with its status.
             first = await until_gone(http, more())
             handed_over = True
             return EventStream(
-                first or [],
+                first,
                 more,
-                abort=session.overflowed,
+                is_over=lambda: session.is_over,
+                aborts=[each.overflowed for each in session.generations],
                 close=lambda: service.close_session(session),
                 deadline_s=lambda: max(each.deadline_s for each in session.generations) + _STALLED_CLIENT_S,
                 headers=headers,

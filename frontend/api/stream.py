@@ -4,8 +4,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import copy_context
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +15,19 @@ from starlette.types import Receive, Scope, Send
 from frontend.errors import ApiError, ClientGone
 
 _log = logging.getLogger(__name__)
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
+_DONE: Final = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
     """JSON as sent to clients."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _JSON.encode(value).encode()
+
+
+def event(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -36,20 +44,22 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends what `more` gives as server-sent events until it gives None, the client leaves, or `abort` returns.
+    """Sends the server-sent events that `more` gives until `is_over`, the client leaves, or one of `aborts` is done.
 
-    An ApiError of `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s()`
-    (monotonic clock), which may recede, bounds a client that neither reads nor leaves.
+    `first` goes out with the headers; what `more` gives once `is_over` goes out with the stream's end. An ApiError of
+    `more` is sent as an error event. `close` is awaited in any case, perhaps twice. `deadline_s()` (monotonic clock),
+    which may recede, bounds a client that neither reads nor leaves.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: Sequence[Any],
-        more: Callable[[], Awaitable[Sequence[Any] | None]],
+        first: bytes,
+        more: Callable[[], Awaitable[bytes]],
         *,
-        abort: Callable[[], Coroutine[Any, Any, None]],
+        is_over: Callable[[], bool],
+        aborts: Sequence["asyncio.Future[None]"],
         close: Callable[[], Awaitable[None]],
         deadline_s: Callable[[], float],
         headers: Mapping[str, str],
@@ -58,41 +68,41 @@ class EventStream(Response):
         del self.headers["content-length"]  # set by Response for its empty body
         self._first = first
         self._more = more
-        self._abort = abort
+        self._is_over = is_over
+        self._aborts = aborts
         self._close = close
         self._deadline_s = deadline_s
+        self._context = copy_context()  # what is logged while it is sent names the same request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.create_task(self._pump(send))
-        watches = asyncio.create_task(_disconnected(receive)), asyncio.create_task(self._abort())
+        pump = asyncio.create_task(self._pump(send), context=self._context)
+        gone = asyncio.create_task(_disconnected(receive))
         try:
-            done: set[asyncio.Task[Any]] = set()
+            done: set[asyncio.Future[Any]] = set()
             while not done and (left_s := self._deadline_s() - monotonic()) > 0:
-                done, _ = await asyncio.wait((pump, *watches), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    (pump, gone, *self._aborts), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
             if pump.done():
                 pump.result()
         finally:
-            await _end(pump, *watches)
+            await _end(pump, gone)
             await self._close()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            chunks: Sequence[Any] | None = self._first
-            while chunks is not None:
-                for chunk in chunks:
-                    await self._event(send, encode(chunk))
-                chunks = await self._more()
+            events = self._first
+            while not self._is_over():
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = await self._more()
         except ApiError as error:
             _log.warning("told in the stream: %s", error)
-            await self._event(send, encode(error.body()))
+            events = event(encode(error.body()))
         # Before the last word, so that whoever has read it finds the request counted and nothing held.
         await self._close()
-        await self._event(send, b"[DONE]", last=True)
-
-    @staticmethod
-    async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not last})
+        await send({"type": "http.response.body", "body": events + _DONE, "more_body": False})
 
 
 async def _disconnected(receive: Receive) -> None:
