@@ -55,7 +55,11 @@ def explain(
             for number, record in enumerate(records):
                 if number:
                     console.print("")
-                console.print(view.record_picture(record))
+                try:
+                    console.print(view.record_picture(record))
+                except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                    text = f"the record of {record['request_id']} is damaged, or of another version of this program"
+                    raise DecisionLogError(f"{text} ({error!r}); --json shows what is there") from error
             for name, answer in answers.items():
                 for text in answer["damaged"]:
                     console.print(f"Not read, in {name}: {text}", style="red")

@@ -137,10 +137,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def open_file(path: Path) -> Iterator[Iterator[bytes]]:
     """The bytes of a plain or compressed file in pieces; a file that was compressed meanwhile is found. Raises
     OSError, also for a damaged compressed file."""
+    packed = path.with_name(path.name + ".zst")
     try:
         raw = path.open("rb")
     except FileNotFoundError:
-        raw = path.with_name(path.name + ".zst").open("rb")
+        if not packed.exists():
+            raise
+        raw = packed.open("rb")
     with raw:
         yield _unpacked(raw) if raw.name.endswith(".zst") else iter(lambda: raw.read(_PIECE), b"")
 

@@ -21,7 +21,6 @@ class Journal:
     """Written by one writer; see `read_journal` for what it says."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError."""
         self._path = folder / _NAME
         self._known: dict[str, int] = {}  # bytes of each open record's last line
         self._known_nbytes = 0  # of all of them

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from conductor.decision_log.event_lines import Head, read_head, read_row
 from conductor.decision_log.files import numbered, read_lines
-from conductor.errors import LogFormatError
+from conductor.errors import LogFormatError, ObjectivesError
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, ObjectivesChanged
@@ -85,7 +85,11 @@ def replay(life: Life, config: PolicyConfig | None = None, *, own_objectives: bo
                 )
             if own_objectives and isinstance(row.event, ObjectivesChanged):
                 continue
-            yield Step(path, number, row.now_ns, row.event, row.decisions, conductor.on_event(row.now_ns, row.event))
+            try:
+                made = conductor.on_event(row.now_ns, row.event)
+            except ObjectivesError as error:
+                raise LogFormatError(f"{path}, line {number}: {error}") from error
+            yield Step(path, number, row.now_ns, row.event, row.decisions, made)
 
 
 def _head(path: Path) -> Head | None:

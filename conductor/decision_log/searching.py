@@ -84,7 +84,8 @@ def _lines_with(path: Path, needle: bytes, *, first: bool) -> list[bytes]:
 def _record(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-        return record if isinstance(record["request_id"], str) and isinstance(record["attempts"], list) else None
+        is_one = isinstance(record["request_id"], str) and isinstance(record["attempts"], list)
+        return record if is_one and isinstance(record["at"], int | float) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -39,6 +39,7 @@ _AT_ONCE = 16  # entries after which the writer lets the loop have its turn
 _TURN_S = 0.0005
 _TELL_AGAIN_S = 60.0
 _CLOSE_S = 10.0
+_LONGEST_SECRET = 64  # bytes that the hash takes as its key
 _ENTRY_NBYTES, _ITEM_NBYTES = 2048, 128  # of one that waits, beside its arrays; of each thing that a node reports
 
 Entry = tuple[int, Event, Sequence[Decision], NDArray[np.uint64]]
@@ -55,7 +56,11 @@ class DecisionLog:
         try:
             config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock_fd = _lock(config.folder)
-            secret, started_ms = _identity(config.folder)
+            try:
+                secret, started_ms = _identity(config.folder)
+            except OSError:
+                os.close(self._lock_fd)
+                raise
             self._journal = Journal(config.folder)
         except OSError as error:
             raise ConfigError(f"decision_log is {str(config.folder)!r}, which cannot be used: {error}") from error
@@ -238,10 +243,13 @@ def _identity(folder: Path) -> tuple[bytes, int]:
     path = folder / "log.json"
     try:
         said = json.loads(path.read_bytes())
-        return bytes.fromhex(said["secret"]), int(said["started_ms"])
+        secret, started_ms = bytes.fromhex(said["secret"]), int(said["started_ms"])
+        if not 0 < len(secret) <= _LONGEST_SECRET:
+            raise ValueError(f"a secret of {len(secret)} bytes")
+        return secret, started_ms
     except FileNotFoundError:
         secret, started_ms = secrets.token_bytes(32), time.time_ns() // 1_000_000
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         text = f"{path} is damaged ({error!r}): remove it, and hash ids begin anew"
         raise OSError(errno.EINVAL, text) from error
     fresh = path.with_suffix(".part")

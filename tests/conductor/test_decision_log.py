@@ -304,12 +304,20 @@ def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path):
         Core(ConductorConfig("none", decision_log=DecisionLogConfig(tmp_path / "log")))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"secret": "zz", "started_ms": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "[" * 100_000, '{"secret": "zz", "started_ms": 1}', '{"secret": "", "started_ms": 1}'),
+        '{"secret": "%s", "started_ms": 1}' % ("00" * 65),
+        '{"secret": "00", "started_ms": 1e999}',
+    ],
+)
 def test_a_damaged_identity_is_said(tmp_path, text):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "log.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"log\.json is damaged"):
-        Core(ConductorConfig("none", decision_log=DecisionLogConfig(tmp_path / "log")))
+    for _ in range(2):  # the folder is not held by one that could not begin
+        with pytest.raises(ConfigError, match=r"log\.json is damaged"):
+            Core(ConductorConfig("none", decision_log=DecisionLogConfig(tmp_path / "log")))
 
 
 def test_hash_ids_stay_the_same_over_restarts(tmp_path, start, make):

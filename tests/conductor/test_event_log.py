@@ -161,6 +161,19 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path, line, said):
         steps_of(path)
 
 
+def test_objectives_that_cannot_be_are_named_by_file_and_line(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    row = '{"now_ns":1,"event":{"type":"ObjectivesChanged","version":1,"content":"[1]"},"decisions":[]}'
+    path.write_text(GOLDEN.read_text().splitlines()[0] + "\n" + row + "\n")
+    with pytest.raises(LogFormatError, match=r"bad\.jsonl, line 2: the record is \[1\]"):
+        steps_of(path)
+
+
+def test_a_log_that_is_not_there_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(OSError, match="none'"):
+        lives(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("head", "said"),
     [
