@@ -163,6 +163,16 @@ def test_min_tokens_puts_the_end_off(worker: Worker) -> None:
     assert len(answer_of(sequence)) > 50
 
 
+def test_no_token_that_stops_comes_before_min_tokens_though_it_stands_for_text(worker: Worker) -> None:
+    stops = prompt(1000, seed=5)
+    sequence = worker.sequence(prompt(6), 60, stop_token_ids=stops, min_tokens=50)
+    worker.run(sequence)
+    answer = answer_of(sequence)
+    assert len(answer) > 50
+    assert not set(answer[:-1]) & set(stops)
+    assert sequence.finish == FINISH_STOP
+
+
 def test_kv_of_a_chunk_is_all_there_when_its_last_layer_is_reported(worker: Worker) -> None:
     sequence = worker.sequence(prompt(20), 4, prefill_only=True)
     worker.run(sequence)

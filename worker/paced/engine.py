@@ -238,20 +238,19 @@ class PacedSteps:
         if sequence.error is not None:
             return None
         course = _course(sequence)
-        index, allowed = sequence.next_index, None
+        index, choices = sequence.next_index, None
         if sequence.steering is not None:
             try:
-                row = sequence.steering.row(index)
+                choices = self._tokens.choices(sequence.steering.row(index))
             except Exception as error:
                 sequence.error = named(error)
                 return None
-            allowed = row.allowed if row is not None else None
-        if index == course.last_index and allowed is None:
+        if index == course.last_index and choices is None:
             assert course.end is not None
             token = course.end
         else:
             state = int(course.states(sequence, sequence.num_tokens)[sequence.num_tokens - 1])
-            token = self._tokens.token(state, course.draw, index, allowed)
+            token = self._tokens.token(state, course.draw, index, choices)
         # An answer's slots are given away at its end: what was written there while it ran must not have touched it.
         ends = sequence.remaining == 1 or token == course.end
         return None if ends and not self._verify(sequence, course, sequence.num_computed) else Chosen(token)

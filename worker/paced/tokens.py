@@ -14,6 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import LogitSteering
 from engine.config import ModelConfig
 from worker.paced.kernels import kernels, mixed
 
@@ -45,9 +46,10 @@ class Draw:
 class PacedTokens:
     """Of one model folder. `plain` [n]: the ids that stand for text; `end_ids`: those that end an answer."""
 
-    def __init__(self, plain: NDArray[np.int64], end_ids: tuple[int, ...], answer_tokens: int) -> None:
+    def __init__(self, plain: NDArray[np.int64], end_ids: tuple[int, ...], answer_tokens: int, vocab_size: int) -> None:
         """`answer_tokens`: mean length of answers that may end by themselves; 0: they never do."""
         self._plain = plain
+        self._all = np.arange(vocab_size)
         self._ends = end_ids
         self._mean = answer_tokens
 
@@ -62,7 +64,8 @@ class PacedTokens:
             pass  # who needs the tokenizer says what is wrong with it
         plain = np.array([i for i in range(config.vocab_size) if i not in special], np.int64)
         ends = tuple(i for i in config.eos_token_ids if i < config.vocab_size)
-        return cls(plain if len(plain) else np.arange(config.vocab_size), ends, answer_tokens)
+        plain = plain if len(plain) else np.arange(config.vocab_size)
+        return cls(plain, ends, answer_tokens, config.vocab_size)
 
     def length(self, prompt_state: int, draw: Draw) -> int:
         """Tokens of an answer that ends by itself, its end included; 0: it does not. `prompt_state`: of the last token
@@ -77,9 +80,19 @@ class PacedTokens:
         """The id that ends an answer to a request that stops at these."""
         return next((i for i in self._ends if i in stop_ids), None)
 
-    def token(self, state: int, draw: Draw, index: int, allowed: NDArray[np.bool_] | None = None) -> int:
-        """The answer's token number `index`, after ids that end in `state`; of `allowed` [V] if given."""
-        ids = self._plain if allowed is None else np.flatnonzero(allowed)
+    def choices(self, row: LogitSteering | None) -> NDArray[np.int64] | None:
+        """What a token may be that is steered so, never none; None: whatever stands for text."""
+        if row is None or (row.allowed is None and row.barred is None):
+            return None
+        ids = self._plain if row.allowed is None else np.flatnonzero(row.allowed)
+        if row.barred is None:
+            return ids
+        left = ids[~np.isin(ids, row.barred)]
+        return left if len(left) else np.setdiff1d(self._all, row.barred)
+
+    def token(self, state: int, draw: Draw, index: int, choices: NDArray[np.int64] | None = None) -> int:
+        """The answer's token number `index`, after ids that end in `state`; of `choices` if given."""
+        ids = self._plain if choices is None else choices
         return int(ids[mixed(state ^ draw.key ^ mixed(index + 1)) % len(ids)])
 
     def answer(self, prompt: NDArray[np.int32], draw: Draw, num_tokens: int) -> list[int]:
