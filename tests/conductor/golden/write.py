@@ -60,7 +60,8 @@ class Simulation:
         self.now_ns = 0
         objectives = {"ttft_objective_s": 2.0, "tbt_objective_s": 0.2}
         log = DecisionLogConfig(folder)
-        config = ConductorConfig("none", **objectives, report_timeout_s=0, decision_log=log)
+        # The mode that goes by most of what is learned.
+        config = ConductorConfig("none", **objectives, admission_mode="predicted", report_timeout_s=0, decision_log=log)
         self.core = Core(config, clock=lambda: self.now_ns)
         self.rng = random.Random(7)
         self.heap: list[tuple[int, int, object]] = []
