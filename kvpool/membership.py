@@ -9,7 +9,7 @@ import grpc.aio
 from kvpool import node_numbers
 from kvpool.node import PoolNode
 from messenger.backoff import Backoff
-from messenger.control import control_error, open_channel
+from messenger.control import control_error, open_channel, outgoing
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
 __all__ = ["stay_joined"]
@@ -25,7 +25,8 @@ async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
         channel = open_channel(conductor)
         try:
             stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(channel)
-            async for command in stub.Join(_reports(node, target)):
+            reports = outgoing(_reports(node, target), what="Conductor.Join", target=conductor)
+            async for command in stub.Join(reports):
                 if command.HasField("accepted"):
                     _log.info("joined the conductor at %s", conductor)
                     last_trouble = ""

@@ -5,9 +5,10 @@ Targets are gRPC's: "unix:/dir/name.sock" or "host:port". Once `secure` was call
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +39,13 @@ __all__ = [
     "Unavailable",
     "call",
     "open_channel",
+    "outgoing",
     "run",
     "secure",
     "start_server",
 ]
+
+log = logging.getLogger(__name__)
 
 DeadlineExceeded = ControlDeadlineExceeded
 
@@ -174,6 +178,18 @@ async def call(rpc: Awaitable[T], *, what: str, target: str, deadline_s: float |
         ) from error
     except grpc.aio.AioRpcError as error:
         raise control_error(error, what=what, target=target) from error
+
+
+async def outgoing(messages: AsyncIterator[T], *, what: str, target: str) -> AsyncIterator[T]:
+    """What a client's stream is to send. Where the next message cannot be made, that is logged and the stream ends.
+
+    An error that gRPC meets here cancels its caller, who then looks like one that was told to stop.
+    """
+    try:
+        async for message in messages:
+            yield message
+    except Exception:
+        log.exception("%s of %s: the next message cannot be made, the stream ends", what, target)
 
 
 def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> ControlError:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from messenger.backoff import Backoff
-from messenger.control import control_error, open_channel
+from messenger.control import control_error, open_channel, outgoing
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -109,7 +109,8 @@ class JoinStream:
         while True:
             channel = open_channel(self.target)
             try:
-                call = ConductorStub(channel).Join(self._reports())
+                reports = outgoing(self._reports(), what="Conductor.Join", target=self.target)
+                call = ConductorStub(channel).Join(reports)
                 async for command in call:
                     if command.HasField("accepted"):
                         log.info("joined conductor at %s", self.target)

@@ -23,7 +23,6 @@ class Conductor(ConductorServicer):
 
     def __init__(self, refuses: str = "") -> None:
         self.refuses = refuses
-        self.reports = 0
         self.joins = 0
         self.told: list[str] = []
         self.heard = asyncio.Event()
@@ -36,13 +35,14 @@ class Conductor(ConductorServicer):
         self.joins += 1
         reading = asyncio.ensure_future(self._read(request_iterator))
         yield NodeCommand(accepted=JoinAccepted(conductor_incarnation=self.joins))
-        await self.hang_up.wait()
+        hang_up = asyncio.ensure_future(self.hang_up.wait())
+        await asyncio.wait([hang_up, reading], return_when=asyncio.FIRST_COMPLETED)
         self.hang_up.clear()
-        reading.cancel()
+        for task in (hang_up, reading):
+            task.cancel()
 
     async def _read(self, reports: AsyncIterator[NodeReport]) -> None:
         async for report in reports:
-            self.reports += 1
             for progress in report.progress:
                 self.told.append(progress.request_id)
                 self.heard.set()
@@ -89,6 +89,34 @@ async def test_news_after_a_broken_stream_go_to_the_next_one(tmp_path: Path) -> 
                 while conductor.joins == round_:
                     await asyncio.sleep(0.005)
         assert conductor.told == [f"request {i}" for i in range(1, 6)]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
+async def test_a_report_that_cannot_be_made_costs_one_stream_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conductor, server = await _serve(tmp_path)
+    made = 0
+
+    def fill(report: NodeReport) -> None:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise ValueError("not this one")
+
+    stream = JoinStream(Node(node_id="n"), server.target, fill, lambda command: None)
+    running = asyncio.create_task(stream.run())
+    try:
+        async with asyncio.timeout(60):
+            await stream.joined.wait()
+            stream.hurry()
+            while not running.done() and conductor.joins < 2:
+                await asyncio.sleep(0.005)
+        assert not running.done()
+        assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["not this one"]
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
