@@ -30,5 +30,9 @@ class SloSettings(Slice):
     ] = None
 
     def check(self) -> None:
-        if self.slo_file is not None and not self.slo_file.is_file():
+        try:
+            is_there = self.slo_file is None or self.slo_file.is_file()
+        except OSError:  # a name that cannot be one
+            is_there = False
+        if not is_there:
             raise ConfigError(f"--slo-file is {str(self.slo_file)!r}: there is no such file")

@@ -109,7 +109,10 @@ def _converted(declared: Setting, value: Any, source: str) -> Any:
     if declared.kind is str and value is False and "off" in declared.key.choices:
         return "off"  # which YAML takes for a false
     if declared.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("it is too large") from None
     if declared.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     return value

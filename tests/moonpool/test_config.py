@@ -75,6 +75,7 @@ def test_the_environment_can_name_the_file(config_file: Path) -> None:
         ("transport: ucx", r"transport is 'ucx': expected one of auto, rdma, tcp, shm"),
         ("api_key: [1]", r"api_key is \[1\]: expected a list of texts"),
         ("port: null", r"port is None: expected a whole number"),
+        pytest.param("ttft_slo: 1" + 400 * "0", r"ttft_slo: it is too large", id="huge"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

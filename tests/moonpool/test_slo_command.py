@@ -166,6 +166,7 @@ def test_a_configured_file_holds_the_first_objectives_and_is_alone_in_that(tmp_p
         conductor_config(role(slo_file=str(path)), "c")
 
 
-def test_a_configured_file_that_is_not_there_is_named() -> None:
+@pytest.mark.parametrize("path", ["/nowhere/slo.yaml", "x" * 5000])
+def test_a_configured_file_that_is_not_there_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
-        role(slo_file="/nowhere/slo.yaml")
+        role(slo_file=path)
