@@ -31,6 +31,7 @@ MOST_NS: Final = 10**15
 _MOST_BYTES: Final = 1 << 50
 _MOST_PRIORITY: Final = 1 << 31
 _MOST_VIRTUAL_NS: Final = 1 << 60
+_OUTCOMES: Final = frozenset({"finished", "failed", "cancelled", "retry", "rejected"})
 T = TypeVar("T", int, float)
 D = TypeVar("D", RequestArrived, RequestCompleted, CopyFinished, Held, NodeView)
 
@@ -44,7 +45,8 @@ def credible(event: Event) -> Event:
             return _report(event)
         case RequestCompleted():
             counts = {"generated": MOST_TOKENS, "cached_tokens": MOST_TOKENS}
-            return _within(event, counts, ("ttft_s", "mean_tbt_s", "slow_tbt_s"))
+            event = _within(event, counts, ("ttft_s", "mean_tbt_s", "slow_tbt_s"))
+            return event if event.outcome in _OUTCOMES else replace(event, outcome="failed")
         case CopyFinished():
             return _within(event, {"nbytes": _MOST_BYTES}, ("seconds",))
         case NodeJoined(node):

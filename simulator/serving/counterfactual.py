@@ -6,6 +6,8 @@ needs an operating system that forks.
 """
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 
 from simulator.serving.cluster import Cluster
@@ -45,13 +47,16 @@ class FalseRejects:
 def in_a_copy(question: Callable[[], bool]) -> bool:
     """The answer of a copy of this process, which may change anything: nothing of it is seen here.
 
-    Raises ChildProcessError when the copy fails.
+    Raises ChildProcessError when the copy fails, which has told stderr why.
     """
     pid = os.fork()
     if pid == 0:
         status = 2
         try:
             status = int(question())
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(status)
     _, ended = os.waitpid(pid, 0)

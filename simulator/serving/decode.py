@@ -62,10 +62,6 @@ class DecodeNode:
         """What a step takes right now; 0 when nothing runs."""
         return self._step_ns / 1e9 if self._plan is not None else 0.0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def reserve(self, work: Work, ready: Callable[[Work], None]) -> None:
         """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
         self._line.join(work.key, work.turn)

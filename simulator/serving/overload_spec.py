@@ -8,7 +8,7 @@ from simulator.errors import BadSetting
 from simulator.serving.runs import RunSpec
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
-from worker.policy.cost_profile import load_profile
+from worker.policy.cost_profile import CostProfile, load_profile
 
 __all__ = ["overload_spec"]
 
@@ -39,7 +39,7 @@ def overload_spec(
         raise BadSetting(f"output_scale is {output_scale}; give a number above 0 and below 1000")
     longest_answer = longest_answer or max(1, round(output_scale * max(row.output_length for row in rows)))
     standard = ServingSettings()
-    capacity_tokens = int(costs.engine.get("capacity_tokens", standard.capacity_tokens))
+    capacity_tokens = _setting(costs, "capacity_tokens", standard.capacity_tokens)
     settings = ServingSettings(
         prefill_nodes=prefill_nodes,
         decode_nodes=decode_nodes,
@@ -47,11 +47,13 @@ def overload_spec(
         tbt_objective_s=tbt_s,
         max_new_tokens=longest_answer,
         capacity_tokens=capacity_tokens // rows.block_tokens * rows.block_tokens,
-        max_batch=int(costs.engine.get("max_batch", standard.max_batch)),
+        max_batch=_setting(costs, "max_batch", standard.max_batch),
         pool_blocks=pool_blocks,
         ssd_blocks=ssd_blocks,
     )
-    longest = max(row.input_length for row in rows if not longest_prompt or row.input_length <= longest_prompt)
+    longest = max(
+        (row.input_length for row in rows if not longest_prompt or row.input_length <= longest_prompt), default=0
+    )
     if longest + longest_answer + rows.block_tokens > settings.capacity_tokens:
         raise BadSetting(
             f"a node of profile {costs.name} holds {settings.capacity_tokens} tokens of KV; the longest request needs "
@@ -73,3 +75,10 @@ def overload_spec(
         longest_prompt=longest_prompt,
         look_into=look_into,
     )
+
+
+def _setting(costs: CostProfile, name: str, standard: int) -> int:
+    value = costs.engine.get(name, standard)
+    if type(value) is not int:
+        raise BadSetting(f"engine.{name} of profile {costs.name} is {value!r}; give a whole number")
+    return value

@@ -72,11 +72,6 @@ class Pools:
         for block in reversed(blocks[keep_blocks:]):
             self._memory[target].remove(block)
 
-    @property
-    def num_blocks(self) -> int:
-        """In all memories."""
-        return sum(len(tier.present) for tier in self._memory.values())
-
     def validate(self, settings: ServingSettings) -> list[str]:
         """Pool nodes that hold more than they can."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]

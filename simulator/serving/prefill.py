@@ -53,14 +53,12 @@ class PrefillNode:
         self._ahead: set[Key] = set()  # being loaded or computed
         self._computing: list[Work] = []
         self._is_stepping = False
-        self.backlog_tokens = 0  # to be computed for those that wait or are computed
 
     def submit(self, work: Work) -> None:
         """Take a placed request."""
         self._held_works[work.job.name] = work
         self._line.join(work.key, work.turn)
         self._waiting[work.key] = work
-        self.backlog_tokens += work.job.prompt_tokens - work.reused_tokens
         self._fill_places()
 
     def release(self, work: Work) -> None:
@@ -84,7 +82,6 @@ class PrefillNode:
 
     def _prepare(self, work: Work) -> None:
         """Load what is reused, and meanwhile take pages at the decode node."""
-        self.backlog_tokens -= work.job.prompt_tokens - work.reused_tokens
         work.reused_tokens = 0
         loaded_ns = self._clock.now_ns
         for holder in work.holders:
@@ -97,7 +94,6 @@ class PrefillNode:
                 break
             work.reused_tokens = there * self._block_tokens
             loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks)))
-        self.backlog_tokens += work.job.prompt_tokens - work.reused_tokens
         self._clock.at(loaded_ns, lambda: self._loaded(work))
         self._decode_nodes[work.decode_node].reserve(work, self._reserved)
 
@@ -173,7 +169,6 @@ class PrefillNode:
         for chunk in plan.prefill:
             work = self._computing[chunk.index]
             work.computed = chunk.end
-            self.backlog_tokens -= chunk.end - chunk.start
             if chunk.last:
                 done.append(work)
         for work in done:

@@ -39,12 +39,13 @@ class ServingSettings:
     tick_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("prefill_nodes", "decode_nodes", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead"):
+        whole = ("prefill_nodes", "decode_nodes", "capacity_tokens", "max_batch", "chunk_tokens", "lookahead")
+        for name in (*whole, "pool_blocks"):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; give at least 1")
-        for name in ("pool_blocks", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise BadSetting(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.max_new_tokens < 2:
+            text = "give at least 2: an answer of one token needs no decode node"
+            raise BadSetting(f"max_new_tokens is {self.max_new_tokens}; {text}")
         for name in ("ttft_objective_s", "tbt_objective_s", "report_every_s", "coalesce_s", "tick_s"):
             if not isfinite(getattr(self, name)) or getattr(self, name) <= 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; give a finite number above 0")

@@ -251,3 +251,11 @@ def test_an_aggregated_node_that_reports_its_prefill_late_still_teaches_how_long
     c.after(5.0).progress("a", "prefill_ended", "r")
     c.progress("a", "ended", "r")
     assert 3.5 < c.conductor.snapshot(c.now_ns)["models"]["m"]["costs"]["decode_time_s"] < 4.5
+
+
+def test_an_outcome_that_nobody_knows_counts_as_a_failure(cluster, make):
+    c = cluster()
+    c.send(make.request())
+    c.send(RequestCompleted("r", 0, "exploded"))
+    counters = c.conductor.snapshot(c.now_ns)["counters"]
+    assert {name: n for name, n in counters.items() if name.startswith("completed_")} == {"completed_failed": 1}

@@ -25,27 +25,27 @@ from simulator.serving.swing import swing_of
 from simulator.serving.work import End, slowest_tenth_s
 from simulator.serving.workload import Job, Workload, draw_workload
 from traces import load_trace
-from worker.policy.cost_profile import MOONCAKE, load_profile
+from worker.policy.cost_profile import MOONCAKE, load_profile, save_profile
+
+STANDARD: dict[str, Any] = {
+    "prefill_nodes": 2,
+    "decode_nodes": 2,
+    "ttft_s": 10.0,
+    "tbt_s": 0.1,
+    "requests": 150,
+    "output_scale": 1.0,
+    "longest_prompt": 40_000,
+    "longest_answer": 0,
+    "pool_blocks": 500,
+    "ssd_blocks": 0,
+    "look_into": 0.0,
+    "attained_share": 0.95,
+}
 
 
 @pytest.fixture(scope="module")
 def spec() -> RunSpec:
-    return overload_spec(
-        "conversation",
-        MOONCAKE,
-        prefill_nodes=2,
-        decode_nodes=2,
-        ttft_s=10.0,
-        tbt_s=0.1,
-        requests=150,
-        output_scale=1.0,
-        longest_prompt=40_000,
-        longest_answer=0,
-        pool_blocks=500,
-        ssd_blocks=0,
-        look_into=0.0,
-        attained_share=0.95,
-    )
+    return overload_spec("conversation", MOONCAKE, **STANDARD)
 
 
 def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
@@ -108,6 +108,26 @@ def test_objectives_that_no_rate_meets_are_said_to_be_too_strict(spec: RunSpec) 
         find_capacity(spec, 1, lambda specs: [missed] * len(specs), lambda rate, attainment: None)
 
 
+@pytest.mark.parametrize("longest_prompt", [1, -1])
+def test_where_no_prompt_is_short_enough_that_is_said(longest_prompt: int) -> None:
+    with pytest.raises(BadSetting, match="no prompt of conversation"):
+        run_one(overload_spec("conversation", MOONCAKE, **{**STANDARD, "longest_prompt": longest_prompt}))
+
+
+def test_answers_that_no_decode_node_would_have_a_part_in_are_refused() -> None:
+    with pytest.raises(BadSetting, match="max_new_tokens is 1; give at least 2"):
+        overload_spec("conversation", MOONCAKE, **{**STANDARD, "longest_answer": 1})
+
+
+@pytest.mark.parametrize("name", ["capacity_tokens", "max_batch"])
+def test_a_profile_whose_machine_is_given_in_words_is_refused_by_the_field(tmp_path: Path, name: str) -> None:
+    profile = load_profile(MOONCAKE)
+    path = tmp_path / "profile.json"
+    save_profile(replace(profile, engine={**profile.engine, name: "plenty"}), path)
+    with pytest.raises(BadSetting, match=rf"engine.{name} of profile .* is 'plenty'; give a whole number"):
+        overload_spec("conversation", path, **STANDARD)
+
+
 @pytest.mark.parametrize(("gap_s", "would_be_good"), [(60.0, 1), (0.01, 0)])
 def test_a_rejected_request_is_tried_out_in_a_copy(gap_s: float, would_be_good: int) -> None:
     """Held to a microsecond, everything is rejected; whether it would have met 5 s depends on who came before."""
@@ -130,7 +150,7 @@ def _force(cluster: Cluster, job: Job) -> None:
     cluster.admit(replace(job, index=99))
 
 
-def test_a_copy_changes_nothing_here() -> None:
+def test_a_copy_changes_nothing_here_and_says_why_it_failed(capfd: pytest.CaptureFixture[str]) -> None:
     numbers = [1]
 
     def change() -> bool:
@@ -141,6 +161,7 @@ def test_a_copy_changes_nothing_here() -> None:
     assert numbers == [1]
     with pytest.raises(ChildProcessError):
         in_a_copy(lambda: 1 // 0 == 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 @pytest.fixture

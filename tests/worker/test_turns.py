@@ -1,11 +1,15 @@
 """The order of those that wait: age, class, shares, deadlines; and how long anybody can be kept waiting by it."""
 
+import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool_proto.v1 import conductor_pb2
 from worker.policy.turns import Key, Line, Turn
+from worker.turn_wire import turn_from_proto
 
 FRESH = Turn(arrived_s=0.0, due_s=10.0, ages_s=60.0)
 
@@ -136,3 +140,16 @@ def test_the_tickets_of_an_account_are_used_in_its_own_order(
         used = [line.turn(key).start_ns for key in own]
         assert used == sorted(used)
     assert len(line) == len(here)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_who_is_told_no_time_confuses_nobody_elses_place(wrong: float) -> None:
+    line = Line()
+    for number, due_s in enumerate((5.0, wrong, 1.0, 3.0)):
+        message = conductor_pb2.Turn(waited_s=wrong, due_in_s=due_s, ages_in_s=wrong if due_s == wrong else 100.0)
+        line.join((str(number), 0), turn_from_proto(message, 1000.0))
+    for number in (1, 0, 2, 3):
+        line.leave((str(number), 0))
+    assert len(line) == 0
+    line.join(("again", 0), Turn())
+    assert line.first([("again", 0)], 1000.0) == ("again", 0)
