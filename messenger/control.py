@@ -38,6 +38,7 @@ __all__ = [
     "Refused",
     "Unavailable",
     "call",
+    "check_target",
     "open_channel",
     "outgoing",
     "run",
@@ -155,12 +156,17 @@ def dialled(listened: str, advertise: str) -> str:
     return f"{host}:{_split_host_port(listened)[1]}"
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
+def check_target(target: str) -> None:
+    """Raises InvalidArgument for what is no target."""
     if _unix_path(target) is None:
         _split_host_port(target)
-        if _identity is not None:
-            return TlsChannel(target, _identity, _CHANNEL_OPTIONS)
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
+    check_target(target)
+    if _unix_path(target) is None and _identity is not None:
+        return TlsChannel(target, _identity, _CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
 
 

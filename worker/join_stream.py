@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from messenger.backoff import Backoff
-from messenger.control import control_error, open_channel, outgoing
+from messenger.control import check_target, control_error, open_channel, outgoing
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -40,7 +40,8 @@ class JoinStream:
         self, node: Node, target: str, fill: Callable[[NodeReport], None], on_command: Callable[[NodeCommand], None]
     ) -> None:
         """`fill(report)` adds the current load, held requests and counters. Commands but `accepted` go to
-        `on_command`."""
+        `on_command`. Raises InvalidArgument for what is no target."""
+        check_target(target)
         self.target = target
         self._node = node
         self._announced: Node | None = None  # on the stream that is open now

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from messenger import InvalidArgument
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
@@ -194,3 +195,8 @@ async def test_of_many_decode_steps_the_usual_ones_are_told(tmp_path: Path, monk
     later = told[FIRST_DECODES:]
     assert len(later) == 7  # of 2 seconds
     assert all(sample.seconds < 1 for sample in later)
+
+
+def test_a_conductor_that_cannot_be_one_is_named_at_once() -> None:
+    with pytest.raises(InvalidArgument, match="'head' is neither unix:/dir/name.sock nor host:port"):
+        _reporter("127.0.0.1:7000", "head")
