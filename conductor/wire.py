@@ -112,7 +112,8 @@ def arrived(
 ) -> RequestArrived:
     """`matches`: what pool nodes hold of `kv_namespace`; `keys`: one per full block; `replicas`: per pool node
     that has some of it by a Copy, that Copy's match_key."""
-    longest = int(matches.held[0].max(initial=0)) if matches is not None else 0
+    longest = matches.longest if matches is not None else 0
+    waited_s = request.waited_s
     match_key = prefix_key(kv_namespace, int(keys[longest - 1])) if longest else 0
     return RequestArrived(
         request_id=request.request_id,
@@ -132,7 +133,7 @@ def arrived(
         tenant=request.tenant,
         slo_class=request.slo_class,
         priority=request.priority,
-        waited_s=max(0.0, _seconds(request.waited_s)),
+        waited_s=waited_s if 0 <= waited_s <= _LONGEST_S else max(0.0, _seconds(waited_s)),
         endless=request.endless,
     )
 

@@ -30,6 +30,12 @@ class Matches(Mapping[str, Match]):
         self.held = held
         self._items: dict[str, Match] | None = None  # the same by id, once somebody asked
 
+    @property
+    def longest(self) -> int:
+        """Blocks that the node with the most of them holds."""
+        blocks = self.held[0]
+        return int(blocks[blocks.argmax()]) if len(blocks) else 0
+
     def __getitem__(self, node: str) -> Match:
         return self._by_id()[node]
 

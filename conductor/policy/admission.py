@@ -11,6 +11,7 @@ from conductor.policy.decode_choice import tbt_now_s, wait_for_tbt_s
 from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.nodes import Candidates
 from conductor.policy.objectives import EffectiveObjectives
+from conductor.policy.quick import quick
 from conductor.policy.requests import NONE
 from conductor.policy.retry import retry_after_s
 from conductor.policy.state import ClusterState
@@ -18,6 +19,7 @@ from conductor.policy.state import ClusterState
 __all__ = ["Judgement", "Verdict", "asks_again", "judge", "judge_after_prefill"]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What is predicted for a request at its best place. Without a decode node, TBT and waits are 0."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Holder, PrefillScore
 from conductor.policy.kernels import kernels
+from conductor.policy.quick import quick
 
 __all__ = ["PrefillScores", "Prefixes", "holders", "score_prefill"]
 
@@ -15,6 +16,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """What of the prompt the pool holds, in blocks; never the whole prompt, so at least one token is computed."""
@@ -32,6 +34,7 @@ class Prefixes:
         return row
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
     """Predicted seconds per candidate, and how many blocks each would reuse; `fetches`: from the best pool node."""

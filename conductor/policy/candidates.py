@@ -8,11 +8,13 @@ from conductor.policy.decisions import Reject
 from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.quick import quick
 from conductor.policy.state import ClusterState
 
 __all__ = ["Places", "find_places"]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where a request fits: at least one prefill (or aggregated) node, and a decode node if one of those needs it."""

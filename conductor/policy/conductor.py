@@ -349,16 +349,21 @@ class Conductor:
 
     def _count(self, event: Event, decisions: list[Decision]) -> None:
         count = self._state.count
-        model = event.model if isinstance(event, RequestArrived) else ""
-        if isinstance(event, DecodeAsked) and decisions:
+        if isinstance(event, RequestArrived):
+            model = event.model
+            self._state.count_all(model, (("arrived", 1), ("replaced", int(event.attempt > 0))))
+        elif not decisions:
+            return
+        else:
+            model = ""
+        if isinstance(event, DecodeAsked):
             model = self._state.recent[event.request_id].claim.model
         for decision in decisions:
             for what in decision.extrapolated if isinstance(decision, Place | Reject) else ():
                 count(model, f"extrapolated_{what}")
             match decision:
                 case Place():
-                    count(model, "placed")
-                    count(model, "reused_blocks", decision.reuse_blocks)
+                    self._state.count_all(model, (("placed", 1), ("reused_blocks", decision.reuse_blocks)))
                 case Reject(reason=reason):
                     count(model, f"rejected_{reason}")
                 case Copy():
@@ -369,6 +374,3 @@ class Conductor:
                     count(model, "orphans")
                 case SwitchRole(is_advice=is_advice):
                     count(model, "switches_advised" if is_advice else "switches")
-        if isinstance(event, RequestArrived):
-            count(model, "arrived")
-            count(model, "replaced", int(event.attempt > 0))

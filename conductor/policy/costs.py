@@ -7,7 +7,7 @@ known, and lengthens it (`cost_formulas.margin`).
 
 from collections.abc import Sequence
 from math import exp, log
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,14 +99,12 @@ class ModelCosts:
     @property
     def prefill(self) -> tuple[float, float, float]:
         """What `prefill_s` starts with."""
-        fixed, per_token, per_pair = self._fits[PREFILL].fit.coefficients
-        return fixed, per_token, per_pair
+        return cast(tuple[float, float, float], self._fits[PREFILL].fit.coefficients)
 
     @property
     def decode(self) -> tuple[float, float, float]:
         """What `tbt_s` starts with."""
-        fixed, per_sequence, per_token = self._fits[DECODE].fit.coefficients
-        return fixed, per_sequence, per_token
+        return cast(tuple[float, float, float], self._fits[DECODE].fit.coefficients)
 
     @property
     def decode_terms(self) -> tuple[float, float, float, float, float]:
@@ -190,8 +188,7 @@ class TransferCosts:
 
     def of(self, path: str) -> tuple[float, float]:
         """What `read_s` starts with for a path."""
-        fixed, per_byte = self._fits[path].fit.coefficients
-        return fixed, per_byte
+        return cast(tuple[float, float], self._fits[path].fit.coefficients)
 
     def covers(self, path: str, nbytes: float) -> bool:
         """Was as much measured in one batch?"""

@@ -44,9 +44,7 @@ def credible(event: Event) -> Event:
         case NodeReported():
             return _report(event)
         case RequestCompleted():
-            counts = {"generated": MOST_TOKENS, "cached_tokens": MOST_TOKENS}
-            event = _within(event, counts, ("ttft_s", "mean_tbt_s", "slow_tbt_s"))
-            return event if event.outcome in _OUTCOMES else replace(event, outcome="failed")
+            return _completion(event)
         case CopyFinished():
             return _within(event, {"nbytes": _MOST_BYTES}, ("seconds",))
         case NodeJoined(node):
@@ -59,6 +57,8 @@ def credible(event: Event) -> Event:
 
 def to_ns(seconds: float) -> int:
     """Predicted seconds as nanoseconds that can be added up for thousands of requests."""
+    if -MOST_S < seconds < MOST_S:
+        return round(seconds * 1e9)
     return round(max(-MOST_S, min(seconds, MOST_S)) * 1e9)
 
 
@@ -80,6 +80,21 @@ def _arrival(event: RequestArrived) -> RequestArrived:
         generated=min(max(0, event.generated), prompt_tokens - 1),
         priority=min(max(-_MOST_PRIORITY, event.priority), _MOST_PRIORITY),
     )
+
+
+def _completion(event: RequestCompleted) -> RequestCompleted:
+    if (
+        0 <= event.generated <= MOST_TOKENS
+        and 0 <= event.cached_tokens <= MOST_TOKENS
+        and 0 <= event.ttft_s < MOST_S
+        and 0 <= event.mean_tbt_s < MOST_S
+        and 0 <= event.slow_tbt_s < MOST_S
+        and event.outcome in _OUTCOMES
+    ):
+        return event
+    counts = {"generated": MOST_TOKENS, "cached_tokens": MOST_TOKENS}
+    event = _within(event, counts, ("ttft_s", "mean_tbt_s", "slow_tbt_s"))
+    return event if event.outcome in _OUTCOMES else replace(event, outcome="failed")
 
 
 def _report(event: NodeReported) -> NodeReported:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conductor.policy.events import NO_TURN, Turn
+from conductor.policy.quick import quick
 
 __all__ = [
     "Considered",
@@ -25,6 +26,7 @@ Reason = Literal[
 ]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Blocks [first_block, first_block + num_blocks) of the prompt can be read at this pool node."""
@@ -35,6 +37,7 @@ class Holder:
     ssd_blocks: int = 0  # of them, those that are on SSD only
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PrefillScore:
     """Algorithm 1's terms for one candidate; their sum is its predicted TTFT."""
@@ -46,6 +49,7 @@ class PrefillScore:
     reuse_blocks: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class DecodeScore:
     """One candidate for the decode: predicted time between tokens with this request in its batch, and room before."""
@@ -55,6 +59,7 @@ class DecodeScore:
     free_tokens: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Considered:
     """What a decision was made of: the best candidates, what was predicted at the best of each, what had to be met.
@@ -80,6 +85,7 @@ class Considered:
 NOTHING_CONSIDERED = Considered()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Place:
     """Run the request here. `decode` "" means that the prefill node goes on to the end.

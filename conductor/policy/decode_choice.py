@@ -14,6 +14,7 @@ from conductor.policy.decisions import DecodeScore
 from conductor.policy.decode_kernels import LEARNED, NOW, UNIFORM, decode_kernels
 from conductor.policy.nodes import Candidates
 from conductor.policy.paces import DECODE
+from conductor.policy.quick import quick
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
@@ -35,6 +36,7 @@ _SEES: Final[Mapping[AdmissionMode, int]] = {
 }
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
     """The candidate chosen: predicted TBT with this request in the batch, and ledger room left before it."""
@@ -68,7 +70,7 @@ def choose_decode(
     """
     sees = _SEES[state.config.admission_mode]
     load = np.empty((len(sums), 3))
-    index, tbt_s, free_tokens = decode_kernels().choose_decode(
+    index, tbt_s, free_tokens, batch, context = decode_kernels().choose_decode(
         state.requests.table,
         len(state.requests),
         now_ns,
@@ -87,10 +89,8 @@ def choose_decode(
         need_tokens,
         costs.decode_terms,
     )
-    batch, context, _ = load[nodes.slots[index]].tolist()
-    batch = min(batch + 1, int(nodes.max_batch[index]))
     scores = _scores(nodes, state, costs, sums, load, prompt_tokens, need_tokens) if state.config.explain else ()
-    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context + prompt_tokens), scores)
+    return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context), scores)
 
 
 def _scores(

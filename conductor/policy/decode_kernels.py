@@ -133,11 +133,11 @@ def choose_decode(
     need_tokens: Any,
     decode: Any,
 ) -> Any:
-    """(index, predicted TBT, free tokens) of the candidate with the least TBT that has room for `need_tokens`.
+    """(index, predicted TBT, free tokens, sequences in one step, tokens of context) of the candidate with the least TBT
+    that has room for `need_tokens`; the last two are with this request.
 
     Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `expect` leaves it.
-    `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what
-    `tally` found, committed tokens at 1.
+    `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
     """
     _expect(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
     chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
@@ -151,7 +151,8 @@ def choose_decode(
         here_s = _step_of(decode, slowdown[DECODE, slot], batch, context, max_batch[c])
         if chosen < 0 or here_room != has_room or (here_s < tbt_s if here_room else here_free > free):
             chosen, has_room, tbt_s, free = c, here_room, here_s, here_free
-    return chosen, tbt_s, free
+    batch, context = load[slots[chosen], 0] + 1.0, load[slots[chosen], 1] + prompt_tokens
+    return chosen, tbt_s, free, min(batch, float(max_batch[chosen])), context
 
 
 def best_decode(
@@ -286,7 +287,7 @@ def decode_kernels() -> DecodeKernels:
     n, f = types.int64, types.float64
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
     floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
-    chosen, pair = signatures.Tuple((n, f, n)), signatures.UniTuple(f, 2)
+    chosen, pair = signatures.Tuple((n, f, n, f, f)), signatures.UniTuple(f, 2)
     return DecodeKernels(
         compiled(expect, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
         compiled(

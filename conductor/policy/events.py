@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conductor.policy.matches import NO_MATCHES, PoolMatch, PoolMatches
+from conductor.policy.quick import quick
 
 __all__ = [
     "CopyFinished",
@@ -72,6 +73,7 @@ class NodeLost:
     incarnation: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Turn:
     """When a request is served among those that wait on its node (`worker.policy.turns`), as of this moment."""
@@ -88,6 +90,7 @@ class Turn:
 NO_TURN = Turn()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Held:
     """A request (attempt) that a worker holds right now."""
@@ -102,6 +105,7 @@ class Held:
     turn: Turn = NO_TURN  # while it waits for its first token
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A request (attempt) reached a phase on the reporting node."""
@@ -111,6 +115,7 @@ class Progress:
     phase: Phase
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
     """One request's prefill, as computed."""
@@ -120,6 +125,7 @@ class PrefillSample:
     seconds: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
     """One decode step."""
@@ -129,6 +135,7 @@ class DecodeSample:
     seconds: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TransferSample:
     """One batch of bytes moved; path is "push", "pull", "load" (from the host's own pool), "fetch" (from another's),
@@ -139,6 +146,7 @@ class TransferSample:
     path: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class NodeReported:
     """A worker's report: all that it holds now, and what happened since its last report."""
@@ -152,6 +160,7 @@ class NodeReported:
     transfers: tuple[TransferSample, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request, or a further attempt of one, wants a place.
@@ -179,6 +188,7 @@ class RequestArrived:
     endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RequestCompleted:
     """The frontend's last word on an attempt; measured times are 0 where there are none."""

@@ -12,7 +12,7 @@ from conductor.policy.events import RequestArrived
 from conductor.policy.extrapolation import extrapolated
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_outcome import case_of, claim, considered_in, placed_by
+from conductor.policy.placement_outcome import book, case_of, considered_in, placed_by
 from conductor.policy.placement_plan import Plan, make_plan, ttft_with_s
 from conductor.policy.placement_prefixes import replicas_used, without_replicas
 from conductor.policy.requests import Claim
@@ -60,8 +60,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     placed = placed_by(state, request, plan, considered, beyond)
     nodes = plan.places.prefill
     copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)
-    claim(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
-    sit(state, plan.seat, request, placed, model, costs)
+    row = book(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
+    sit(state, plan.seat, row, request, placed, model, costs)
     _credit_replica(now_ns, state, request, model, plan, costs)
     return [placed] if copy is None else [placed, copy]
 

@@ -13,7 +13,7 @@ from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
 
-__all__ = ["case_of", "claim", "considered_in", "placed_by"]
+__all__ = ["book", "case_of", "considered_in", "placed_by"]
 
 
 def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectives) -> Considered:
@@ -61,7 +61,7 @@ def placed_by(
     )
 
 
-def claim(
+def book(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
@@ -69,11 +69,11 @@ def claim(
     placed: Place,
     objectives: EffectiveObjectives,
     unwanted: Reason | Literal[""],
-) -> None:
-    """Book what the placed request takes."""
+) -> int:
+    """What the placed request takes goes into the ledger; returns its row."""
     nodes, chosen, need_tokens = plan.places.prefill, plan.chosen, plan.places.need_tokens
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated[chosen] else "")
-    state.requests.add(
+    return state.requests.add(
         Claim(
             request.request_id,
             request.attempt,

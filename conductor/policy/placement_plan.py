@@ -16,6 +16,7 @@ from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement_prefixes import find_prefixes
+from conductor.policy.quick import quick
 from conductor.policy.requests import Claim
 from conductor.policy.seats import Seat, seat_of
 from conductor.policy.state import ClusterState
@@ -26,6 +27,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Where the request decodes: the node of `nodes` at `choice.index`."""
@@ -39,6 +41,7 @@ class DecodePlan:
         return self.nodes.ids[self.choice.index]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The best place for a request. `decode` None: it ends with its first token, on a prefill node."""

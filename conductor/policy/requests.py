@@ -53,6 +53,7 @@ _COLUMNS = (
     "placed_ns",
 )
 _NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
+_NONES = (NONE,) * len(_COLUMNS)
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class RequestTable:
         if row == self.table.shape[1]:
             self.table = np.concatenate([self.table, np.full_like(self.table, NONE)], axis=1)
             self.turns = np.concatenate([self.turns, np.full_like(self.turns, NONE)], axis=1)
-        self.table[:, row] = [values.get(name, NONE) for name in _COLUMNS]
+        self.table[:, row] = [*map(values.get, _COLUMNS, _NONES)]
         self.turns[:, row] = NONE
         self.claims.append(claim)
         self._rows[claim.request_id] = row

@@ -15,7 +15,7 @@ from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.fairness import OTHERS, Account, Shares, Usage
 from conductor.policy.line_kernels import EARLIER, LATER, line_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
-from conductor.policy.requests import NONE, Claim
+from conductor.policy.requests import COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
 from conductor.policy.turn_columns import ACCOUNT
 
@@ -95,17 +95,21 @@ def seat_of(
 
 
 def sit(
-    state: ClusterState, seat: Seat, request: RequestArrived, placed: Place, model: ModelNodes, costs: ModelCosts
+    state: ClusterState,
+    seat: Seat,
+    row: int,
+    request: RequestArrived,
+    placed: Place,
+    model: ModelNodes,
+    costs: ModelCosts,
 ) -> None:
-    """The request is placed: it stands in the line of its prefill node, and its tenant is charged."""
+    """The request is placed, and booked in `row`: it stands in the line of its prefill node, and its tenant is
+    charged."""
     requests = state.requests
-    row = requests.find(request.request_id)
-    assert row is not None
-    prefill_slot, decode_slot = (int(requests.column(name)[row]) for name in ("prefill_node", "decode_node"))
-    seat.take(state, row, prefill_slot)
+    seat.take(state, row, int(requests.table[PREFILL_NODE, row]))
     node = state.nodes.get(placed.decode or placed.prefill)
     assert node is not None
-    has_decode = decode_slot != NONE
+    has_decode = requests.table[DECODE_NODE, row] != NONE
     prompt = request.prompt_tokens - request.generated
     charge = Charge(
         seat.shares,
@@ -120,7 +124,7 @@ def sit(
         prompt_tokens=prompt,
         reused_tokens=min(placed.reuse_blocks * model.block_tokens, prompt),
         generated=request.generated,
-        num_blocks=int(requests.column("committed")[row]) // model.block_tokens,
+        num_blocks=int(requests.table[COMMITTED, row]) // model.block_tokens,
         is_endless=request.endless,
     )
     charge.open(seat.ticket_ns, request.max_new_tokens)

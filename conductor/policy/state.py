@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
 from conductor.policy.paces import NodePaces
 from conductor.policy.prediction_errors import PredictionErrors
+from conductor.policy.quick import quick
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
 from conductor.policy.roles import Switching
@@ -32,6 +33,7 @@ from conductor.policy.turn_columns import ACCOUNT
 __all__ = ["ClusterState", "ModelTally", "Recent"]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Recent:
     """A request that left the table: its last reports and its frontend's last word may still come."""
@@ -79,8 +81,10 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
     _now_ns: int | None = None
+    _no_sends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(self.config.record)
@@ -89,6 +93,8 @@ class ClusterState:
         self.heat = Heat(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
+        self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
+        self.counts["suspected"] = 0
 
     def costs_of(self, model: str) -> ModelCosts:
         """The model's costs, those of the prior while nothing was measured."""
@@ -111,9 +117,15 @@ class ClusterState:
 
     def count(self, model: str, what: str, by: int = 1) -> None:
         """Add to the cluster's counter and, for a model that has been served (names come from outside), to its own."""
-        self.counts[what] += by
-        if model in self.costs:
-            self.tally_of(model).counts[what] += by
+        self.count_all(model, ((what, by),))
+
+    def count_all(self, model: str, counts: Iterable[tuple[str, int]]) -> None:
+        """Likewise to several counters."""
+        everywhere, own = self.counts, self.tally_of(model).counts if model in self.costs else None
+        for what, by in counts:
+            everywhere[what] += by
+            if own is not None:
+                own[what] += by
 
     def tally_of(self, model: str) -> ModelTally:
         """The model's own counts."""
@@ -132,10 +144,11 @@ class ClusterState:
         What nobody listened to makes no request an orphan either.
         """
         before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
-        if unheard_ns := deaf_ns(before_ns, now_ns, round(self.config.orphan_timeout_s * NS)):
+        if unheard_ns := deaf_ns(before_ns, now_ns, self._orphan_timeout_ns):
             self.requests.column("seen_ns")[:] += unheard_ns
-        self.counts["suspected"] += len(self.liveness.pass_time(now_ns))
-        self.nodes.set_suspects(self.liveness.suspects)
+        if silent := self.liveness.pass_time(now_ns):
+            self.counts["suspected"] += len(silent)
+            self.nodes.set_suspects(self.liveness.suspects)
 
     def hear(self, node_id: str, now_ns: int) -> None:
         """A joined node gave a sign of life."""
@@ -172,9 +185,13 @@ class ClusterState:
         return sums
 
     def copy_sends(self) -> NDArray[np.int64]:
-        """Per slot: copies that it is sending."""
+        """Per slot: copies that it is sending. Read it only."""
+        if not len(self.copies) and len(self._no_sends) == self.nodes.num_slots:
+            return self._no_sends
         sends = np.zeros(self.nodes.num_slots, np.int64)
-        for pool, count in self.copies.num_sends().items() if len(self.copies) else ():
+        if not len(self.copies):
+            self._no_sends = sends
+        for pool, count in self.copies.num_sends().items():
             if (slot := self.nodes.slot(pool)) != NONE:
                 sends[slot] = count
         return sends
