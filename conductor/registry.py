@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
-from conductor.wire import ROLES
+from conductor.wire import ROLES, node_ref
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["Member", "Registry"]
@@ -50,6 +50,7 @@ class Registry:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._nodes: dict[str, conductor_pb2.Node] = {}
+        self._refs: dict[str, conductor_pb2.NodeRef] = {}
         self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
 
     def __iter__(self) -> Iterator[Member]:
@@ -60,6 +61,11 @@ class Registry:
         """Descriptions by node id."""
         return self._nodes
 
+    @property
+    def refs(self) -> Mapping[str, conductor_pb2.NodeRef]:
+        """What others are told of each, by node id. Read them only."""
+        return self._refs
+
     def admit(self, node: conductor_pb2.Node) -> Member:
         """A node joins; a former stream of the same node id is told. Raises JoinRefused, and nothing has changed."""
         self._check(node)
@@ -68,6 +74,7 @@ class Registry:
             former.replaced.set()
         member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
         self._nodes[node.node_id] = node
+        self._refs[node.node_id] = node_ref(node)
         self._peers.clear()
         return member
 
@@ -118,6 +125,7 @@ class Registry:
         if before != node or not {node.role, member.node.role} <= _CHANGING:
             raise JoinRefused(f"node {member.node.node_id!r} announced itself anew as another one than it was")
         member.node = self._nodes[node.node_id] = node
+        self._refs[node.node_id] = node_ref(node)
         member.is_to_switch = False
         self._peers.clear()
 
@@ -125,7 +133,7 @@ class Registry:
         """The stream ended. False when another one speaks for the node by now."""
         if self._members.get(member.node.node_id) is not member:
             return False
-        del self._members[member.node.node_id], self._nodes[member.node.node_id]
+        del self._members[member.node.node_id], self._nodes[member.node.node_id], self._refs[member.node.node_id]
         self._peers.clear()
         return True
 

@@ -231,7 +231,9 @@ class ConductorService(ConductorServicer):
     def _reply(self, decisions: list[Decision]) -> conductor_pb2.ScheduleReply:
         match decisions[0]:
             case Place() as place:
-                return conductor_pb2.ScheduleReply(placement=wire.placement(place, self._registry.nodes))
+                reply = conductor_pb2.ScheduleReply()
+                wire.write_placement(reply.placement, place, self._registry.nodes, self._registry.refs)
+                return reply
             case Reject() as reject:
                 return conductor_pb2.ScheduleReply(rejection=wire.rejection(reject))
         raise AssertionError(f"no answer to a request in {decisions}")

@@ -26,7 +26,17 @@ from conductor.policy.matches import NO_MATCHES, PoolMatches
 from kvpool.directory_matches import Matches
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
-__all__ = ["ROLES", "arrived", "completed", "node_view", "placement", "prefix_key", "rejection", "report"]
+__all__ = [
+    "ROLES",
+    "arrived",
+    "completed",
+    "node_ref",
+    "node_view",
+    "prefix_key",
+    "rejection",
+    "report",
+    "write_placement",
+]
 
 _LONGEST_S = 86400.0
 ROLES: Mapping[int, Role] = {
@@ -152,38 +162,39 @@ def completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
     )
 
 
-def placement(place: Place, nodes: Mapping[str, conductor_pb2.Node]) -> conductor_pb2.Placement:
-    """`nodes`: all joined nodes by id."""
-    message = conductor_pb2.Placement(
-        prefill=_ref(nodes[place.prefill]),
-        reuse_blocks=place.reuse_blocks,
-        predicted_ttft_s=place.predicted_ttft_s,
-        predicted_tbt_s=place.predicted_tbt_s,
-        reserve_tokens=place.reserve_tokens,
-        turn=conductor_pb2.Turn(
-            level=place.turn.level,
-            account=place.turn.account,
-            start_ns=place.turn.start_ns,
-            priority=place.turn.priority,
-            waited_s=place.turn.waited_s,
-            due_in_s=place.turn.due_in_s,
-            ages_in_s=place.turn.ages_in_s,
-        ),
-        holders=[
-            conductor_pb2.Holder(
-                pool=_ref(nodes[h.pool]),
-                first_block=h.first_block,
-                num_blocks=h.num_blocks,
-                ssd_blocks=h.ssd_blocks,
-            )
-            for h in place.holders
-        ],
-    )
-    if (pool := nodes.get(nodes[place.prefill].pool_node_id)) is not None:
-        message.pool.CopyFrom(_ref(pool))
+def write_placement(
+    message: conductor_pb2.Placement,
+    place: Place,
+    nodes: Mapping[str, conductor_pb2.Node],
+    refs: Mapping[str, conductor_pb2.NodeRef],
+) -> None:
+    """Into an empty message. `nodes`: all joined nodes by id; `refs`: what others are told of them."""
+    # Field by field: messages that are built first and then put in are copied at each level.
+    prefill = place.prefill
+    message.prefill.CopyFrom(refs[prefill])
+    if (pool := refs.get(nodes[prefill].pool_node_id)) is not None:
+        message.pool.CopyFrom(pool)
     if place.decode:
-        message.decode.CopyFrom(_ref(nodes[place.decode]))
-    return message
+        message.decode.CopyFrom(refs[place.decode])
+    message.reuse_blocks = place.reuse_blocks
+    message.predicted_ttft_s = place.predicted_ttft_s
+    message.predicted_tbt_s = place.predicted_tbt_s
+    message.reserve_tokens = place.reserve_tokens
+    for held in place.holders:
+        holder = message.holders.add()
+        holder.pool.CopyFrom(refs[held.pool])
+        holder.first_block = held.first_block
+        holder.num_blocks = held.num_blocks
+        holder.ssd_blocks = held.ssd_blocks
+    told, turn = message.turn, place.turn
+    told.SetInParent()
+    told.level = turn.level
+    told.account = turn.account
+    told.start_ns = turn.start_ns
+    told.priority = turn.priority
+    told.waited_s = turn.waited_s
+    told.due_in_s = turn.due_in_s
+    told.ages_in_s = turn.ages_in_s
 
 
 def rejection(reject: Reject) -> conductor_pb2.Rejection:
@@ -196,5 +207,6 @@ def rejection(reject: Reject) -> conductor_pb2.Rejection:
     )
 
 
-def _ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
+def node_ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
+    """What others are told of a node, to find it by."""
     return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)

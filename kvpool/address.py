@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 KEY_NBYTES = 16
+_HALF = np.dtype("<u8")
 Namespace = bytes
 
 _SEED_CONTEXT = "moonpool v1 2026 chain seed"
@@ -132,7 +133,8 @@ def parent_keys(chain: NDArray[np.uint8], parent: bytes | None = None) -> NDArra
 
 def keys_u64(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """The short form of keys [n, 16] for directories and policies: the first 8 bytes, little-endian, uint64 [n]."""
-    return np.ascontiguousarray(check_chain(keys)[:, :8]).view("<u8").reshape(-1).astype(np.uint64, copy=False)
+    halves = np.ascontiguousarray(check_chain(keys)).view(_HALF)
+    return halves[:, 0].astype(np.uint64)
 
 
 def keys_from_bytes(data: bytes) -> NDArray[np.uint8]:
