@@ -32,5 +32,5 @@ def quick(cls: type[T]) -> type[T]:
     made: Any = space["__init__"]
     made.__qualname__ = f"{cls.__qualname__}.__init__"
     made.__annotations__ = cls.__init__.__annotations__
-    cls.__init__ = made  # type: ignore[misc]
+    cls.__init__ = made  # type: ignore[method-assign]
     return cls
