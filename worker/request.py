@@ -120,15 +120,7 @@ class Request:
 
 
 def _check_times(submit: Submit) -> None:
-    """What is no number has no place in a line, nor is it ever due: it would spoil both for all other requests."""
-    turn = submit.placement.turn
-    for name, seconds in (
-        ("timeout_s", submit.timeout_s),
-        ("idle_s", submit.idle_s),
-        ("placement.turn.waited_s", turn.waited_s),
-        ("placement.turn.due_in_s", turn.due_in_s),
-        ("placement.turn.ages_in_s", turn.ages_in_s),
-    ):
+    for name, seconds in (("timeout_s", submit.timeout_s), ("idle_s", submit.idle_s)):
         if not math.isfinite(seconds):
             raise RequestRefused("bad_times", f"{name} is {seconds}; expected a finite number of seconds")
 

@@ -1,4 +1,4 @@
-"""What a worker takes no request with: times that are no numbers, which would spoil the line for all the others."""
+"""What a worker takes no request with: times that are no numbers, which the loop's timers would stumble over."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def submit() -> Submit:
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["timeout_s", "idle_s", "waited_s", "due_in_s", "ages_in_s"])
+@pytest.mark.parametrize("name", ["timeout_s", "idle_s"])
 def test_a_request_whose_times_are_no_numbers_is_refused_by_name(name: str, seconds: float) -> None:
     asked = submit()
-    setattr(asked.placement.turn if name.endswith(("waited_s", "_in_s")) else asked, name, seconds)
+    setattr(asked, name, seconds)
     with pytest.raises(RequestRefused, match=rf"{name} is -?(nan|inf); expected a finite number of seconds"):
         Request.from_proto(asked, vocab_size=64, max_model_len=64, block_tokens=8)
