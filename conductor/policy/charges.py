@@ -59,6 +59,7 @@ class Charge:
     num_blocks: int  # committed where it decodes
     is_endless: bool
     charged_ns: int = 0
+    weight: float = 1.0  # by which it was charged
     held_since_ns: int = _UNKNOWN  # when the decode node's blocks were taken
     is_over: bool = False
 
@@ -68,7 +69,7 @@ class Charge:
         tokens = 0.0 if self.is_endless else max_new_tokens if usual is None else min(usual, max_new_tokens)
         held_s = self.num_blocks * tokens * self.prices.step_s
         self.charged_ns = self._cost_ns(self.reused_tokens, tokens, held_s)
-        self.shares.charge(self.account, ticket_ns, self.charged_ns)
+        self.weight = self.shares.charge(self.account, ticket_ns, self.charged_ns)
 
     def begin(self, now_ns: int) -> None:
         """Its prefill begins: the decode node has taken the blocks."""
@@ -113,5 +114,5 @@ class Charge:
         return round((seconds + self.prices.decode_s(tokens, context, kv_block_s)) * NS)
 
     def _put_right(self, cost_ns: int) -> None:
-        self.shares.correct(self.account, cost_ns - self.charged_ns)
+        self.shares.correct(self.account, cost_ns - self.charged_ns, self.weight)
         self.charged_ns = cost_ns

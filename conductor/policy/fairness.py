@@ -120,13 +120,16 @@ class Shares:
         weight = self._weight_of(account.name)
         return 1.0 if weight is None else weight
 
-    def charge(self, account: Account, ticket_ns: int, cost_ns: int) -> None:
-        """A request with this ticket is placed; it is expected to cost so much."""
-        account.finish_ns = ticket_ns + round(cost_ns / self.weight(account))
+    def charge(self, account: Account, ticket_ns: int, cost_ns: int) -> float:
+        """A request with this ticket is placed; it is expected to cost so much. Returns the weight that it is charged
+        by, which is its own to the end: a record that changes meanwhile must not give back less than was taken."""
+        weight = self.weight(account)
+        account.finish_ns = ticket_ns + round(cost_ns / weight)
+        return weight
 
-    def correct(self, account: Account, by_ns: int) -> None:
+    def correct(self, account: Account, by_ns: int, weight: float) -> None:
         """What was charged was too little, or, if negative, too much."""
-        account.finish_ns += round(by_ns / self.weight(account))
+        account.finish_ns += round(by_ns / weight)
 
     def _new(self, name: str) -> Account:
         return Account(name, next(self._numbers))

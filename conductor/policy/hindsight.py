@@ -164,6 +164,8 @@ class Hindsight:
         elif now_ns >= case.ready_ns + _WINDOW_NS:
             tbt_s = self._tbt_s(case, seen)
             self._close(case, "false" if tbt_s <= case.objectives.tbt_s else "right")
+        elif now_ns - case.at_ns > _LONGEST_NS + _WINDOW_NS:
+            self._close(case, "undecided")  # it would decode later still
 
     def _tbt_s(self, case: Case, seen: Surroundings) -> float:
         """What steps took, as much longer as one more sequence makes them; without steps, alone."""

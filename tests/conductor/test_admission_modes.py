@@ -205,6 +205,18 @@ def test_where_the_node_was_lost_hindsight_does_not_know(pair, make):
     assert len(c.conductor.hindsight) == 0
 
 
+def test_a_rejected_request_that_would_begin_to_decode_much_later_is_given_up(cluster, make):
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), tbt_objective_s=0.025, admission_mode="early")
+    c.learn("p", per_token_s=0.1, step_s=0.01)
+    decoding(c, make, "a", "b")
+    assert reason(c.send(make.request("s", prompt=3000))) == "tbt"  # five minutes of prefill
+    for _ in range(30):
+        held = (Held("a", 0), Held("b", 0))
+        c.after(5.0).send(NodeReported("d", held=held, decodes=(DecodeSample(1, 64, 0.01),)))
+        c.send(Tick())
+    assert judged(c) == {("tbt", "undecided"): 1}
+
+
 def test_hindsight_watches_a_bounded_number_and_counts_the_others(pair, make):
     c = pair(ttft_objective_s=0.01)
     for i in range(MAX_WATCHED + 10):

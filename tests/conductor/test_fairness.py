@@ -155,6 +155,18 @@ def test_a_request_that_never_began_costs_nothing() -> None:
     assert account.used.uncached_tokens == 0
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.01, 100.0), (100.0, 0.01)])
+def test_a_weight_that_changes_meanwhile_gives_back_what_was_taken(before: float, after: float) -> None:
+    weights = {"a": before}
+    known = Shares(count(), 8, weights.get)
+    account = known.account("a", nobody)
+    charge = charge_of(known, account)
+    charge.open(5 * S, max_new_tokens=5000)
+    weights["a"] = after
+    charge.cancel()
+    assert account.finish_ns == 5 * S
+
+
 def test_what_a_lost_worker_had_computed_is_charged_to_nobody() -> None:
     known = shares()
     account = known.account("a", nobody)
