@@ -71,7 +71,6 @@ class Generation:
             self._avoided,
             frontend_id=config.node_id,
             grace_s=config.replace_grace_s,
-            deadline_s=lambda: self.deadline_s,
         )
         self._attempt: Attempt | None = None
         self._setback: Setback | None = None  # why there is no attempt now
@@ -156,7 +155,7 @@ class Generation:
             self._context.metrics.retries.inc()
             await self._placer.complete("retry")
             self._setback = None
-        placement = await self._placer.place()
+        placement = await self._placer.place(deadline_s=self.deadline_s)
         inbox = Inbox(self._context.config.client_buffer_tokens, self._on_overflow)
         attempt = self._attempt = Attempt(self.facts.attempts - 1, placement, inbox, len(self.facts.token_ids))
         # The decode worker's stream first: it must know where to send tokens before it can have any.

@@ -1,7 +1,6 @@
 """What the driver of a request and the conductor say to each other: schedule, refuse, complete."""
 
 import asyncio
-from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
@@ -29,8 +28,7 @@ _FINAL_REASONS: Final = frozenset({"unknown_model", "unknown_class", "too_long"}
 
 
 class Placer:
-    """One request's placements. `grace_s` is how long a request that lost its worker waits for another place;
-    `deadline_s` says until when there must be one (the monotonic clock)."""
+    """One request's placements. `grace_s` is how long a request that lost its worker waits for another place."""
 
     def __init__(
         self,
@@ -42,7 +40,6 @@ class Placer:
         *,
         frontend_id: str,
         grace_s: float,
-        deadline_s: Callable[[], float],
     ) -> None:
         self.is_known = False  # whether the conductor may hold something for the request
         self._conductor = conductor
@@ -52,20 +49,20 @@ class Placer:
         self._avoided = avoided
         self._frontend_id = frontend_id
         self._grace_s = grace_s
-        self._deadline_s = deadline_s
         self._asked_s: float | None = None  # when first asked for a placement
         self._line: Line | None = None  # to the conductor that answered; None while any of them may have
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
 
-    async def place(self) -> conductor_pb2.Placement:
-        """The next attempt's placement; counts the attempt. Raises ApiError when there is none."""
+    async def place(self, *, deadline_s: float) -> conductor_pb2.Placement:
+        """The next attempt's placement; counts the attempt. Raises ApiError when there is none by `deadline_s` (the
+        monotonic clock), or at all."""
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
         self._asked_s = started_s if self._asked_s is None else self._asked_s
         excluded = self._avoided.nodes()
         while True:
             self.is_known, self._line = True, None
-            reply, self._line = await self._conductor.schedule(self._schedule(excluded), deadline_s=self._deadline_s())
+            reply, self._line = await self._conductor.schedule(self._schedule(excluded), deadline_s=deadline_s)
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False

@@ -115,6 +115,8 @@ class GenerationRequest:
 
     def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
         """Prompt and chain (as on the wire) of a further attempt: generated tokens count as prompt there."""
+        if not generated:
+            return self.prompt_ids, self.chain.tobytes()
         ids = np.concatenate([self.prompt_ids, np.array(generated, np.int32)])
         done = len(self.chain)
         parent = self.chain[-1].tobytes() if done else None

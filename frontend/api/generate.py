@@ -84,9 +84,12 @@ async def _told(
 
 
 def _takes_long(steps: Sequence[Step], prompts: Sequence[GenerationRequest]) -> bool:
-    if any(step.echo is not None and step.echo.scores is not None for step in steps):
-        return True
-    return sum(len(step.token_ids) for step in steps) + sum(len(told.prompt_ids) for told in prompts) > _MANY_TOKENS
+    num_tokens = sum([len(told.prompt_ids) for told in prompts])
+    for step in steps:
+        num_tokens += len(step.token_ids)
+        if step.echo is not None and step.echo.scores is not None:
+            return True
+    return num_tokens > _MANY_TOKENS
 
 
 def given_request_id(http: Request) -> str:
