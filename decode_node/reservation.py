@@ -1,7 +1,7 @@
 """One reservation on the decode node: slots under an epoch, which blocks have arrived, and when the request may join.
 
 A block has arrived when every layer of it was verified against its producer's digest. Lives on the event loop, but for
-`announce`, which the messenger's thread calls.
+`announce` and `verified`, which other threads call.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Reservation:
         self._arrived[:, :held_blocks] = True
         self.corrupt_blocks: set[int] = set()  # came damaged from a pool node
         self._pending = 0
+        self._loop = asyncio.get_running_loop()
         self._pending_lock = threading.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
-        self.first_token: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        self.first_token: asyncio.Future[tuple[int, int]] = self._loop.create_future()
         self.token_s = 0.0  # what computing one token of the prompt took
         self.fenced = False  # the writer's key is revoked: nothing more can land
         self.gone: str | None = None  # why nothing more can be committed
@@ -60,6 +61,10 @@ class Reservation:
         with self._pending_lock:
             self._pending += 1
             self._settled.clear()
+
+    def verified(self, layer: int, blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
+        """What of announced pushes is right. Any thread."""
+        self._loop.call_soon_threadsafe(self.landed, [layer], blocks, right)
 
     def landed(self, layers: list[int], blocks: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
         """Verification of announced bytes is over; `right` [blocks] or [layers, blocks]."""

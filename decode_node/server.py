@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from typing import Any
 
-from decode_node.arrivals import Arrivals
+from decode_node.pulls import Pulls
 from decode_node.reservation import Reservation
 from messenger import Endpoint
 from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
@@ -36,14 +35,10 @@ class Decode:
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
-        self._arrivals = Arrivals(node)
-        self._epochs = itertools.count(1)
+        self._pulls = Pulls(node)
         self._open: dict[int, Reservation] = {}
         self._loop = asyncio.get_running_loop()
         node.messenger.on_peer_lost(self._on_peer_lost)
-
-    def close(self) -> None:
-        self._arrivals.close()
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
         """Take pages for the whole answer, or for what the placement says to begin with.
@@ -142,27 +137,24 @@ class Decode:
     ) -> Reservation:
         node = self.node
         writer = Endpoint.from_proto(reserve.writer)
-        first, last = min(slots), max(slots)
-        base = node.memory.offsets(0, [first])[0]
-        end = node.memory.offsets(node.memory.num_groups - 1, [last + 1])[0]
         reservation = Reservation(
             request,
-            epoch=(node.incarnation & 0x7FFFFFFF) << 32 | next(self._epochs),
+            epoch=node.arrivals.new_epoch(),
             slots=slots,
             held_blocks=held_blocks,
             num_layers=len(node.memory.place_of_layer),
             block_tokens=node.config.block_tokens,
-            key=node.messenger.grant(node.memory.region, int(base), int(end - base), read=False, write=True),
+            key=node.memory.grant_write(slots),
             writer=writer,
         )
         self._open[reservation.epoch] = reservation
-        self._arrivals.open(reservation)
+        node.arrivals.open(reservation.epoch, reservation)
         node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
         return reservation
 
     async def _receive(self, reservation: Reservation, reserve: ReserveRequest) -> tuple[int, int] | None:
         """Pull what is to be pulled and wait for the commit. None: the writer gave up or is gone."""
-        pulling = asyncio.ensure_future(self._arrivals.pull(reservation, list(reserve.pulls)))
+        pulling = asyncio.ensure_future(self._pulls.pull(reservation, list(reserve.pulls)))
         try:
             return await asyncio.shield(reservation.first_token)
         except asyncio.CancelledError:
@@ -215,7 +207,7 @@ class Decode:
         if reservation.gone is None:
             reservation.gone = "the request has left this node"
         self._open.pop(reservation.epoch, None)
-        self._arrivals.shut(reservation)
+        node.arrivals.shut(reservation.epoch)
         node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
         if reservation.fenced:
             node.slots.give(reservation.slots)

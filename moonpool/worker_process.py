@@ -22,10 +22,9 @@ async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_
     was."""
     node = WorkerNode(config, _ROLES[role])
     prefill, decode = Prefill(node), Decode(node)
-    face = WorkerFace(node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode)
+    face = WorkerFace(node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode, helping=prefill.helping)
     server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
         return await serve_until(node, server, stop, on_ready)
     finally:
         await prefill.close()
-        decode.close()

@@ -1,4 +1,4 @@
-"""Pushes a request's KV to its decode node, layer by layer, while the prefill goes on.
+"""Pushes a request's KV to its decode node, or to another member of its group, layer by layer, while it is computed.
 
 The engine's thread only says which layer of which tokens is written; digests and writes happen on the pusher's own
 thread. A block goes when it is whole, the partial last one with the prompt's last chunk.
@@ -17,15 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
+from worker.arrivals import KV_TAG
 from worker.counters import Counters
 from worker.engine_memory import EngineMemory
 from worker.errors import RequestFailed
 
-KV_TAG = b"kv"
-
 
 class Pusher:
-    """One request's way to one reservation."""
+    """One request's way to one receiver."""
 
     def __init__(
         self,
@@ -42,10 +41,11 @@ class Pusher:
         push_from: int,
         deadline_s: Callable[[], float],
         stall_s: float,
+        path: str = "push",
     ) -> None:
-        """`remote`: per group, the remote byte offset of every prompt block. Blocks below `push_from` are pulled by
-        the decode node itself and pushed only when it asks for them. Given up after `stall_s` without progress: until
-        then the slots cannot be used again."""
+        """`remote`: per group, the remote byte offset of every prompt block. Blocks below `push_from` the receiver has,
+        or pulls itself, and they are pushed only when it asks for them. Given up after `stall_s` without progress:
+        until then the slots cannot be used again. `path`: under what the bytes are counted."""
         self._memory = memory
         self._peer = peer
         self._executor = executor
@@ -57,6 +57,7 @@ class Pusher:
         self._push_from = push_from
         self._deadline_s = deadline_s
         self._stall_s = stall_s
+        self._path = path
         self._lock = threading.Lock()
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
@@ -77,6 +78,12 @@ class Pusher:
             self._memory.to_host([int(self._slots[b]) for b in blocks])
             for layer in self._memory.place_of_layer:
                 self._enqueue(layer, list(blocks))
+
+    def push_layer(self, layer: int, blocks: Sequence[int]) -> None:
+        """Push one layer of blocks where the messenger can read them. Any thread."""
+        blocks = [block for block in blocks if block >= self._push_from]
+        if blocks:
+            self._enqueue(layer, blocks)
 
     def _enqueue(self, layer: int, blocks: list[int]) -> None:
         done: Future[None] = Future()
@@ -121,7 +128,7 @@ class Pusher:
     def _landed(self, future: Future[TransferResult], began: float, done: Future[None]) -> None:
         error = future.exception()
         if error is None:
-            self._counters.add_transfer("push", future.result().nbytes, time.perf_counter() - began)
+            self._counters.add_transfer(self._path, future.result().nbytes, time.perf_counter() - began)
         self._finish(done, error)
 
     def _finish(self, done: Future[None], error: BaseException | None) -> None:
@@ -133,7 +140,7 @@ class Pusher:
 
     async def flush(self) -> None:
         """Wait until everything pushed has landed. Raises RequestFailed naming the decode node if something did not."""
-        await self._settle()
+        await self.settle()
         if self._error is not None:
             raise RequestFailed("push", f"KV could not be pushed: {self._error}")
 
@@ -141,9 +148,10 @@ class Pusher:
         """Push nothing more; returns when no write is under way, whatever became of it."""
         with self._lock:
             self._stopped = True
-        await self._settle()
+        await self.settle()
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
+        """Returns when nothing pushed so far is under way, whatever became of it."""
         while True:
             with self._lock:
                 waiting = [asyncio.wrap_future(future) for future in self._open]

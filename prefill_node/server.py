@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -11,7 +13,11 @@ import grpc
 from messenger import RemoteKey
 from messenger.control import open_channel
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
+from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from prefill_node.group import gathered
 from prefill_node.handoff import Handoff
+from prefill_node.helping import Helping
+from prefill_node.membership import Membership
 from prefill_node.places import Place, Places
 from prefill_node.push import Pusher
 from worker.matchers import Matcher
@@ -29,10 +35,11 @@ class Prefill:
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
         node.engine.on_layer(self._layer_written)
-        self._pushers: dict[int, Pusher] = {}
+        self._taps: dict[int, tuple[Pusher | Membership, ...]] = {}
         self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
         self._places = Places(node.config.prefill_lookahead, node.line)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.helping = Helping(node, self._push_threads, self._tapped)
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -41,9 +48,17 @@ class Prefill:
 
     def _layer_written(self, layer: int, spans: list[tuple[Sequence, int, int]]) -> None:
         for sequence, start, end in spans:
-            pusher = self._pushers.get(id(sequence))
-            if pusher is not None:
-                pusher.layer_written(layer, start, end)
+            for tap in self._taps.get(id(sequence), ()):
+                tap.layer_written(layer, start, end)
+
+    @contextlib.contextmanager
+    def _tapped(self, sequence: Sequence, *taps: Pusher | Membership) -> Iterator[None]:
+        """Meanwhile these hear of every layer of the sequence that is written."""
+        self._taps[id(sequence)] = taps
+        try:
+            yield
+        finally:
+            del self._taps[id(sequence)]
 
     async def serve(self, request: Request) -> None:
         node = self.node
@@ -113,15 +128,23 @@ class Prefill:
     async def _prefill(self, work: Prepared, place: Place, matcher: Matcher | None, pusher: Pusher) -> Sequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
-        sequence = sequence_of(node, work, matcher, prefill_only=True)
-        self._pushers[id(sequence)] = pusher
-        node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
-        try:
-            await node.run_in_engine(sequence)
-        finally:
-            del self._pushers[id(sequence)]
+        async with gathered(node, work, self._push_threads, self._stub, pusher.push_layer) as group:
+            sequence = sequence_of(node, work, matcher, prefill_only=True)
+            node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
+            is_through = False
+            if group is not None:
+                with self._tapped(sequence, pusher, group.membership):
+                    is_through = await group.run(sequence)
+        if not is_through:
+            if group is not None:
+                await pusher.settle()  # what is computed again must not be on its way, too
+            with self._tapped(sequence, pusher):
+                await node.run_in_engine(sequence)
         place.end()
         return sequence
+
+    def _stub(self, target: str) -> WorkerStub:
+        return WorkerStub(self._channel(target))
 
     def _channel(self, target: str) -> grpc.aio.Channel:
         if target not in self._channels:

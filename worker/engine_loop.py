@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.chosen import append
 from worker.engines import StepRunner
-from worker.policy import BatchLimits, BatchPlan, PrefillChunk, plan_step
+from worker.errors import GroupLost
+from worker.policy import BatchLimits, PrefillChunk, plan_step
 from worker.request import Sequence
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class EngineLoop:
         self._ended_by: BaseException | None = None  # what ended the thread without being asked to
         self._decoding: list[Sequence] = []
         self._prefilling: list[Sequence] = []
+        self._was_shared = False  # whether the last step was a chunk for a group
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
     def on_layer(self, hook: LayerHook) -> None:
@@ -102,6 +104,11 @@ class EngineLoop:
             sequence.extend(slots)
             self._wake.notify()
 
+    def wake(self) -> None:
+        """A sequence's share may be ready now."""
+        with self._wake:
+            self._wake.notify()
+
     def close(self) -> None:
         with self._wake:
             self._closing = True
@@ -130,23 +137,34 @@ class EngineLoop:
             # At every step: what is urgent goes first from its next chunk on, and what was computed of others stays.
             self._prefilling.sort(key=lambda sequence: sequence.turn.rank(now_s))
             ready = [s for s in self._decoding if self._has_room(s)]
+            prompts = [s for s in self._prefilling if s.share is None or s.share.is_ready]
+            # A chunk for a group may wait for other nodes, layer by layer: nothing else goes into its step, and those
+            # that decode have every other one.
+            self._was_shared = bool(prompts and prompts[0].share is not None) and not (ready and self._was_shared)
+            if self._was_shared:
+                self._step_share(prompts[0])
+                continue
+            prompts = [s for s in prompts if s.share is None]
             plan = plan_step(
                 [s.remaining for s in ready],
-                [(s.num_computed, s.prompt_len) for s in self._prefilling],
+                [(s.num_computed, s.prompt_len) for s in prompts],
                 self._limits,
             )
             if not plan.is_empty:
-                self._step(plan, ready)
+                self._step([ready[i] for i in plan.decode], [(prompts[c.index], c) for c in plan.prefill])
 
     def _take_commands(self) -> bool:
         with self._wake:
-            while not (self._closing or self._inbox or self._prefilling or self._can_decode()):
+            while not (self._closing or self._inbox or self._can_prefill() or self._can_decode()):
                 self._wake.wait()
             while self._inbox:
                 sequence = self._inbox.popleft()
                 prefilling = sequence.num_computed < sequence.prompt_len
                 (self._prefilling if prefilling else self._decoding).append(sequence)
             return not self._closing
+
+    def _can_prefill(self) -> bool:
+        return any(s.share is None or s.cancelled or s.share.is_ready for s in self._prefilling)
 
     def _can_decode(self) -> bool:
         return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
@@ -166,11 +184,25 @@ class EngineLoop:
         self._decoding = [s for s in self._decoding if id(s) not in ids]
         self._prefilling = [s for s in self._prefilling if id(s) not in ids]
 
-    def _step(self, plan: BatchPlan, ready: list[Sequence]) -> None:
-        decoding = [ready[i] for i in plan.decode]
-        chunks = [(self._prefilling[c.index], c) for c in plan.prefill]
+    def _step_share(self, sequence: Sequence) -> None:
+        assert sequence.share is not None
+        try:
+            sequence.share.wait(0)
+            span = sequence.share.next_span
+            assert span is not None
+        except GroupLost as error:
+            sequence.error = error
+            self._remove([sequence])
+            self._on_step(StepResult(left=[sequence]))
+            return
+        self._step([], [(sequence, PrefillChunk(0, *span, last=span[1] == sequence.prompt_len))])
+
+    def _step(self, decoding: list[Sequence], chunks: list[tuple[Sequence, PrefillChunk]]) -> None:
         try:
             result = self._run_batch(decoding, chunks)
+        except GroupLost as error:  # of a chunk that had the step for itself
+            chunks[0][0].error = error
+            result = StepResult(left=[chunks[0][0]])
         except Exception as error:  # the thread must outlive any of its sequences
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
@@ -193,6 +225,9 @@ class EngineLoop:
 
             def hook(layer: int) -> None:
                 report(layer, spans)
+                for sequence, _ in chunks:
+                    if sequence.share is not None:
+                        sequence.share.computed(layer)
 
         chosen = self._steps.run(decoding, chunks, hook)
         ended = time.monotonic()
@@ -202,6 +237,7 @@ class EngineLoop:
         result.prefill_tokens = sum(c.end - c.start for _, c in chunks)
         for sequence, chunk in chunks:
             sequence.num_computed = chunk.end
+            sequence.computed_tokens += chunk.end - chunk.start
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, row in zip(rows, chosen, strict=True):
             index = sequence.next_index
@@ -213,5 +249,13 @@ class EngineLoop:
                 self._prefilling.remove(sequence)
                 self._decoding.append(sequence)
         result.left = [s for s in decoding if s.has_ended]
-        result.left += [s for s, c in chunks if (c.last and s.prefill_only) or s.has_ended]
+        for sequence, _ in chunks:
+            if sequence.share is not None:
+                sequence.share.over()
+        result.left += [s for s, c in chunks if s.has_ended or _has_left(s, c)]
         return result
+
+
+def _has_left(sequence: Sequence, chunk: PrefillChunk) -> bool:
+    """Whether nothing more of it is computed here once this chunk is."""
+    return sequence.share.next_span is None if sequence.share is not None else chunk.last and sequence.prefill_only

@@ -62,6 +62,10 @@ class EngineMemory(SlotMemory):
         """Make slots (one layer of them, or all) readable by the messenger. Returns when the bytes are there."""
 
     @abstractmethod
+    def to_device(self, slots: Sequence[int], layer: int | None = None) -> None:
+        """Make what has landed in these slots (in one layer of them, or all) readable by the engine."""
+
+    @abstractmethod
     def differ(
         self, group: int, given: NDArray[np.uint8], computed: NDArray[np.uint8], valid: NDArray[np.int32]
     ) -> NDArray[np.bool_]:

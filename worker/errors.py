@@ -3,6 +3,7 @@
 WorkerError
 ├── RequestRefused        the request itself is at fault (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may do better
+│   └── GroupLost         the other members' chunks of a prompt do not come, or not right
 ├── GrammarError          a grammar that cannot be compiled: says what is wrong with it
 ├── ProfileError          a cost profile that cannot be read, or does not have what is asked
 ├── EngineBroken          the engine computes nothing any more; only another process may do better
@@ -29,6 +30,13 @@ class RequestFailed(WorkerError):
         super().__init__(message)
         self.code = code
         self.suspect_node_id = suspect_node_id
+
+
+class GroupLost(RequestFailed):
+    """What other members of a prefill group were to compute is missing. The prompt's own node can go on alone."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("group", message)
 
 
 class GrammarError(WorkerError):

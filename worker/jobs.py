@@ -24,12 +24,13 @@ MAX_CANCELS = 8192
 
 Work = Coroutine[Any, Any, None]
 Job = asyncio.Task[None]
+OnFailure = Callable[[Request, Failure], None]
 
 
 class Jobs:
     """Lives on the event loop. `on_failure(request, failure)` and `on_over(request)` are called as each job ends."""
 
-    def __init__(self, on_failure: Callable[[Request, Failure], None], on_over: Callable[[Request], None]) -> None:
+    def __init__(self, on_failure: OnFailure, on_over: Callable[[Request], None]) -> None:
         self._on_failure = on_failure
         self._on_over = on_over
         self._jobs: dict[str, tuple[Request, Job]] = {}
@@ -40,8 +41,8 @@ class Jobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def run(self, request: Request, work: Work) -> Job:
-        """Run a request's coroutine; its failure is reported, its end frees its name.
+    def run(self, request: Request, work: Work, *, on_failure: OnFailure | None = None) -> Job:
+        """Run a request's coroutine; its failure is reported, to `on_failure` if given; its end frees its name.
 
         An earlier attempt that still runs here is cancelled, and `work` begins once that one has given everything
         back. Raises RequestRefused when this attempt was cancelled, or a later one came, before it.
@@ -53,7 +54,8 @@ class Jobs:
             raise RequestRefused(
                 "superseded", f"attempt {request.attempt} of request {request.request_id} comes after attempt {newest}"
             )
-        task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None))
+        told = on_failure or self._on_failure
+        task = asyncio.ensure_future(self._run(request, work, previous[1] if previous else None, told))
         self._jobs[request.request_id] = (request, task)
         # A callback, since a task that is cancelled before its first step runs no line of its own.
         task.add_done_callback(lambda _: self._over(request, work))
@@ -112,7 +114,7 @@ class Jobs:
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
 
-    async def _run(self, request: Request, work: Work, previous: Job | None) -> None:
+    async def _run(self, request: Request, work: Work, previous: Job | None, told: OnFailure) -> None:
         try:
             if previous is not None:
                 await _cancelled([previous])
@@ -121,16 +123,16 @@ class Jobs:
                     self._limits[request.key] = limit
                 await work
         except RequestRefused as error:
-            self._fail(request, error.code, str(error), retryable=False)
+            _fail(told, request, error.code, str(error), retryable=False)
         except RequestFailed as error:
-            self._fail(request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
+            _fail(told, request, error.code, str(error), retryable=True, suspect=error.suspect_node_id)
         except TimeoutError:
-            self._fail(request, "deadline", "the request's deadline has passed", retryable=False)
+            _fail(told, request, "deadline", "the request's deadline has passed", retryable=False)
         except asyncio.CancelledError:
             pass
         except Exception as error:
             log.exception("request %s failed", request.request_id)
-            self._fail(request, "internal", f"{type(error).__name__}: {error}", retryable=True)
+            _fail(told, request, "internal", f"{type(error).__name__}: {error}", retryable=True)
 
     def _over(self, request: Request, work: Work) -> None:
         work.close()  # not begun, if the job was cancelled early
@@ -140,17 +142,18 @@ class Jobs:
             del self._jobs[request.request_id]
         self._on_over(request)
 
-    def _fail(self, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
-        log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
-        failure = Failure(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            code=code,
-            message=message,
-            retryable=retryable,
-            suspect_node_id=suspect,
-        )
-        self._on_failure(request, failure)
+
+def _fail(told: OnFailure, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
+    log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
+    failure = Failure(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        code=code,
+        message=message,
+        retryable=retryable,
+        suspect_node_id=suspect,
+    )
+    told(request, failure)
 
 
 async def _cancelled(jobs: Sequence[Job]) -> None:

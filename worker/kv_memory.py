@@ -51,9 +51,9 @@ class KvMemory(EngineMemory):
             self._mirror(slots, layer, self._host, self._device)
             torch.cuda.current_stream(self._device.device).synchronize()
 
-    def to_device(self, slots: Sequence[int]) -> None:
+    def to_device(self, slots: Sequence[int], layer: int | None = None) -> None:
         if self._on_gpu:
-            self._mirror(slots, None, self._device, self._host)
+            self._mirror(slots, layer, self._device, self._host)
             torch.cuda.current_stream(self._device.device).synchronize()
 
     def differ(

@@ -18,6 +18,7 @@ from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
+from worker.arrivals import Arrivals
 from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine_loop import EngineLoop, StepResult
@@ -60,6 +61,7 @@ class WorkerNode:
             self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
         )
         self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
+        self.arrivals = Arrivals(self.memory, self.messenger, self.counters, incarnation=self.incarnation)
         self.stored, provenance = self.model.new_stored(self.memory, self.messenger)  # the slots as the pool has them
         self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
         self.pool = PoolGlue(
@@ -169,6 +171,7 @@ class WorkerNode:
             self.stored.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
+        self.arrivals.close()
 
     def hold(
         self, request: Request, *, committed_tokens: int = 0, remaining_prefill_tokens: int = 0, decode_node: str = ""
@@ -294,7 +297,8 @@ class WorkerNode:
         request = sequence.request
         self.line.leave(request.key)
         cached = timing.cached_tokens
-        self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
+        if sequence.computed_tokens == len(request.prompt) - cached:  # else a group did: it tells nothing of one node
+            self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 
     # Reports.
@@ -325,6 +329,7 @@ class WorkerNode:
             "slots_quarantined": self.slots.pool.num_quarantined,
             "slot_waiters": self.slots.num_waiting,
             "growing": len(self.slots.growing),
+            "receiving": len(self.arrivals),
             "in_line": len(self.line),
             "engine_sequences": self.engine.num_sequences,
             "leases": self.pool.num_pinned,

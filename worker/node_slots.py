@@ -7,6 +7,7 @@ engine, and gives them back with `give`, or `fence` where a remote may still wri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from worker.config import WorkerConfig
@@ -72,6 +73,14 @@ class NodeSlots:
                 f"({self._config.capacity_tokens} tokens, capacity_tokens)",
             )
         return await self._queue.take(request, keys, count, wants)
+
+    def take_now(self, request: Key, keys: Sequence[bytes], count: int) -> tuple[list[int], int] | None:
+        """As `take`, for whoever does not stand in line: None where it would have to wait."""
+        if self._queue:
+            return None
+        with contextlib.suppress(OutOfSlots):
+            return self._acquire(request, keys, count, 0)
+        return None
 
     def give(self, slots: Sequence[int]) -> None:
         """Give slots back."""

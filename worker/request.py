@@ -16,6 +16,7 @@ from worker.matchers import Matcher
 from worker.policy.turns import ALWAYS_NEXT, Key, Turn
 from worker.sampling import Sampling
 from worker.scores import PromptScores
+from worker.share import Share
 from worker.steering import Steering
 from worker.turn_wire import turn_from_proto
 
@@ -141,7 +142,9 @@ class Sequence:
     error: WorkerError | None = None  # why it left unfinished, when that was its own fault
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
+    share: Share | None = None  # of a prompt that a group computes: the chunks that are this node's
     compute_s: float = 0.0  # its share of the steps that computed its prompt
+    computed_tokens: int = 0  # of its prompt, here
     reused_tokens: int = field(init=False)  # of its prompt
     engine_state: object = None  # what the engine keeps of it
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
@@ -193,8 +196,7 @@ class Sequence:
     @property
     def token_s(self) -> float:
         """What computing one token of its prompt took; 0 where none was."""
-        computed = self.prompt_len - self.reused_tokens
-        return self.compute_s / computed if computed else 0.0
+        return self.compute_s / self.computed_tokens if self.computed_tokens else 0.0
 
     @property
     def next_index(self) -> int:

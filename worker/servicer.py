@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -16,8 +16,11 @@ from moonpool_proto.v1.worker_pb2 import (
     AbortRequest,
     CommitReply,
     CommitRequest,
+    Enlist,
     Failure,
     FrontendMessage,
+    HelpReply,
+    HelpRequest,
     ReserveReply,
     ReserveRequest,
     Submit,
@@ -50,17 +53,31 @@ class TakesOver(Protocol):
         """The writer has stopped."""
 
 
+class Helps(Protocol):
+    """The helping side of a prefill group."""
+
+    async def serve(
+        self,
+        request: Request,
+        enlist: Enlist,
+        further: AsyncIterator[HelpRequest],
+        reply: Callable[[HelpReply], Awaitable[None]],
+    ) -> None:
+        """One call of a head, from its first message to its end. Raises RequestRefused, RequestFailed."""
+
+
 class WorkerFace(WorkerServicer):
     """Does whatever a placement asks for: a node's role is a matter between it and the conductor.
 
     A request whose placement names a decode node is prefilled here and handed over, another one served to its end.
     """
 
-    def __init__(self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: TakesOver) -> None:
+    def __init__(self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: TakesOver, helping: Helps) -> None:
         self.node = node
         self._prefill = prefill
         self._whole = whole
         self._decode = decode
+        self._helping = helping
         self._background: set[asyncio.Task[None]] = set()
 
     async def Attach(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
@@ -174,6 +191,20 @@ class WorkerFace(WorkerServicer):
     async def Abort(self, request: AbortRequest, context: object) -> AbortReply:
         self._decode.abort(request)
         return AbortReply()
+
+    async def Help(  # type: ignore[override]  # as Attach
+        self, request_iterator: AsyncIterator[HelpRequest], context: grpc.aio.ServicerContext[HelpRequest, HelpReply]
+    ) -> None:
+        first = await first_message(request_iterator)
+        if first is None or not first.HasField("enlist"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Help must be `enlist`")
+        try:
+            request = self.checked(first.enlist.request)
+            await self._helping.serve(request, first.enlist, request_iterator, context.write)
+        except RequestRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.code}: {error}")
+        except RequestFailed as error:
+            await context.abort(grpc.StatusCode.ABORTED, f"{error.code}: {error}")
 
     async def State(self, request: JsonRequest, context: object) -> JsonReply:
         return JsonReply(json=json.dumps(self.node.state()))

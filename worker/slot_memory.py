@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import CommitAhead, KvSpec, layer_digests_at
-from messenger import Messenger, Region, SharedMemory
+from messenger import Messenger, Region, RemoteKey, SharedMemory
 
 
 class SlotMemory(ABC):
@@ -57,6 +57,12 @@ class SlotMemory(ABC):
             if ahead.begins(end):
                 due.append(partial(ahead.run, end))
         return due
+
+    def grant_write(self, slots: Sequence[int]) -> RemoteKey:
+        """Let whoever has the key write these slots: a range of the region that contains them."""
+        base = self.offsets(0, [min(slots)])[0]
+        end = self.offsets(self.num_groups - 1, [max(slots) + 1])[0]
+        return self._messenger.grant(self.region, int(base), int(end - base), read=False, write=True)
 
     def slot_slices(self, slots: Sequence[int], remote: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Messenger slices [groups * n, 3] pairing whole slots with remote offsets (one array [n] per group)."""

@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
+from typing import TypeVar
 
-from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Timing, Token, WorkerMessage
+from moonpool_proto.v1.worker_pb2 import Failure, Timing, Token, WorkerMessage
 from worker.engine_loop import Generated
 
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 4096
+
+T = TypeVar("T")
 
 
 class FrontendStream:
@@ -113,8 +116,8 @@ class TokenStreams:
             stream.send(WorkerMessage(failures=[failure]))
 
 
-async def first_message(messages: AsyncIterator[FrontendMessage]) -> FrontendMessage | None:
-    """The first message of an Attach stream, None when it ended before one came."""
+async def first_message(messages: AsyncIterator[T]) -> T | None:
+    """The first message of a stream, None when it ended before one came."""
     async for message in messages:
         return message
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,9 +111,9 @@ class Frontend:
         if request.first + len(request.tokens) == request.total:  # the two nodes' streams may overtake each other
             request.ended.set()
 
-    async def submit(self, submit: Submit) -> Request:
+    async def submit(self, submit: Submit, node_id: str = "prefill") -> Request:
         request = self.requests[submit.request_id, submit.attempt] = Request(first=submit.generated)
-        await self._send("prefill", FrontendMessage(submit=submit))
+        await self._send(node_id, FrontendMessage(submit=submit))
         return request
 
     async def cancel(self, node_id: str, request_id: str, attempt: int, **options: Any) -> None:
@@ -139,6 +139,7 @@ class Pair:
     frontend: Frontend
     decode_target: str
     pool: PoolNode | None = None
+    helpers: tuple[Prefill, ...] = ()  # placements name them
 
     def submit(
         self, prompt: list[int], name: str, *, max_tokens: int = 12, attempt: int = 1, generated: int = 0
@@ -160,6 +161,9 @@ class Pair:
         message.sampling.max_tokens = max_tokens
         message.sampling.top_p = 1.0
         message.placement.decode.CopyFrom(NodeRef(node_id="decode", target=self.decode_target))
+        for helper in self.helpers:
+            node = helper.node
+            message.placement.helpers.append(NodeRef(node_id=node.config.node_id, target=node.target))
         return message
 
     async def at_rest(self) -> None:
@@ -172,7 +176,7 @@ class Pair:
             raise AssertionError(self.problems()) from None
 
     def problems(self) -> list[str]:
-        found = [problem for face in (self.prefill, self.decode) for problem in face.node.validate()[0]]
+        found = [problem for face in (self.prefill, self.decode, *self.helpers) for problem in face.node.validate()[0]]
         return found + (node_numbers.validate(self.pool)["problems"] if self.pool is not None else [])
 
 
@@ -228,9 +232,14 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         pool: bool | dict[str, Any] = False,
         parity: float = 0.0,
         storage: Literal["exact", "int8"] = "exact",
+        path: Path = model_path,
+        helpers: int = 0,
+        prefill_options: Mapping[str, Any] = {},
+        helper_options: Mapping[str, Any] = {},
         **decode_options: Any,
     ) -> Pair:
-        """`pool`: with a pool node, perhaps of these options; `parity`, `storage`: of both nodes."""
+        """`pool`: with a pool node, perhaps of these options; `parity`, `storage`, `path` of the model: of all nodes;
+        `helpers`: so many further prefill nodes."""
         pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
@@ -238,7 +247,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 node_id=name,
                 listen=f"unix:{tmp_path}/{name}.sock",
                 conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
-                model_path=model_path,
+                model_path=path,
                 served_model_name="m",
                 block_tokens=BLOCK,
                 messenger=MessengerConfig(transport=transport, run_dir=tmp_path),  # type: ignore[arg-type]
@@ -249,15 +258,26 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
 
         frontend = Frontend()
         parts: dict[str, tuple[Prefill, Decode]] = {}
-        for name, role, options in (("prefill", ROLE_PREFILL, {}), ("decode", ROLE_DECODE, decode_options)):
+        nodes = [(f"helper-{i}", ROLE_PREFILL, {**prefill_options, **helper_options}) for i in range(helpers)]
+        nodes += [("prefill", ROLE_PREFILL, dict(prefill_options)), ("decode", ROLE_DECODE, decode_options)]
+        for name, role, options in nodes:
             node = WorkerNode(config(name, **options), role)
             prefill, decode = parts[name] = Prefill(node), Decode(node)
-            face = WorkerFace(node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode)
+            face = WorkerFace(
+                node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode, helping=prefill.helping
+            )
             server = await start_server(node.config.listen, lambda s, face=face: add_WorkerServicer_to_server(face, s))
             servers.append(server)
             await node.start(server.target)
             await frontend.attach(name, server.target)
-        pair = Pair(parts["prefill"][0], parts["decode"][1], frontend, servers[-1].target, pools[-1] if pool else None)
+        pair = Pair(
+            parts["prefill"][0],
+            parts["decode"][1],
+            frontend,
+            servers[-1].target,
+            pools[-1] if pool else None,
+            tuple(parts[f"helper-{i}"][0] for i in range(helpers)),
+        )
         pairs.append(pair)
         started.extend(parts.values())
         return pairs[-1]
@@ -267,9 +287,8 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         await pair.frontend.close()
     for server in servers:
         await server.stop(0.1)
-    for prefill, decode in started:
+    for prefill, _ in started:
         await prefill.node.close()
         await prefill.close()
-        decode.close()
     for one in pools:
         await one.close()

@@ -35,7 +35,7 @@ class PacedMemory(EngineMemory):
     def to_host(self, slots: object, layer: int | None = None) -> None:
         return  # it is where the messenger reads
 
-    def to_device(self, slots: object) -> None:
+    def to_device(self, slots: object, layer: int | None = None) -> None:
         return
 
     def write(self, sequence: Sequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None) -> None:

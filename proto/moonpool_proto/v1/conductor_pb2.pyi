@@ -645,6 +645,7 @@ class Placement(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    HELPERS_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
@@ -664,6 +665,10 @@ class Placement(_message.Message):
 
     @_builtins.property
     def turn(self) -> Global___Turn: ...
+    @_builtins.property
+    def helpers(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeRef]:
+        """prefill nodes that may compute some of the prompt's chunks for the prefill node"""
+
     def __init__(
         self,
         *,
@@ -676,10 +681,11 @@ class Placement(_message.Message):
         pool: Global___NodeRef | None = ...,
         turn: Global___Turn | None = ...,
         reserve_tokens: _builtins.int = ...,
+        helpers: _abc.Iterable[Global___NodeRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "helpers", b"helpers", "holders", b"holders", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

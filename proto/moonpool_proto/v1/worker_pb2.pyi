@@ -706,3 +706,208 @@ class AbortReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortReply: _TypeAlias = AbortReply  # noqa: Y015
+
+@_typing.final
+class HelpRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENLIST_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def enlist(self) -> Global___Enlist: ...
+    @_builtins.property
+    def begin(self) -> Global___BeginShare: ...
+    def __init__(
+        self,
+        *,
+        enlist: Global___Enlist | None = ...,
+        begin: Global___BeginShare | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "enlist", b"enlist", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "enlist", b"enlist", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["enlist", "begin"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___HelpRequest: _TypeAlias = HelpRequest  # noqa: Y015
+
+@_typing.final
+class Enlist(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    REUSED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    kv_namespace: _builtins.bytes
+    """of the head: KV of another kind is not mixed with it"""
+    reused_blocks: _builtins.int
+    """leading blocks that nobody computes: the head has them, and the helper may, too"""
+    num_blocks: _builtins.int
+    """slots to take: whole blocks before the prompt's last token"""
+    @_builtins.property
+    def request(self) -> Global___Submit: ...
+    def __init__(
+        self,
+        *,
+        request: Global___Submit | None = ...,
+        kv_namespace: _builtins.bytes = ...,
+        reused_blocks: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_namespace", b"kv_namespace", "num_blocks", b"num_blocks", "request", b"request", "reused_blocks", b"reused_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Enlist: _TypeAlias = Enlist  # noqa: Y015
+
+@_typing.final
+class Span(_message.Message):
+    """prompt tokens [start, end)"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class Member(_message.Message):
+    """where and what to push to another member of the group"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    held_blocks: _builtins.int
+    """it has blocks [0, held_blocks)"""
+    until: _builtins.int
+    """it needs all tokens before this one"""
+    @_builtins.property
+    def endpoint(self) -> _common_pb2.Endpoint: ...
+    @_builtins.property
+    def key(self) -> Global___RemoteKey: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlots]:
+        """one offset per block"""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _common_pb2.Endpoint | None = ...,
+        epoch: _builtins.int = ...,
+        key: Global___RemoteKey | None = ...,
+        held_blocks: _builtins.int = ...,
+        until: _builtins.int = ...,
+        groups: _abc.Iterable[Global___BlockSlots] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class BeginShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """the helper's chunks, in order"""
+
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        others: _abc.Iterable[Global___Member] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginShare: _TypeAlias = BeginShare  # noqa: Y015
+
+@_typing.final
+class HelpReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENLISTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def enlisted(self) -> Global___Enlisted: ...
+    def __init__(
+        self,
+        *,
+        enlisted: Global___Enlisted | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enlisted", b"enlisted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enlisted", b"enlisted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelpReply: _TypeAlias = HelpReply  # noqa: Y015
+
+@_typing.final
+class Enlisted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    held_blocks: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___RemoteKey: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSlots]: ...
+    @_builtins.property
+    def endpoint(self) -> _common_pb2.Endpoint: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        key: Global___RemoteKey | None = ...,
+        held_blocks: _builtins.int = ...,
+        groups: _abc.Iterable[Global___BlockSlots] | None = ...,
+        endpoint: _common_pb2.Endpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "epoch", b"epoch", "groups", b"groups", "held_blocks", b"held_blocks", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Enlisted: _TypeAlias = Enlisted  # noqa: Y015

@@ -56,6 +56,11 @@ class WorkerStub:
                 request_serializer=moonpool__proto_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_worker__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.Help = channel.stream_stream(
+                '/moonpool.v1.Worker/Help',
+                request_serializer=moonpool__proto_dot_v1_dot_worker__pb2.HelpRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_worker__pb2.HelpReply.FromString,
+                _registered_method=True)
         self.State = channel.unary_unary(
                 '/moonpool.v1.Worker/State',
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
@@ -101,6 +106,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Help(self, request_iterator, context):
+        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
+        `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
+        ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def State(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -135,6 +149,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=moonpool__proto_dot_v1_dot_worker__pb2.AbortRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_worker__pb2.AbortReply.SerializeToString,
+            ),
+            'Help': grpc.stream_stream_rpc_method_handler(
+                    servicer.Help,
+                    request_deserializer=moonpool__proto_dot_v1_dot_worker__pb2.HelpRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_worker__pb2.HelpReply.SerializeToString,
             ),
             'State': grpc.unary_unary_rpc_method_handler(
                     servicer.State,
@@ -256,6 +275,33 @@ class Worker:
             '/moonpool.v1.Worker/Abort',
             moonpool__proto_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_worker__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Help(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonpool.v1.Worker/Help',
+            moonpool__proto_dot_v1_dot_worker__pb2.HelpRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_worker__pb2.HelpReply.FromString,
             options,
             channel_credentials,
             insecure,

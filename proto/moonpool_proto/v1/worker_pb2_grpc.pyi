@@ -44,6 +44,11 @@ class WorkerStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]
     """Prefill node -> decode node: the writer has stopped; the epoch's pages may be used again."""
+    Help: _grpc.StreamStreamMultiCallable[_worker_pb2.HelpRequest, _worker_pb2.HelpReply]
+    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
+    `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
+    ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+    """
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
 
@@ -62,6 +67,11 @@ class WorkerAsyncStub(WorkerStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]  # type: ignore[assignment]
     """Prefill node -> decode node: the writer has stopped; the epoch's pages may be used again."""
+    Help: _aio.StreamStreamMultiCallable[_worker_pb2.HelpRequest, _worker_pb2.HelpReply]  # type: ignore[assignment]
+    """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
+    `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
+    ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+    """
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
 
@@ -101,6 +111,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortReply, _abc.Awaitable[_worker_pb2.AbortReply]]:
         """Prefill node -> decode node: the writer has stopped; the epoch's pages may be used again."""
+
+    @_abc_1.abstractmethod
+    def Help(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.HelpRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.HelpReply], _abc.AsyncIterator[_worker_pb2.HelpReply]]:
+        """Prefill node (head) -> prefill node (helper): compute some chunks of a prompt together. `enlist` is answered by
+        `enlisted`, or the call fails: then the helper has taken nothing. After `begin` the helper computes its chunks. It
+        ends the call when it is done; whoever ends it, the helper gives back all that it had for it.
+        """
 
     @_abc_1.abstractmethod
     def State(

@@ -1,13 +1,10 @@
-"""KV coming in: pushed by the prefill node (notified layer by layer) or pulled from pool nodes. Verified before use."""
+"""Reused KV that a decode node pulls from pool nodes, under the prefill node's lease. Verified before use."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,70 +18,11 @@ from worker.settle import in_thread, settled
 log = logging.getLogger(__name__)
 
 
-class Arrivals:
-    """Routes what lands to the reservation of its epoch and verifies it on a thread of its own."""
+class Pulls:
+    """What one decode node reads for its reservations."""
 
     def __init__(self, node: WorkerNode) -> None:
         self._node = node
-        self._by_epoch: dict[int, Reservation] = {}
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
-        self._loop = asyncio.get_running_loop()
-        node.messenger.on_notify(self._on_notify)
-
-    def open(self, reservation: Reservation) -> None:
-        self._by_epoch[reservation.epoch] = reservation
-
-    def shut(self, reservation: Reservation) -> None:
-        self._by_epoch.pop(reservation.epoch, None)
-
-    def close(self) -> None:
-        self._verifier.shutdown()
-
-    def _on_notify(self, peer: str, tag: bytes, payload: bytes) -> None:
-        """On the messenger's thread: the bytes it speaks of have landed."""
-        if tag != b"kv":
-            log.warning("unknown notify %r from %s", tag, peer)
-            return
-        try:
-            message = msgpack.unpackb(payload)
-            epoch, layer = int(message["e"]), int(message["l"])
-            blocks = np.asarray(message["b"], dtype=np.int64)
-            valid = np.asarray(message["v"], dtype=np.int32)
-            digests = np.frombuffer(message["d"], dtype="<u8")
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            log.error("malformed notify from %s: %s", peer, error)
-            return
-        reservation = self._by_epoch.get(epoch)
-        if reservation is None:
-            self._node.counters.add("late_pushes", 1)
-            return
-        known = layer in self._node.memory.place_of_layer
-        inside = len(blocks) == 0 or (int(blocks.min()) >= 0 and int(blocks.max()) < reservation.num_blocks)
-        same = len(blocks) == len(digests) and np.array_equal(valid, reservation.valid_tokens(blocks))
-        if not (known and inside and same):
-            log.error("notify from %s does not fit its reservation of %d blocks", peer, reservation.num_blocks)
-            return
-        reservation.announce()
-        self._verifier.submit(self._verify_push, reservation, layer, blocks, valid, digests)
-
-    def _verify_push(
-        self,
-        reservation: Reservation,
-        layer: int,
-        blocks: NDArray[np.int64],
-        valid: NDArray[np.int32],
-        digests: NDArray[np.uint64],
-    ) -> None:
-        right = np.zeros(len(blocks), dtype=bool)
-        try:
-            slots = [reservation.slots[b] for b in blocks]
-            right = self._node.memory.one_layer_digests(layer, slots, valid) == digests
-            if not right.all():
-                self._node.counters.add("digest_mismatches", int((~right).sum()))
-                log.error("layer %d of %d pushed blocks failed verification", layer, int((~right).sum()))
-        except Exception:
-            log.exception("pushed blocks could not be verified; they are asked for again")
-        self._loop.call_soon_threadsafe(reservation.landed, [layer], blocks, right)
 
     async def pull(self, reservation: Reservation, pulls: list[PullRange]) -> None:
         """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease.

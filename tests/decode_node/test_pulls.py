@@ -21,7 +21,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     start_pair: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
     pair = await start_pair()
-    node, arrivals = pair.decode.node, pair.decode._arrivals
+    node, pulls = pair.decode.node, pair.decode._pulls
     spec = node.memory.spec
     pool = Messenger(MessengerConfig(run_dir=tmp_path), node_id="pool", incarnation=9)
     pool.start()
@@ -52,7 +52,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
         key=RemoteKey.unpack(key.pack()),
         writer=pool.endpoint,
     )
-    real, gate, second = arrivals._pull_range, asyncio.Event(), asyncio.Event()
+    real, gate, second = pulls._pull_range, asyncio.Event(), asyncio.Event()
 
     async def gated(reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
         if first:
@@ -60,8 +60,8 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
             await gate.wait()
         await real(reservation, lease, first, skip)
 
-    arrivals._pull_range = gated
-    pulling = asyncio.ensure_future(arrivals.pull(reservation, [pull_range(0, 2), pull_range(2, 2)]))
+    pulls._pull_range = gated
+    pulling = asyncio.ensure_future(pulls.pull(reservation, [pull_range(0, 2), pull_range(2, 2)]))
     await second.wait()
     asking = asyncio.ensure_future(reservation.missing_blocks())
     await asyncio.sleep(0)
