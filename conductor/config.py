@@ -36,6 +36,8 @@ class ConductorConfig:
     admission_mode: AdmissionMode = "predicted-uniform"  # what requests are judged by
     attained_share: float = 0.95  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than the ledger holds for it
+    prefill_group_size: int = 1  # most prefill nodes that compute one prompt together; 1 = each by itself
+    prefill_group_min_tokens: int = 4096  # uncached tokens of a prompt from which on several may
     max_copies: int = 8  # hot-spot copies under way at once; 0 = none are made
     replication_horizon_s: float = 60.0  # demand is measured over, and savings are predicted for, about so long
     replica_idle_s: float = 180.0  # a copied prefix that was not used for so long is given up again
@@ -89,6 +91,8 @@ class ConductorConfig:
             admission_mode=self.admission_mode,
             attained_share=self.attained_share,
             overrun_probability=self.overrun_probability,
+            prefill_group_size=self.prefill_group_size,
+            prefill_group_min_tokens=self.prefill_group_min_tokens,
             max_copies=self.max_copies,
             replication_horizon_s=self.replication_horizon_s,
             replica_idle_s=self.replica_idle_s,

@@ -180,6 +180,8 @@ def write_placement(
     message.predicted_ttft_s = place.predicted_ttft_s
     message.predicted_tbt_s = place.predicted_tbt_s
     message.reserve_tokens = place.reserve_tokens
+    for helper in place.helpers:
+        message.helpers.append(refs[helper])
     for held in place.holders:
         holder = message.holders.add()
         holder.pool.CopyFrom(refs[held.pool])

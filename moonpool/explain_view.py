@@ -80,6 +80,8 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
     if decision["type"] == "Place":
         where = f"prefill on {decision['prefill']}"
         where += f", decode on {decision['decode']}" if decision.get("decode") else ", and on to the end there"
+        if decision.get("helpers"):
+            where += f", computed together with {', '.join(decision['helpers'])}"
         yield Text(title, style="bold") + Text(where, style="bold green")
     else:
         after = " after its prefill" if decision.get("after_prefill") else ""

@@ -59,6 +59,8 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         admission_mode=cast("AdmissionMode", config.scheduling.admission_mode),
         attained_share=config.scheduling.attained_share,
         overrun_probability=config.scheduling.overrun_probability,
+        prefill_group_size=config.scheduling.prefill_group_size,
+        prefill_group_min_tokens=config.scheduling.prefill_group_min_tokens,
         max_copies=config.scheduling.max_copies,
         replication_horizon_s=config.scheduling.replication_horizon,
         replica_idle_s=config.scheduling.replica_idle,

@@ -40,7 +40,7 @@ __all__ = ["Group", "gathered"]
 
 log = logging.getLogger(__name__)
 
-ENLIST_S = 1.0  # a helper that has not answered by then is not waited for
+ENLIST_S = 2.0  # a helper that has not answered by then is not waited for
 _LOOK_S = 0.5  # how often silence is looked for
 
 

@@ -364,6 +364,8 @@ class Conductor:
             match decision:
                 case Place():
                     self._state.count_all(model, (("placed", 1), ("reused_blocks", decision.reuse_blocks)))
+                    if decision.helpers:
+                        count(model, "grouped")
                 case Reject(reason=reason):
                     count(model, f"rejected_{reason}")
                 case Copy():

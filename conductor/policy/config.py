@@ -62,6 +62,8 @@ class PolicyConfig:
     role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised
     role_hold_s: float = 30.0  # a change must have been better for so long
     role_rest_s: float = 120.0  # between two changes of a model's nodes
+    prefill_group_size: int = 1  # most prefill nodes that compute one prompt together; 1 = each by itself
+    prefill_group_min_tokens: int = 4096  # uncached tokens of a prompt from which on several may
     explain: int = 0  # candidates of each phase whose scores go into a decision, the best ones
 
     def __post_init__(self) -> None:
@@ -69,6 +71,9 @@ class PolicyConfig:
             value = getattr(self, each.name)
             if isinstance(value, int | float) and (not isfinite(value) or value < 0):
                 raise ConfigError(f"{each.name} is {value}: must be a finite number of at least 0")
+        for name in ("prefill_group_size", "prefill_group_min_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: must be at least 1")
         if self.admission not in get_args(Admission):
             raise ConfigError(f"admission is {self.admission!r}: expected one of {', '.join(get_args(Admission))}")
         if self.admission_mode not in get_args(AdmissionMode):

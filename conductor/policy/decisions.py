@@ -107,6 +107,7 @@ class Place:
     extrapolated: tuple[str, ...] = ()  # predicted beyond what was measured: "prefill", "decode", "load", ...
     asks_again: bool = False
     reserve_tokens: int = 0  # pages to begin with on the decode node, in tokens; 0 = for the most that may be needed
+    helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
 
 
 @dataclass(frozen=True, slots=True)

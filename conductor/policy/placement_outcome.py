@@ -58,6 +58,7 @@ def placed_by(
         extrapolated=extrapolated,
         asks_again=asks_again(state.config) and decode is not None and not request.generated,
         reserve_tokens=plan.places.need_tokens if reserves else 0,
+        helpers=plan.group.helpers if plan.group is not None else (),
     )
 
 
@@ -92,7 +93,7 @@ def book(
         prefill_node=int(nodes.slots[chosen]),
         decode_node=state.nodes.slot(decodes_at),
         sender=state.nodes.slot(plan.prefixes.best_pool) if plan.scores.fetches[chosen] else NONE,
-        prefill_ns=to_ns(float(plan.scores.prefill_s[chosen])),
+        prefill_ns=to_ns(plan.prefill_s),
         ready_ns=now_ns + to_ns(placed.predicted_ttft_s),
         committed=need_tokens if decodes_at else 0,
         prompt=need_tokens if request.endless else request.prompt_tokens,
@@ -102,6 +103,8 @@ def book(
         seen_ns=now_ns,
         placed_ns=now_ns,
     )
+    if plan.group is not None:
+        state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
 
 
 def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:
@@ -110,7 +113,7 @@ def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, ob
         model=request.model,
         reason=reason,
         at_ns=now_ns,
-        work_ns=to_ns(plan.scores.ttft_s - plan.queue_s),
+        work_ns=to_ns(plan.ready_s - plan.queue_s),
         prefill=plan.places.prefill.ids[plan.chosen],
         decode=plan.decode.node_id if plan.decode is not None else "",
         need_tokens=plan.places.need_tokens,

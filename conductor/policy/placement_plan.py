@@ -12,6 +12,7 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.credible import to_ns
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived
+from conductor.policy.grouping import PrefillGroup, form_group, work_at_hand_s
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
@@ -53,6 +54,7 @@ class Plan:
     prefixes: Prefixes
     scores: PrefillScores
     decode: DecodePlan | None
+    group: PrefillGroup | None  # who helps the chosen node; None: nobody
     ttft_s: float  # with the wait for decode pages
 
     @property
@@ -64,6 +66,16 @@ class Plan:
     def queue_s(self) -> float:
         """Of the TTFT, until its turn."""
         return float(self.scores.queue_s[self.chosen])
+
+    @property
+    def prefill_s(self) -> float:
+        """For which the chosen node is busy with it."""
+        return float(self.scores.prefill_s[self.chosen]) if self.group is None else self.group.prefill_s
+
+    @property
+    def ready_s(self) -> float:
+        """Its TTFT, but for the wait for decode pages."""
+        return self.scores.ttft_s if self.group is None else self.group.ttft_s
 
     @property
     def tbt_s(self) -> float:
@@ -91,13 +103,21 @@ def make_plan(
     prefixes = find_prefixes(state, request, model, request.matches, places.prefill, sums)
     seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs)
     queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
+    # Whoever helps does so before it takes up anything new.
+    help_s = state.helping.load_s(now_ns, state.nodes, state.requests) if state.helping else None
+    if help_s is not None:
+        queue_s += help_s[places.prefill.slots]
     scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
-    decode = _plan_decode(now_ns, state, request, places, costs, sums, scores)
-    ttft_s = scores.ttft_s
+    group: PrefillGroup | None = None
+    if state.config.prefill_group_size > 1:
+        work_s = work_at_hand_s(places, sums, help_s)
+        group = form_group(state, request, places, model, scores, work_s, costs)
+    ttft_s = scores.ttft_s if group is None else group.ttft_s
+    decode = _plan_decode(now_ns, state, request, places, costs, sums, scores, ttft_s)
     if decode is not None:
         # Prefill begins only once the decode node has the pages.
         ttft_s += max(0.0, decode.wait_s - float(scores.queue_s[scores.chosen]))
-    return Plan(places, curve, sums, seat, prefixes, scores, decode, ttft_s)
+    return Plan(places, curve, sums, seat, prefixes, scores, decode, group, ttft_s)
 
 
 def ttft_with_s(
@@ -172,6 +192,7 @@ def _plan_decode(
     costs: ModelCosts,
     sums: Ints,
     scores: PrefillScores,
+    ttft_s: float,
 ) -> DecodePlan | None:
     nodes = places.decode
     if places.prefill.is_aggregated[scores.chosen]:
@@ -184,7 +205,7 @@ def _plan_decode(
         costs,
         sums,
         now_ns=now_ns,
-        at_ns=now_ns + to_ns(scores.ttft_s),
+        at_ns=now_ns + to_ns(ttft_s),
         prompt_tokens=request.prompt_tokens,
         need_tokens=places.need_tokens,
     )

@@ -15,6 +15,7 @@ from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
 from conductor.policy.events import CostsGiven
 from conductor.policy.fairness import Shares
 from conductor.policy.heat import Heat
+from conductor.policy.help_book import HelpBook
 from conductor.policy.hindsight import Hindsight
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
@@ -60,6 +61,7 @@ class ClusterState:
     config: PolicyConfig
     nodes: NodeTable = field(default_factory=NodeTable)
     requests: RequestTable = field(default_factory=RequestTable)
+    helping: HelpBook = field(default_factory=HelpBook)  # what prefill nodes compute for others
     lengths: Lengths = field(default_factory=Lengths)
     hindsight: Hindsight = field(default_factory=Hindsight)
     transfers: TransferCosts = field(default_factory=TransferCosts)

@@ -255,6 +255,17 @@ class SchedulingSettings(Slice):
             high=0.5,
         ),
     ] = 0.0
+    prefill_group_size: Annotated[
+        int,
+        Key(
+            "Prefill nodes that may compute one long prompt together, chunk by chunk; 1 = each by itself",
+            low=1,
+            high=64,
+        ),
+    ] = 1
+    prefill_group_min_tokens: Annotated[
+        int, Key("Tokens of a prompt that are not in the pool, from which on several nodes may compute it", low=1)
+    ] = 4096
     role_switching: Annotated[
         str,
         Key(

@@ -85,8 +85,9 @@ class Core(RuleBasedStateMachine):
         overrun=st.sampled_from([0.0, 0.1]),
         report_timeout_s=st.sampled_from([0.0, 5.0]),
         explain=st.sampled_from([1, 3]),
+        group=st.sampled_from([1, 2, 3]),
     )
-    def begin(self, admission, mode, ttft_s, tbt_s, overrun, report_timeout_s, explain):
+    def begin(self, admission, mode, ttft_s, tbt_s, overrun, report_timeout_s, explain, group):
         self.config = PolicyConfig(
             ttft_objective_s=ttft_s,
             tbt_objective_s=tbt_s,
@@ -96,6 +97,8 @@ class Core(RuleBasedStateMachine):
             report_timeout_s=report_timeout_s,
             orphan_timeout_s=20.0,
             explain=explain,
+            prefill_group_size=group,
+            prefill_group_min_tokens=64,
         )
         self.core = Conductor(self.config)
         self.twin = Conductor(config_from_json(json.loads(json.dumps(config_to_json(self.config)))))
@@ -224,7 +227,9 @@ class Core(RuleBasedStateMachine):
             self.check_place(event, answer, before)
 
     def check_place(self, event, place, suspects):
-        chosen = {place.prefill, place.decode} - {""}
+        chosen = {place.prefill, place.decode, *place.helpers} - {""}
+        assert len(place.helpers) < self.config.prefill_group_size
+        assert len(set(place.helpers) - {place.prefill, place.decode}) == len(place.helpers)
         assert chosen <= set(self.nodes)
         assert not chosen & self.draining
         assert not chosen & self.core.suspects

@@ -16,10 +16,17 @@ from engine.random_model import write_random_model
 from messenger.control import open_channel
 from moonpool_proto.v1.worker_pb2 import Enlist, HelpRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from prefill_node import group
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
 Greedy = Callable[[Model, list[int], int], list[int]]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no reason for a helper not to be waited for."""
+    monkeypatch.setattr(group, "ENLIST_S", 60.0)
 
 
 def counter(face: Any, name: str) -> float:

@@ -1,0 +1,92 @@
+"""Whether other prefill nodes should compute a long prompt together with the one that was chosen, and which.
+
+Mooncake's chunked pipeline parallelism (FAST'25, §5.1): each member computes every X-th chunk. Here every member holds
+the whole model, so that a group is made for one request and none is kept.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.policy.algorithm1 import PrefillScores
+from conductor.policy.candidates import Places
+from conductor.policy.config import NS
+from conductor.policy.costs import ModelCosts
+from conductor.policy.events import RequestArrived
+from conductor.policy.nodes import ModelNodes
+from conductor.policy.paces import PREFILL
+from conductor.policy.state import ClusterState
+
+__all__ = ["PrefillGroup", "form_group"]
+
+Floats = NDArray[np.float64]
+
+# What a group's prefill takes beyond an equal part of the work: chunks wait for one another's layers and their KV
+# travels, which is a share of it; and members are asked, and the first chunk has nobody beside it.
+_OVERHEAD_SHARE = 0.15
+_OVERHEAD_S = 0.03
+_SAME_S = 1e-6  # sums of the same times in floats and in ns differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Helpers for a prompt, best first, and what is predicted with them."""
+
+    helpers: tuple[str, ...]
+    share_s: float  # that each of them computes
+    prefill_s: float  # from the chosen node's turn to the first token
+    ttft_s: float  # without the wait for decode pages
+
+
+def form_group(
+    state: ClusterState,
+    request: RequestArrived,
+    places: Places,
+    model: ModelNodes,
+    scores: PrefillScores,
+    work_s: Floats,
+    costs: ModelCosts,
+) -> PrefillGroup | None:
+    """The group that reaches the first token soonest, if sooner than the chosen node alone; of equals the smallest.
+
+    `work_s`: per candidate, all prefill work at hand there, whoever's turn it is. A helper has nobody in its line who
+    would come after this request, and is free before the chosen node would have computed all by itself: so that nobody
+    who waits now is made to wait longer.
+    """
+    nodes, chosen, config = places.prefill, scores.chosen, state.config
+    new_tokens = request.prompt_tokens - int(scores.reuse_blocks[chosen]) * model.block_tokens
+    if new_tokens < config.prefill_group_min_tokens or nodes.is_aggregated[chosen] or request.max_new_tokens <= 1:
+        return None
+    queue_s, alone_s = scores.queue_s, float(scores.prefill_s[chosen])
+    is_free = ~nodes.is_aggregated & (queue_s < alone_s) & (work_s - queue_s < _SAME_S)
+    is_free[chosen] = False
+    free = np.flatnonzero(is_free)
+    head = state.nodes.get(nodes.ids[chosen])
+    assert head is not None
+    best: PrefillGroup | None = None
+    best_s = alone_s
+    helpers: list[str] = []
+    slowest = pace = costs.paces.of(PREFILL, int(nodes.slots[chosen]))
+    for i in free[np.argsort(queue_s[free], kind="stable")].tolist():
+        node = state.nodes.get(nodes.ids[i])
+        if node is None or node.model_fingerprint != head.model_fingerprint:
+            continue
+        helpers.append(node.node_id)
+        slowest = max(slowest, costs.paces.of(PREFILL, int(nodes.slots[i])))
+        share_s = alone_s * slowest / pace / (1 + len(helpers))
+        lag_s = max(0.0, float(queue_s[i] - queue_s[chosen]))
+        group_s = lag_s + share_s * (1 + _OVERHEAD_SHARE) + _OVERHEAD_S
+        if group_s < best_s:
+            best_s = group_s
+            best = PrefillGroup(tuple(helpers), share_s, group_s, scores.ttft_s - alone_s + group_s)
+        if len(helpers) + 1 >= config.prefill_group_size:
+            break
+    return best
+
+
+def work_at_hand_s(places: Places, sums: NDArray[np.int64], help_s: Floats | None) -> Floats:
+    """Per candidate: all prefill work placed there, with what it computes for others (`help_s`, per slot)."""
+    slots = places.prefill.slots
+    work_s: Floats = sums[slots, 0] / NS
+    return work_s if help_s is None else work_s + help_s[slots]
