@@ -89,7 +89,7 @@ class Membership:
             node.memory,
             node.messenger.connect(Endpoint.from_proto(other.endpoint)),
             self._executor,
-            node.counters,
+            lambda nbytes, seconds: node.counters.add_transfer("group", nbytes, seconds),
             epoch=other.epoch,
             key=RemoteKey.unpack(other.key.packed),
             slots=self.share.slots,
@@ -98,7 +98,6 @@ class Membership:
             push_from=other.held_blocks,
             deadline_s=lambda: self._request.time_left_s,
             stall_s=node.config.push_timeout_s,
-            path="group",
         )
 
     def layer_written(self, layer: int, start: int, end: int) -> None:

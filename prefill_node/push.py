@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
 from worker.arrivals import KV_TAG
-from worker.counters import Counters
 from worker.engine_memory import EngineMemory
 from worker.errors import RequestFailed
 
@@ -31,7 +30,7 @@ class Pusher:
         memory: EngineMemory,
         peer: Peer,
         executor: ThreadPoolExecutor,
-        counters: Counters,
+        moved: Callable[[int, float], None],
         *,
         epoch: int,
         key: RemoteKey,
@@ -41,15 +40,14 @@ class Pusher:
         push_from: int,
         deadline_s: Callable[[], float],
         stall_s: float,
-        path: str = "push",
     ) -> None:
-        """`remote`: per group, the remote byte offset of every prompt block. Blocks below `push_from` the receiver has,
-        or pulls itself, and they are pushed only when it asks for them. Given up after `stall_s` without progress:
-        until then the slots cannot be used again. `path`: under what the bytes are counted."""
+        """`moved(nbytes, seconds)` hears of every push. `remote`: per group, the remote byte offset of every prompt
+        block. Blocks below `push_from` the receiver has, or pulls itself: they are pushed only when it asks for them.
+        Given up after `stall_s` without progress: until then the slots cannot be used again."""
         self._memory = memory
         self._peer = peer
         self._executor = executor
-        self._counters = counters
+        self._moved = moved
         self._epoch, self._key = epoch, key
         self._slots = np.asarray(slots, dtype=np.int64)
         self._remote = remote
@@ -57,7 +55,6 @@ class Pusher:
         self._push_from = push_from
         self._deadline_s = deadline_s
         self._stall_s = stall_s
-        self._path = path
         self._lock = threading.Lock()
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
@@ -128,7 +125,7 @@ class Pusher:
     def _landed(self, future: Future[TransferResult], began: float, done: Future[None]) -> None:
         error = future.exception()
         if error is None:
-            self._counters.add_transfer(self._path, future.result().nbytes, time.perf_counter() - began)
+            self._moved(future.result().nbytes, time.perf_counter() - began)
         self._finish(done, error)
 
     def _finish(self, done: Future[None], error: BaseException | None) -> None:

@@ -112,7 +112,7 @@ class Prefill:
             self.node.memory,
             self.node.messenger.connect(handoff.endpoint),
             self._push_threads,
-            self.node.counters,
+            lambda nbytes, seconds: self.node.counters.add_transfer("push", nbytes, seconds),
             epoch=reply.epoch,
             key=RemoteKey.unpack(reply.key.packed),
             slots=work.slots,

@@ -138,8 +138,8 @@ class DecodeSample:
 @quick
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One batch of bytes moved; path is "push", "pull", "load" (from the host's own pool), "fetch" (from another's),
-    "store", "copy", "ssd_read" or "ssd_write"."""
+    """One batch of bytes moved; path is "push", "group" (between members of a prefill group), "pull", "load" (from the
+    host's own pool), "fetch" (from another's), "store", "copy", "ssd_read" or "ssd_write"."""
 
     nbytes: int
     seconds: float
