@@ -74,6 +74,8 @@ def book(
     """What the placed request takes goes into the ledger; returns its row."""
     nodes, chosen, need_tokens = plan.places.prefill, plan.chosen, plan.places.need_tokens
     decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated[chosen] else "")
+    if plan.group is not None:
+        state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
     return state.requests.add(
         Claim(
             request.request_id,
@@ -103,8 +105,6 @@ def book(
         seen_ns=now_ns,
         placed_ns=now_ns,
     )
-    if plan.group is not None:
-        state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
 
 
 def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:
