@@ -117,7 +117,12 @@ class Helping:
                 node.slots.give(slots)
 
     async def _compute(self, request: Request, membership: Membership, begin: BeginShare) -> None:
-        membership.begin([(span.start, span.end) for span in begin.spans], begin.others)
+        spans = [(span.start, span.end) for span in begin.spans]
+        borders = [border for span in spans for border in span]
+        block_tokens, end = self._node.config.block_tokens, membership.share.num_blocks * self._node.config.block_tokens
+        if not spans or borders != sorted(set(borders)) or borders[-1] > end or any(b % block_tokens for b in borders):
+            raise RequestRefused("bad_share", f"chunks {spans} are not in order, within {end} tokens, of whole blocks")
+        membership.begin(spans, begin.others)
         sequence = Sequence(
             request, membership.share.slots, request.prompt.astype(np.int32), len(request.prompt), 0, prefill_only=True
         )

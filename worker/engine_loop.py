@@ -97,6 +97,8 @@ class EngineLoop:
         with self._wake:
             sequence.cancelled = True
             self._wake.notify()
+        if sequence.share is not None:  # the running step may be its own, and wait for other nodes
+            sequence.share.lose("the request was cancelled")
 
     def extend(self, sequence: Sequence, slots: list[int]) -> None:
         """Give a sequence that decodes further slots."""

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from engine import Model, load_model
 from engine.random_model import write_random_model
 from messenger.control import open_channel
-from moonpool_proto.v1.worker_pb2 import Enlist, HelpRequest
+from moonpool_proto.v1.worker_pb2 import BeginShare, Enlist, HelpRequest, Span
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node import group
 
@@ -279,5 +280,38 @@ async def test_a_head_that_hangs_up_before_it_begins_leaves_nothing(start_pair: 
     assert (await call.read()).enlisted.epoch
     assert node.slots.pool.num_held == 12
     call.cancel()
+    await pair.at_rest()
+    await channel.close()
+
+
+async def test_a_head_whose_step_waits_for_a_helper_is_cancelled_at_once(start_pair: Start, prompt: Prompt) -> None:
+    pair = await start_pair(helpers=1, prefill_options={"push_timeout_s": 600.0})
+    gate = Gate(pair.helpers[0], start=64, layer=1)
+    await pair.frontend.submit(pair.submit(prompt(250), "r"))
+    await gate.reached.wait()
+    for node in ("prefill", "decode"):
+        await pair.frontend.cancel(node, "r", 1)
+    async with asyncio.timeout(60):
+        while pair.prefill.node.validate()[0]:
+            await asyncio.sleep(0.01)
+    gate.is_open.set()
+    await pair.at_rest()
+
+
+@pytest.mark.parametrize("spans", [[], [(8, 8)], [(0, 12)], [(0, 200)], [(32, 64), (0, 16)]])
+async def test_chunks_that_make_no_sense_end_the_help(
+    spans: list[tuple[int, int]], start_pair: Start, prompt: Prompt
+) -> None:
+    pair = await start_pair(helpers=1)
+    node = pair.helpers[0].node
+    channel = open_channel(node.target)
+    call: Any = WorkerStub(channel).Help(timeout=60)
+    enlist = Enlist(request=pair.submit(prompt(100), "r"), kv_namespace=node.namespace, num_blocks=12)
+    await call.write(HelpRequest(enlist=enlist))
+    await call.read()
+    begin = BeginShare(spans=[Span(start=start, end=end) for start, end in spans])
+    await call.write(HelpRequest(begin=begin))
+    with pytest.raises(grpc.aio.AioRpcError, match="bad_share"):
+        await call.read()
     await pair.at_rest()
     await channel.close()

@@ -77,7 +77,7 @@ async def group_of(cluster: Any) -> tuple[str, str]:
 
 
 async def test_a_long_prompt_is_computed_by_both_and_the_decision_says_so(
-    cluster: Any, slow_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession, log: Path,
+    cluster: Any, slow_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession,
     moonpool: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:  # fmt: skip
     answer = await cluster.complete(session, prompt(1, 1200), max_tokens=8, temperature=0.8, seed=3)
@@ -86,7 +86,7 @@ async def test_a_long_prompt_is_computed_by_both_and_the_decision_says_so(
     assert sum(one["counters"].get("prefill_groups", 0) for one in states) == 1
     assert sum(one["counters"].get("helped_tokens", 0) for one in states) == 624  # of 1200 in 6 chunks
     await cluster.validate()
-    told = moonpool("explain", answer.body["id"], "--decision-log", log)
+    told = moonpool("explain", answer.body["id"], "--ready-file", cluster.ready_file)
     assert "computed together with prefill-1" in told.stdout, told.stdout + told.stderr
     assert judge_of(slow_model).wrong_tokens(answer, temperature=0.8, seed=3) == []
     assert judge_of(slow_model).wrong_tokens(short) == []
