@@ -137,7 +137,8 @@ class Allow(NamedTuple):
     """rdma: under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be touched by the
     keys `rkeys`, uint32 for each rail. Without a right: the key is void. `trouble`: why a good key cannot be served.
 
-    `last_seq`: the last request of the session that is done.
+    `last_seq`: the last request of the session that is done. `settles`: what was written is to be told, since the owner
+    has something to do before it is seen.
     """
 
     region_id: int
@@ -150,6 +151,7 @@ class Allow(NamedTuple):
     write: bool
     rkeys: bytes
     trouble: str
+    settles: bool
 
 
 Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | Ask | Allow

@@ -137,7 +137,7 @@ class Receiver:
 
     def _receive(self) -> None:
         """Receive and handle a message, and those that came with it; with the role and without the lock."""
-        stream, receive_here = self._stream, self._link.receive_here
+        stream, receive_here = self._stream, self._requester.receive_here
         landed: list[Part] = []
         goes_on = True
         try:

@@ -112,6 +112,10 @@ class Requester(ABC):
         """The link's next message; `reads`: whether the part that is answered next does, as far as it is known."""
         return self._link.receive()
 
+    def receive_here(self) -> Message | None:
+        """The next message if it is here already, as far as that can be told."""
+        return self._link.receive_here()
+
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:
         """Take what follows the part's Ack. False: the part is to be sent once more, as its next step."""

@@ -135,7 +135,7 @@ class Soak:
             "errors": dict(_total(workers, "errors")),
             "trouble": dict(trouble.events),
             "gib_moved": round(sum(worker.nbytes for worker in workers) / 2**30, 3),
-            "gib_checked": round(sum(worker.checked_nbytes for worker in workers) / 2**30, 3),
+            "gib_checked": round(sum(worker.checked_nbytes for worker in workers) / 2**30, 6),
             "connects": counters["connects"],
             "retries": counters["retries"],
             "before": before,

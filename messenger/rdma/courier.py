@@ -50,7 +50,7 @@ class Movement:
 @dataclass(eq=False, slots=True)
 class _Batch:
     movement: Movement | None
-    frame: bytes
+    frame: bytes | None
 
 
 class Courier:
@@ -69,6 +69,8 @@ class Courier:
         self.arrived: deque[bytes] = deque()
         """Whole frames; `taken` is to be called for each that is taken out."""
         self.unsent_frames = 0
+        self.num_unframed = 0
+        """Movements that are not done and that no frame follows: only their completions tell of them."""
         self.rails = Rails(
             [RailSpec(lane.rail.name, lane.rail.speed_gbit, lane.is_spare) for lane in lanes],
             Limits(window_rows=depth // 2, post_rows=depth // 4),
@@ -103,11 +105,14 @@ class Courier:
         """The numbers of the batches of which bytes are still to be moved, in order."""
         return [number for number, batch in self._batches.items() if batch.movement and batch.movement.left_nbytes]
 
-    def submit(self, movement: Movement | None, frame: bytes) -> None:
-        """Move the bytes, then send the frame, in the order of submission."""
-        number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=True)
+    def submit(self, movement: Movement | None, frame: bytes | None) -> None:
+        """Move the bytes, then send the frame, of which there is one at least, in the order of submission."""
+        number = self.rails.submit(_NO_ROWS if movement is None else movement.rows, announce=frame is not None)
         self._batches[number] = _Batch(movement, frame)
-        self.unsent_frames += 1
+        if frame is None:
+            self.num_unframed += 1
+        else:
+            self.unsent_frames += 1
         self._moving_nbytes += 0 if movement is None else movement.nbytes
         self.drive()
 
@@ -128,7 +133,9 @@ class Courier:
                 if isinstance(instruction, Post):
                     self._post(instruction)
                 else:
-                    self._leaving.append((instruction, fragments(self._batches[instruction.batch].frame)))
+                    frame = self._batches[instruction.batch].frame
+                    assert frame is not None
+                    self._leaving.append((instruction, fragments(frame)))
         if self._leaving:
             self._send_fragments()
         if self._receive_credits.owes and self._frame_lane() is not None and self._send_credits.try_take_last():
@@ -170,8 +177,8 @@ class Courier:
             if post is not None:
                 self._done(post, now_ns)
             batch = self.rails.completed(instruction, index, now_ns)
-            if batch is not None:
-                self._batches.pop(batch)
+            if batch is not None and self._batches.pop(batch).frame is None:
+                self.num_unframed -= 1
 
     def _done(self, post: Post, now_ns: int) -> None:
         movement = self._batches[post.batch].movement

@@ -85,9 +85,20 @@ class RdmaLink(Link):
             self._wait_sent()
 
     def receive(self) -> Message:
+        message = self.receive_unless(_never)
+        assert message is not None
+        return message
+
+    def receive_here(self) -> Message | None:
+        return self.receive_unless(_always) if self._courier.arrived else None
+
+    def receive_unless(self, is_over: Callable[[], bool]) -> Message | None:
+        """As `receive`; None as soon as it is over, by what completes."""
         while True:
-            frame = self._receive_frame()
+            frame = self._receive_frame(is_over)
             self._ring()
+            if frame is None:
+                return None
             message = decoded(frame)
             if not isinstance(message, Fabric):
                 return message
@@ -126,12 +137,12 @@ class RdmaLink(Link):
         """Whether `move` would not block."""
         return self._courier.has_room
 
-    def move(self, movement: Movement | None, message: Message | Frame) -> bool:
-        """Move the bytes, then send the frame, which the peer gets when they are there (or were read).
+    def move(self, movement: Movement | None, message: Message | Frame | None) -> bool:
+        """Move the bytes, then send the frame, if any, which the peer gets when they are there (or were read).
 
         False: nothing was done, since a lane was built anew for which the movement has no key.
         """
-        frame = encode(message)
+        frame = None if message is None else encode(message)
         with self._changed:
             self._wait_for(self.has_room)
             if movement is not None and movement.generation != self.generation:
@@ -151,7 +162,8 @@ class RdmaLink(Link):
 
     def finish(self, movement: Movement) -> None:
         """Wait until the hardware is done with the movement's local memory. Raises OSError when the link ended."""
-        self.wait_for(lambda: not movement.left_nbytes)
+        if movement.left_nbytes:
+            self.wait_for(lambda: not movement.left_nbytes)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until it is true, perhaps by what another thread does (see `wake`). Raises OSError when the link ended."""
@@ -234,10 +246,12 @@ class RdmaLink(Link):
 
     # Waiting, with the lock held.
 
-    def _receive_frame(self) -> bytes:
+    def _receive_frame(self, is_over: Callable[[], bool]) -> bytes | None:
         courier = self._courier
         with self._changed:
             while not courier.arrived:
+                if is_over():
+                    return None
                 self._check()
                 self._pump(frames_only=True)
             frame = courier.arrived.popleft()
@@ -245,6 +259,7 @@ class RdmaLink(Link):
             if self._failure is None:
                 unsent_frames = courier.unsent_frames
                 courier.drive()
+                self._listen_for_all()
                 if courier.unsent_frames < unsent_frames:
                     self._tell()
             return frame
@@ -292,7 +307,7 @@ class RdmaLink(Link):
 
     def _needs_all(self) -> bool:
         """Whether somebody waits for completions of what was sent."""
-        return self._num_waiting > 0 or self._courier.is_held_up
+        return self._num_waiting > 0 or self._courier.num_unframed > 0 or self._courier.is_held_up
 
     def _listen_for_all(self) -> None:
         """Have the leader, should it sleep for frames alone or for good, wake up for what is under way now."""
@@ -394,3 +409,11 @@ class RdmaLink(Link):
             if time.monotonic() > deadline_s:
                 return
             time.sleep(0.0005)
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True

@@ -1,32 +1,53 @@
-"""The caller's side of rdma: asks for access once, then moves bytes itself and tells the owner.
+"""The caller's side of rdma: asks for access once, then moves bytes itself, and tells the owner what it must know.
 
-An access is the owner's answer to Ask: where its region is, and a window's key for each rail. What the key does not
-allow is not tried: the frame goes alone, and the owner refuses it by name. A write that the owner has done already (the
-answer was lost with an earlier connection) is not done again either, since the memory may be something else's by now:
-the access tells the number up to which that is so.
+An access is the owner's answer to Ask: where its region is, and a window's key for each rail. With it bytes are moved
+and no more: the adapters' own acknowledgement, that they are in the owner's memory, is the answer. A frame goes to the
+owner where there is a notification, where it has something to do before the bytes are seen, and where the key does not
+allow the request, which is then not tried: the frame goes alone, and the owner refuses it by name. A write that the
+owner is known to have got (a later request was done, and its answer lost with an earlier connection) is not done again
+either, since the memory may be something else's by now: the access tells the number up to which that is so.
+
+Answers are given in the order of the requests, whoever gives them.
 """
 
 import struct
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Allow, Ask, Frame
+from messenger.frames import Ack, Allow, Ask, Frame, Message, Refused
 from messenger.keys import RemoteKey
 from messenger.operation import Kind, Part, Transfer
 from messenger.rdma.courier import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
-from messenger.requests import read_request, write_request
+from messenger.requests import notify_request, read_request, write_request
 from messenger.slices import REMOTE
 from messenger.transport import WHOLE, Requester, Sent
 
 MAX_ACCESSES = 4096
 QUICK_ROWS = 256
 
+_ANSWERS = Ack, Refused
 _EXTENT = struct.Struct("<qq")
 """(first byte, how many up to the last), within which all slices lie."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Request:
+    """`movement` None: nothing is moved. `is_told`: a frame tells the owner, who answers."""
+
+    seq: int
+    nbytes: int
+    movement: Movement | None
+    is_told: bool
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is done, and nobody else is to say so."""
+        return not self.is_told and self.movement is not None and not self.movement.left_nbytes
 
 
 class RdmaRequester(Requester):
@@ -41,27 +62,51 @@ class RdmaRequester(Requester):
         self._generation = link.generation
         self._asked: tuple[int, int] | None = None
         self._answers: list[Allow] = []
-        self._movements: dict[int, Movement] = {}
+        self._unanswered: deque[_Request] = deque()
+        self._early: Message | None = None  # an answer, of whose turn others' completions have not told yet
 
     def begin(self, part: Part) -> Sent:
         return WHOLE if self._link.has_room() and self._sent_at_once(part) else super().begin(part)
 
+    def send(self, part: Part) -> Sent:
+        if part.transfer is not None:
+            return super().send(part)
+        self._move(part, None, notify_request(part))
+        return WHOLE
+
+    def receive(self, reads: bool) -> Message:
+        while (answer := self.receive_here()) is None:
+            if self._early is not None:
+                self._await_next()
+                continue
+            message = self._link.receive_unless(self._is_next_moved)
+            if isinstance(message, _ANSWERS):
+                self._early = message
+            elif message is not None:
+                return message
+        return answer
+
+    def receive_here(self) -> Message | None:
+        request = self._unanswered[0] if self._unanswered else None
+        if request is not None and not request.is_told:
+            return Ack(request.seq, request.nbytes) if request.is_moved else None
+        if self._early is None:
+            return self._link.receive_here()
+        answer, self._early = self._early, None
+        return answer
+
     def accept(self, part: Part, ack: Ack) -> bool:
-        movement = self._movements.pop(part.seq, None)
-        if movement is not None:
-            self._link.finish(movement)
-            if part.operation.kind is Kind.READ and part.transfer is not None:
-                self._link.lanes[0].device.settle(part.transfer.region)
-        elif part.transfer is not None and part.operation.kind is Kind.READ:
-            raise ProtocolError(f"{self._link.address} allows a read of which nothing was read")
+        has_moved = self._answered()
+        if part.transfer is not None and part.operation.kind is Kind.READ:
+            if not has_moved:
+                raise ProtocolError(f"{self._link.address} allows a read of which nothing was read")
+            self._link.lanes[0].device.settle(part.transfer.region)
         if ack.nbytes != part.nbytes:
             raise ProtocolError(f"{self._link.address} acknowledges {ack.nbytes} bytes of {part.nbytes}")
         return True
 
     def refused(self, part: Part) -> None:
-        movement = self._movements.pop(part.seq, None)
-        if movement is not None:
-            self._link.finish(movement)
+        self._answered()
         if part.transfer is not None:
             with self._lock:
                 self._accesses.pop((part.transfer.key.region_id, part.transfer.key.token), None)
@@ -108,23 +153,43 @@ class RdmaRequester(Requester):
         start, end = transfer.slices.extent(REMOTE)
         is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
         movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
+        if movement is not None and part.notification is None and not access.settles:
+            return self._move(part, movement, None)
         source_id = int(movement is not None)
         return self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
 
     def _reads(self, part: Part, transfer: Transfer, access: Allow) -> bool:
         start, end = transfer.slices.extent(REMOTE)
         is_allowed = access.read and _covers(access, start, end)
-        movement = self._movement(transfer, access, abi.WR_RDMA_READ) if is_allowed else None
-        return self._move(part, movement, read_request(part, transfer, _EXTENT.pack(start, end - start)))
+        if is_allowed:
+            return self._move(part, self._movement(transfer, access, abi.WR_RDMA_READ), None)
+        return self._move(part, None, read_request(part, transfer, _EXTENT.pack(start, end - start)))
 
-    def _move(self, part: Part, movement: Movement | None, message: Frame) -> bool:
+    def _move(self, part: Part, movement: Movement | None, message: Frame | None) -> bool:
         """False: lanes were built anew since the owner told the keys."""
-        if movement is not None:
-            self._movements[part.seq] = movement
+        self._unanswered.append(_Request(part.seq, part.nbytes, movement, message is not None))
         if self._link.move(movement, message):
             return True
-        self._movements.pop(part.seq, None)
+        self._unanswered.pop()
         return False
+
+    def _answered(self) -> bool:
+        """The oldest request is, and its local memory is free when this returns; whether bytes of it were moved."""
+        if not self._unanswered:
+            raise ProtocolError(f"{self._link.address} answers a request that was not sent")
+        movement = self._unanswered.popleft().movement
+        if movement is not None:
+            self._link.finish(movement)
+        return movement is not None
+
+    def _await_next(self) -> None:
+        """Wait for what was moved before the request that was answered: the adapters tell of it last."""
+        movement = self._unanswered[0].movement
+        assert movement is not None
+        self._link.finish(movement)
+
+    def _is_next_moved(self) -> bool:
+        return bool(self._unanswered) and self._unanswered[0].is_moved
 
     def _movement(self, transfer: Transfer, access: Allow, opcode: int) -> Movement:
         try:

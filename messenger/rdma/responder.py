@@ -3,8 +3,8 @@
 import numpy as np
 
 from messenger.errors import ProtocolError
-from messenger.frames import MAX_PART_NBYTES, Ack, Allow, Ask, Read, Write
-from messenger.gpu import AnyRegion
+from messenger.frames import MAX_PART_NBYTES, Allow, Ask, Read, Write
+from messenger.gpu import AnyRegion, GpuRegion
 from messenger.grants import Access
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
@@ -37,7 +37,7 @@ class RdmaResponder(Responder):
         """The frame carries no bytes."""
 
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
-        self._link.send(Ack(message.seq, message.nbytes))
+        raise ProtocolError("a read under a good key, of which nobody is told")
 
     def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
         key, region = access.key, access.region
@@ -73,6 +73,7 @@ class RdmaResponder(Responder):
                 write=key.write,
                 rkeys=np.array(window.rkeys if window is not None else [], dtype="<u4").tobytes(),
                 trouble=trouble,
+                settles=isinstance(region, GpuRegion),
             )
         )
 
@@ -86,7 +87,8 @@ class RdmaResponder(Responder):
 
 def _nothing(ask: Ask, last_seq: int) -> Allow:
     """The key is void."""
-    return Allow(ask.region_id, ask.token, last_seq, 0, 0, 0, read=False, write=False, rkeys=b"", trouble="")
+    rights = {"read": False, "write": False}
+    return Allow(ask.region_id, ask.token, last_seq, 0, 0, 0, **rights, rkeys=b"", trouble="", settles=False)
 
 
 def _extent(message: Write | Read) -> Rows:

@@ -134,7 +134,7 @@ def test_both_sides_tell_who_moved_what_which_way(make_node: Any, transport: str
     a, b = make_node("a"), make_node("b")
     peer, key = a.messenger.connect(b.endpoint), b.grant()
     for _ in range(3):
-        peer.write(key, a.region, [[0, 0, 100], [500, 700, 11]]).result()
+        peer.write_notify(key, a.region, [[0, 0, 100], [500, 700, 11]], b"t", b"").result()
     peer.read(key, a.region, [[0, 0, 50]]).result()
     told = {(flow.key.peer, flow.key.direction): flow for flow in a.messenger.flows() if not flow.key.rail}
     written, read = told[b.endpoint.node_id, "written"], told[b.endpoint.node_id, "read"]

@@ -51,6 +51,7 @@ class Device:
         self.silence_s = silence_s
         self._counters = counters
         self._lock = threading.Lock()
+        self._posting = threading.Lock()  # not the other one, which a registration holds for as long as it takes
         self._registered: dict[int, Registered] = {}
         try:
             self.context: Any = Context(name=name)
@@ -103,7 +104,7 @@ class Device:
 
     def receive_again(self, count: int) -> None:
         """Post as many receive requests as were used."""
-        with self._lock:
+        with self._posting:
             for _ in range(count):
                 self.srq.post_recv(self._receive)
 

@@ -101,7 +101,8 @@ def test_the_transport_asked_for_is_used_and_counted(pair: Any, transport: str) 
     assert counters[f"bytes_written_{transport}"] == 200
     assert counters[f"slices_written_{transport}"] == 2
     assert counters[f"bytes_read_{transport}"] == 50
-    assert b.messenger.counters()[f"bytes_landed_{transport}"] == 200
+    # Over rdma adapters move the bytes, and the owner is told of those that come with a notification alone.
+    assert b.messenger.counters().get(f"bytes_landed_{transport}", 0) == (0 if transport == "rdma" else 200)
 
 
 def test_a_batch_larger_than_a_part_and_of_thousands_of_slices_arrives(
