@@ -64,10 +64,11 @@ class MessengerConfig:
             raise InvalidArgument(f"transport {self.transport!r} is none of {', '.join(get_args(TransportChoice))}")
         if not 0 <= self.tcp_port <= 65535:
             raise InvalidArgument(f"tcp_port {self.tcp_port} is no port")
-        times = ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s", "rdma_silence_s")
-        for name in times:
+        for name in ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgument(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
+        if not 0.5 <= self.rdma_silence_s <= 600:
+            raise InvalidArgument(f"rdma_silence_s must be 0.5 to 600 seconds, not {self.rdma_silence_s!r}")
         for name in ("streams_per_peer", "max_connections", "max_connections_per_peer"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, not {getattr(self, name)!r}")

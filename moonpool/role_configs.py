@@ -223,6 +223,7 @@ def _messenger_config(
         streams_per_peer=transport.streams_per_peer,
         max_connections_per_peer=transport.max_connections_per_peer,
         rdma_devices=transport.rdma_devices,
+        rdma_silence_s=transport.rdma_silence,
         tls_cert=tls.tls_cert,
         tls_key=tls.tls_key,
         tls_ca=tls.tls_ca,

@@ -34,6 +34,14 @@ class TransportSettings(Slice):
         tuple[str, ...],
         Key("RDMA device to use, e.g. mlx5_0; may be given several times", default_text="by topology"),
     ] = ()
+    rdma_silence: Annotated[
+        float,
+        Key(
+            "Seconds after which an RDMA device that completes nothing of what is under way is done without",
+            low=0.5,
+            high=600,
+        ),
+    ] = 10.0
     push_timeout: Annotated[
         float,
         Key("Seconds after which a push of KV to a decode worker that takes nothing is given up", low=0.1, high=3600),

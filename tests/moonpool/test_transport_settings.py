@@ -21,11 +21,12 @@ def loaded(composite: type, flags: dict[str, Any]) -> Any:
 def test_the_keys_reach_the_messenger(composite: type, make: Any, short_path: Path) -> None:
     flags = {"transport": "tcp", "streams_per_peer": "3", "max_connections_per_peer": "5", "conductor": "h:1"}
     flags |= {"tls_cert": "c.pem", "tls_key": "k.pem", "tls_ca": "ca.pem", "tls_name": "farm", "pool": "h:2"}
+    flags |= {"rdma_silence": "2.5"}
     lists = {"rdma_devices": ["mlx5_0", "mlx5_1"]}
     own = {key: value for key, value in flags.items() if key != "pool" or composite is WorkerRole}
     config = make(loaded(composite, own | lists | {"socket_dir": str(short_path)}), "n").messenger
     assert (config.transport, config.streams_per_peer, config.max_connections_per_peer) == ("tcp", 3, 5)
-    assert config.rdma_devices == ("mlx5_0", "mlx5_1")
+    assert (config.rdma_devices, config.rdma_silence_s) == (("mlx5_0", "mlx5_1"), 2.5)
     assert config.tls == TlsFiles(Path("c.pem"), Path("k.pem"), Path("ca.pem"), "farm")
 
 
@@ -42,6 +43,7 @@ def test_a_worker_wants_the_adapters_nearest_to_its_gpu(device: str, gpu: int | 
         ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "tls_ca not set"),
         ({"tls_name": " "}, "--tls-name is empty"),
         ({"streams_per_peer": "4", "max_connections_per_peer": "3"}, "peers with the same settings would turn some"),
+        ({"rdma_silence": "0"}, "--rdma-silence is 0.0: expected 0.5 to 600"),
         ({"rdma_devices": ["mlx5_0", "mlx5_0"]}, r"rdma_devices is \['mlx5_0', 'mlx5_0'\]: expected different names"),
     ],
 )
@@ -51,7 +53,15 @@ def test_keys_that_do_not_go_together_are_refused(flags: dict[str, Any], message
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tls_cert": Path("c.pem")}, {"streams_per_peer": 4, "max_connections_per_peer": 3}, {"transport": "ucx"}]
+    "wrong",
+    [
+        {"tls_cert": Path("c.pem")},
+        {"streams_per_peer": 4, "max_connections_per_peer": 3},
+        {"transport": "ucx"},
+        {"rdma_silence_s": 0.0},
+        {"rdma_silence_s": 1e300},
+        {"rdma_silence_s": float("nan")},
+    ],
 )
 def test_a_messenger_refuses_them_too(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
