@@ -21,7 +21,7 @@ def main() -> int:
     try:
         bed = Bed.made(deadline)
         if options.action == "run":
-            shape = Shape(2 if options.two else 1, options.rails, options.memory, options.results)
+            shape = Shape(2 if options.two else 1, options.rails, options.memory, options.results, counts=options.count)
             return bed.run(options.command, shape, deadline)
         if options.action == "soak":
             return suite.soak(bed, deadline, options.seconds, options.seed)
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rails", type=int, default=2, help="soft-RoCE devices per VM, each in its own subnet (%(default)d)"
     )
     run.add_argument("--memory", type=int, default=1536, help="MiB per VM (%(default)d)")
+    run.add_argument(
+        "--count", action="store_true", help="one processor, whose clock counts instructions, one a nanosecond"
+    )
     run.add_argument("--results", type=Path, help="a folder that the command may write to, as $RDMA_BED_RESULTS")
     run.add_argument("command", nargs="+", help="the command, after --")
     return parser

@@ -29,6 +29,8 @@ class Shape:
     results: Path | None = None
     num_cpus: int = 2
     """One is emulated for a third less: two mostly wait for each other."""
+    counts: bool = False
+    """Time is counted in instructions (`qemu.Guest`)."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Bed:
         Raises BedError.
         """
         _compile(deadline)
-        cpus = min(os.cpu_count() or 1, shape.num_cpus)
+        cpus = 1 if shape.counts else min(os.cpu_count() or 1, shape.num_cpus)
         guests = [
-            qemu.Guest(number, shape.num_machines, shape.num_rails, shape.memory_mib, cpus)
+            qemu.Guest(number, shape.num_machines, shape.num_rails, shape.memory_mib, cpus, shape.counts)
             for number in range(shape.num_machines)
         ]
         jobs = [qemu.job_script(command, REPOSITORY, _environment(guest, shape)) for guest in guests]
@@ -71,8 +73,8 @@ class Bed:
 
 
 def _run(plan: machine.Plan, deadline: Deadline) -> machine.Outcome:
-    """With KVM where it works, which only a boot can tell; else without."""
-    accelerator = os.environ.get("RDMA_BED_ACCEL", "auto")
+    """With KVM where it works, which only a boot can tell; else without, and where instructions are counted."""
+    accelerator = "tcg" if plan.guests[0].counts else os.environ.get("RDMA_BED_ACCEL", "auto")
     if accelerator == "kvm" or (accelerator == "auto" and machine.kvm_is_usable()):
         try:
             return machine.run(plan, True, deadline, sys.stdout.buffer)

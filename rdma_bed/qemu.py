@@ -38,6 +38,9 @@ class Guest:
     num_rails: int
     memory_mib: int
     num_cpus: int
+    counts: bool = False
+    """Its clock counts instructions, one a nanosecond: whatever else the host does, the same work takes as long. Not
+    with KVM, and on one processor."""
 
     def rails(self, number: int | None = None) -> list[Rail]:
         """This guest's rails, or those of guest `number`."""
@@ -98,7 +101,8 @@ def arguments(
     command = [str(tools.qemu)]
     for folder in tools.qemu_data:
         command += ["-L", str(folder)]
-    accelerator = "kvm -cpu Nehalem,enforce" if kvm else "tcg,thread=multi -cpu Nehalem"
+    emulated = "tcg -cpu Nehalem -icount shift=0,sleep=off" if guest.counts else "tcg,thread=multi -cpu Nehalem"
+    accelerator = "kvm -cpu Nehalem,enforce" if kvm else emulated
     command += shlex.split(f"-M pc -accel {accelerator} -smp {guest.num_cpus} -m {guest.memory_mib}M")
     command += shlex.split("-nodefaults -no-reboot -display none")
     command += ["-kernel", str(image.kernel), "-initrd", str(image.initramfs)]

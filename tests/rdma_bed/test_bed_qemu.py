@@ -28,6 +28,13 @@ def test_the_image_and_the_repository_are_read_only_and_results_are_not() -> Non
     assert "readonly" not in results
 
 
+def test_instructions_are_counted_where_that_is_asked_for() -> None:
+    plain, counting = (_arguments(qemu.Guest(0, 1, 2, 512, 1, counts)) for counts in (False, True))
+    assert "-icount" not in plain
+    assert counting[counting.index("-icount") + 1] == "shift=0,sleep=off"
+    assert "thread=multi" not in " ".join(counting)
+
+
 def test_each_rail_of_two_machines_is_a_wire_with_an_address_of_its_own() -> None:
     first, second = (qemu.Guest(number, 2, 2, 512, 1) for number in range(2))
     cards = [
