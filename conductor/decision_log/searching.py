@@ -51,6 +51,8 @@ def search(folder: Path, request_id: str) -> Found:
                 oldest_at = record["at"] if oldest_at is None else oldest_at
                 if record["request_id"] == request_id:
                     records.append(record)
+        except FileNotFoundError:  # too old by now: it was removed since the folder was looked at
+            continue
         except OSError as error:
             damaged.append(f"{path.name}: {error.strerror or error}")
     if under_way is not None and not any(_same(record, under_way) for record in records):

@@ -5,11 +5,11 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
 from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionReader
@@ -20,7 +20,6 @@ T = TypeVar("T")
 _FORMAT = 1
 _LOCK_S = 5.0  # others hold it for the time of a small write
 _POLL_S = 0.01
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class FileVersions:
@@ -129,7 +128,7 @@ class FileVersions:
         _replace(self._path, json.dumps(content, indent=1))
 
     def _acknowledgement(self, node_id: str) -> Path:
-        return self._folder / f"acknowledged-{_NOT_IN_NAMES.sub('_', node_id)}.json"
+        return self._folder / f"acknowledged-{quote(node_id, safe='')}.json"
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig, search
+from conductor.decision_log import DecisionLogConfig, search, searching
 from conductor.decision_log.files import LineFiles, LinesLost, numbered, read_lines
 from conductor.decision_log.hashing import Hashes
 from conductor.decision_log.journal import read_journal
@@ -254,6 +254,24 @@ def test_files_are_turned_over_compressed_and_bounded(tmp_path, start, make):
     found = search(tmp_path / "log", "r0")
     assert (found.records, found.num_removed_files) == ([], min(files) - 1)
     assert [row["request_id"] for row in search(tmp_path / "log", "r59").records] == ["r59"]
+
+
+def test_a_file_that_is_removed_while_it_is_searched_is_no_damage(tmp_path, start, make, monkeypatch):
+    core = start(log={"file_bytes": 4096, "num_files": 3})
+    for i in range(60):
+        core.handle(make.request(f"r{i}"))
+        core.handle(RequestCompleted(f"r{i}", 0, "finished"))
+    core.close()
+
+    def numbered_before_the_oldest_went(folder: Path, stem: str) -> dict[int, Path]:
+        files = numbered(folder, stem)
+        min(files.items())[1].unlink()
+        return files
+
+    monkeypatch.setattr(searching, "numbered", numbered_before_the_oldest_went)
+    found = search(tmp_path / "log", "r59")
+    assert [row["request_id"] for row in found.records] == ["r59"]
+    assert found.damaged == ()
 
 
 def test_a_search_sees_what_was_decided_a_moment_ago(start, make):

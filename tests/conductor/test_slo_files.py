@@ -34,3 +34,12 @@ async def test_one_that_ends_while_it_acknowledges_is_waited_for_no_more(
     await versions.withdraw("one")
     assert await asyncio.to_thread(written.wait, 60)
     assert await versions.acknowledged() == []
+
+
+async def test_ids_that_are_alike_acknowledge_by_themselves(tmp_path: Path) -> None:
+    versions, ids = FileVersions(tmp_path, "c"), ["a/b", "a_b", "a.b", "../a"]
+    for node_id in ids:
+        await versions.acknowledge(Acknowledgement(node_id, 1, 1, ""), 60.0)
+    assert {each.node_id for each in await versions.acknowledged()} == set(ids)
+    await versions.withdraw("a/b")
+    assert {each.node_id for each in await versions.acknowledged()} == set(ids) - {"a/b"}
