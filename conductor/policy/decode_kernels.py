@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numba import types
 
+from conductor.policy.compiling import decision_kernel
 from conductor.policy.length_kernels import survival
 from conductor.policy.paces import DECODE
 from conductor.policy.requests import (
@@ -26,7 +27,6 @@ from conductor.policy.requests import (
     PROMPT,
     READY,
 )
-from messenger.native.compiling import compiled
 from worker.policy import cost_formulas
 
 __all__ = ["LEARNED", "NOW", "UNIFORM", "DecodeKernels", "decode_kernels"]
@@ -289,11 +289,11 @@ def decode_kernels() -> DecodeKernels:
     floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n, f, f)), signatures.UniTuple(f, 2)
     return DecodeKernels(
-        compiled(expect, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
-        compiled(
+        decision_kernel(expect, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
+        decision_kernel(
             choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),
-        compiled(best_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
-        compiled(load_now, pair(wide, n, n, n, n, n, reals)),
-        compiled(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
+        decision_kernel(best_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
+        decision_kernel(load_now, pair(wide, n, n, n, n, n, reals)),
+        decision_kernel(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
+from conductor.policy.compiling import decision_kernel
 from conductor.policy.paces import PREFILL
 from conductor.policy.requests import (
     COMMITTED,
@@ -21,7 +22,6 @@ from conductor.policy.requests import (
     SENDER,
     STARTED,
 )
-from messenger.native.compiling import compiled
 from worker.policy import cost_formulas
 
 __all__ = ["Kernels", "kernels"]
@@ -174,11 +174,11 @@ def kernels() -> Kernels:
     two, three = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3)
     scored = signatures.Tuple((n, f))
     return Kernels(
-        compiled(tally, types.void(wide, n, n, wide)),
-        compiled(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
-        compiled(
+        decision_kernel(tally, types.void(wide, n, n, wide)),
+        decision_kernel(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
+        decision_kernel(
             score_prefill,
             scored(wide, floats, n, n, n, n, n, n, f, ints, seconds, three, two, two, two, two, seconds, ints, flags),
         ),
-        compiled(best, types.void(seconds, floats, ints)),
+        decision_kernel(best, types.void(seconds, floats, ints)),
     )

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
-from messenger.native.compiling import compiled
+from conductor.policy.compiling import decision_kernel
 
 __all__ = ["CELLS", "ENDED", "GOES_ON", "LEVELS", "LengthKernels", "cell_of", "length_kernels", "survival"]
 
@@ -107,6 +107,6 @@ def length_kernels() -> LengthKernels:
     n, f = types.int64, types.float64
     counts, floats, ints = types.Array(f, 3, "C"), types.Array(f, 1, "C"), types.Array(n, 1, "C")
     return LengthKernels(
-        compiled(learn, types.void(counts, floats, ints, ints, n, n, f, n, n)),
-        compiled(draw, types.void(counts, ints, floats, floats)),
+        decision_kernel(learn, types.void(counts, floats, ints, ints, n, n, f, n, n)),
+        decision_kernel(draw, types.void(counts, ints, floats, floats)),
     )

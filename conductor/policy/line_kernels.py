@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from conductor.policy.compiling import decision_kernel
 from conductor.policy.requests import NONE, PREFILL_NODE, PREFILL_NS, STARTED
 from conductor.policy.turn_columns import ACCOUNT, AGES, ARRIVED, DUE, LEVEL, PRIORITY, TICKET
-from messenger.native.compiling import compiled
 
 __all__ = ["EARLIER", "LATER", "LineKernels", "line_kernels"]
 
@@ -144,7 +144,7 @@ def line_kernels() -> LineKernels:
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
     floats, seven = types.Array(types.float64, 1, "C"), signatures.UniTuple(n, 7)
     return LineKernels(
-        compiled(tickets, n(wide, wide, n, ints, seven, wide)),
-        compiled(queues, types.void(wide, wide, n, ints, seven, n, wide, floats)),
-        compiled(share, types.void(wide, wide, n, n)),
+        decision_kernel(tickets, n(wide, wide, n, ints, seven, wide)),
+        decision_kernel(queues, types.void(wide, wide, n, ints, seven, n, wide, floats)),
+        decision_kernel(share, types.void(wide, wide, n, n)),
     )
