@@ -5,8 +5,9 @@
 A real cluster (`moonpool serve`) of one prefill node per member and one decode node; this script stands in for a
 frontend and says in each placement who helps, so that sizes are interleaved on the same processes. Prompts are random,
 so that nothing is reused. With a transformer of random weights every member needs a core of its own; a paced engine
-(delays of a cost profile) shows what the protocol costs where computing does not compete for cores. Ratios are medians
-of per-round ratios to size 1. One JSON line at the end.
+(delays of a cost profile) shows what the protocol costs where computing does not compete for cores. On a busy machine
+the prefill nodes' CPU time tells more than the time that passed: what a group takes beyond one node's is its overhead.
+Ratios are medians of per-round ratios to the first size. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Door:
     def __init__(self, ready: dict[str, Any]) -> None:
         self.model = str(ready["model"])
         self.targets = {
-            name: node["target"] for name, node in ready["nodes"].items() if name.startswith(("prefill", "decode"))
+            name: str(node["target"]) for name, node in ready["nodes"].items() if name.startswith(("prefill", "decode"))
         }
+        self._pids = [node["pid"] for name, node in ready["nodes"].items() if name.startswith("prefill")]
         self._channels = {name: open_channel(target) for name, target in self.targets.items()}
         self._calls: dict[str, Any] = {}
         self._first: dict[str, asyncio.Future[float]] = {}
@@ -105,6 +107,11 @@ class Door:
         await self._ended[name]
         return first - began
 
+    def cpu_s(self) -> float:
+        """CPU time of all prefill nodes together."""
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
+        return sum(int(one[11]) + int(one[12]) for one in fields) / os.sysconf("SC_CLK_TCK")
+
     async def counters(self) -> dict[str, float]:
         """Of all prefill nodes together."""
         total: dict[str, float] = {}
@@ -133,23 +140,24 @@ async def measure(ready: dict[str, Any], lengths: list[int], sizes: list[int], r
     try:
         for length in lengths:
             times: dict[int, list[float]] = {size: [] for size in sizes}
+            cpu: dict[int, list[float]] = {size: [] for size in sizes}
             sent: dict[int, float] = {}
-            groups = 0.0
             for turn in range(rounds + 1):  # the first one warms up
                 for size in sizes if turn % 2 else sizes[::-1]:
                     prompt = rng.integers(5, VOCAB, length).astype(np.int32)
-                    before = await door.counters()
+                    before, cpu_before_s = await door.counters(), door.cpu_s()
                     ttft_s = await door.ttft_s(f"{length}-{turn}-{size}", prompt, size)
-                    after = await door.counters()
+                    cpu_s, after = door.cpu_s() - cpu_before_s, await door.counters()
                     sent[size] = after.get("kv_group_bytes", 0.0) - before.get("kv_group_bytes", 0.0)
                     formed = after.get("prefill_groups", 0.0) - before.get("prefill_groups", 0.0)
                     lost = after.get("lost_groups", 0.0) - before.get("lost_groups", 0.0)
                     if (formed, lost) != (float(size > 1), 0.0):
                         raise SystemExit(f"of {size} nodes, {formed:g} groups were formed and {lost:g} lost")
-                    groups += formed
                     if turn:
                         times[size].append(ttft_s)
+                        cpu[size].append(cpu_s)
             for size in sizes:
+                more = [mine / alone for alone, mine in zip(cpu[sizes[0]], cpu[size], strict=True)]
                 ratios = [alone / mine for alone, mine in zip(times[sizes[0]], times[size], strict=True)]
                 rows.append(
                     {
@@ -158,6 +166,9 @@ async def measure(ready: dict[str, Any], lengths: list[int], sizes: list[int], r
                         "ttft_s": round(statistics.median(times[size]), 4),
                         "speedup": round(statistics.median(ratios), 3),
                         "speedups": [round(ratio, 3) for ratio in sorted(ratios)],
+                        "cpu_s": round(statistics.median(cpu[size]), 3),
+                        "cpu_ratio": round(statistics.median(more), 3),
+                        "cpu_ratios": [round(ratio, 3) for ratio in sorted(more)],
                         "group_bytes_per_token": round(sent[size] / length, 1),
                     }
                 )
@@ -210,10 +221,10 @@ def main() -> None:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-    table = Table("tokens", "members", "TTFT s", "speedup", "bytes sent in the group, per token")
+    table = Table("tokens", "members", "TTFT s", "speedup", "CPU s", "CPU ratio", "bytes sent in the group, per token")
     for row in rows:
-        told = (row["tokens"], row["members"], row["ttft_s"], row["speedup"], row["group_bytes_per_token"])
-        table.add_row(*map(str, told))
+        names = ("tokens", "members", "ttft_s", "speedup", "cpu_s", "cpu_ratio", "group_bytes_per_token")
+        table.add_row(*(str(row[name]) for name in names))
     Console().print(table)
     settings = {name: getattr(arguments, name) for name in ("chunk", "layers", "hidden", "paced", "rounds")}
     print(json.dumps({"benchmark": "prefill_group", "cores": os.cpu_count(), **settings, "rows": rows}))
