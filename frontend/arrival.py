@@ -12,31 +12,24 @@ __all__ = ["Arrival"]
 
 _NUMBER: Final = re.compile(r"\d{1,20}(\.\d{1,20})?")  # what float() takes besides is no way to write milliseconds
 _LEAST_MS: Final = 0.001
-_SHORT_NBYTES: Final = 2048
 _LARGEST_MS: Final = 24 * 3600 * 1000.0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """`at_s` is of the monotonic clock; objectives of 0 are those that the cluster's record gives the request.
-
-    `is_short`: the body is, so that its prompt is understood in some tenths of a millisecond.
-    """
+    """`at_s` is of the monotonic clock; objectives of 0 are those that the cluster's record gives the request."""
 
     at_s: float
     tenant: str
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
     slo_class: str = ""
-    is_short: bool = False
 
     @classmethod
     def of(cls, headers: Mapping[str, str], *, at_s: float, tenant: str) -> "Arrival":
         """Reads x-slo-ttft-ms, x-slo-tpot-ms and x-slo-class. Raises InvalidRequest."""
         ttft_s, tpot_s = (_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"))
-        declared = headers.get("content-length", "")
-        is_short = declared.isdecimal() and int(declared) <= _SHORT_NBYTES
-        return cls(at_s, tenant, ttft_s, tpot_s, _class_name(headers), is_short)
+        return cls(at_s, tenant, ttft_s, tpot_s, _class_name(headers))
 
     def class_beside(self, in_body: str | None) -> str:
         """The class that the request asks for, in its header or its body. Raises InvalidRequest if they differ."""

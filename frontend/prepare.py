@@ -21,7 +21,7 @@ from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.fitting import ChatFitter
-from frontend.grammars import checked_chat_grammar, checked_grammar, grammar_of
+from frontend.grammars import checked_chat_grammar, checked_grammar
 from frontend.prompts import ChatPrompt, PromptReader
 from frontend.request import GenerationRequest, Grammar
 from frontend.sampling_params import check_choices, check_endless, check_prompt_scores, sampling_of, text_options
@@ -88,7 +88,7 @@ class Preparer:
                 requests += self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return requests
 
-        return await self._threads.run(prepare, is_short=arrival.is_short and grammar_of(body) is None)
+        return await self._threads.run(prepare)
 
     async def chat(self, body: ChatBody, arrival: Arrival) -> list[GenerationRequest]:
         """One request per answer."""
@@ -108,8 +108,7 @@ class Preparer:
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
             return [replace(request, place=prompt.place, dropped_messages=num_dropped) for request in requests]
 
-        is_short = arrival.is_short and not body.tools and grammar_of(body) is None
-        return await self._threads.run(prepare, is_short=is_short)
+        return await self._threads.run(prepare)
 
     async def tokens(self, body: TokenizeBody) -> list[int]:
         """The ids of a text or a chat."""

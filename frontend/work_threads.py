@@ -14,10 +14,8 @@ class WorkThreads:
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
-    async def run(self, work: Callable[[], T], *, is_short: bool = False) -> T:
-        """What `work` returns or raises. `is_short`: it takes no longer than handing it over would; it is done here."""
-        if is_short:
-            return work()
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:

@@ -1,0 +1,104 @@
+"""The load of the live comparison of admission modes: its costs, its requests, and what nodes can do of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from replay.plan import scaled_prompt_tokens
+from traces import BLOCK_TOKENS, TraceRow, load_trace
+from worker.paced.profiles import profile_of
+from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range
+
+TOKENS_PER_BLOCK = 32
+MAX_LEN = 2048
+TTFT_S, TBT_S = 20.0, 0.6
+MAX_BATCH = 16
+_SHORTEST, _LONGEST = 24, 96  # tokens of an answer: of much shorter ones the hand-over is most of the slowest tenth
+_ANSWERS_TIMES = 2  # as long as the trace's, so that prefill and decode are about equally scarce
+_SEED = 1
+_SCALE = BLOCK_TOKENS // TOKENS_PER_BLOCK  # tokens of the trace for one of the replay
+
+
+@dataclass(frozen=True)
+class OverloadLoad:
+    """Requests as a trace file's rows, and what all nodes together can do of such requests, per second."""
+
+    rows: Sequence[TraceRow]
+    prefill_rps: float  # with everything reused that an endless pool would hold
+    decode_rps: float  # with every node at its TBT objective
+
+    @property
+    def capacity_rps(self) -> float:
+        """What the scarcer of the two allows."""
+        return min(self.prefill_rps, self.decode_rps)
+
+    def write(self, path: Path) -> None:
+        """As Mooncake's traces are."""
+        lines = [
+            json.dumps(
+                {
+                    "timestamp": row.timestamp_ms,
+                    "input_length": row.input_length,
+                    "output_length": row.output_length,
+                    "hash_ids": row.hash_ids,
+                }
+            )
+            for row in self.rows
+        ]
+        path.write_text("\n".join(lines) + "\n")
+
+
+def slow_profile() -> CostProfile:
+    """So slow that one small machine keeps the pace of many nodes: some 2.5 s for a prompt of the trace, and steps that
+    reach their objective with some 10 sequences."""
+    instant, prompts, contexts = profile_of("instant"), Range(1, MAX_LEN), Range(1, MAX_BATCH * MAX_LEN)
+    prefill = PrefillCost(0.05, 0.0045, 0.0, new_tokens=prompts, prompt_tokens=prompts)
+    decode = DecodeCost(0.15, 0.0425, 0.0, batch=Range(1, MAX_BATCH), context_tokens=contexts)
+    return replace(instant, name="overload", prefill=prefill, decode=decode)
+
+
+def overload_load(times: float, nodes: int, profile: CostProfile, seconds: float) -> OverloadLoad:
+    """The conversation trace's requests at `times` the capacity of so many prefill and decode nodes, a Poisson stream
+    of about `seconds`; answers are scaled and cut so that decode matters as much as prefill."""
+    trace = load_trace("conversation")
+    count, found = 200, _load(trace.rows, 200, nodes, profile, 1.0)
+    for _ in range(3):  # what can be reused depends on how many there are
+        count = round(times * found.capacity_rps * seconds)
+        found = _load(trace.rows, count, nodes, profile, times * found.capacity_rps)
+    return found
+
+
+def _load(rows: Sequence[TraceRow], count: int, nodes: int, profile: CostProfile, rate: float) -> OverloadLoad:
+    rng, at_s = random.Random(_SEED), 0.0
+    made: list[TraceRow] = []
+    for row in rows[:count]:
+        made.append(replace(row, timestamp_ms=round(1e3 * at_s), output_length=_answer(row) * _SCALE))
+        at_s += rng.expovariate(rate)
+    batch = (TBT_S - profile.decode.fixed_s) / profile.decode.per_sequence_s
+    tokens_per_s = nodes * min(batch, MAX_BATCH) / TBT_S
+    return OverloadLoad(made, nodes / _mean_prefill_s(made, profile), tokens_per_s / fmean(map(_answer, rows[:count])))
+
+
+def _answer(row: TraceRow) -> int:
+    """Tokens of its answer."""
+    return min(max(round(_ANSWERS_TIMES * row.output_length / _SCALE), _SHORTEST), _LONGEST)
+
+
+def _mean_prefill_s(rows: Sequence[TraceRow], profile: CostProfile) -> float:
+    seen: set[int] = set()
+    taken: list[float] = []
+    for row in rows:
+        prompt = min(scaled_prompt_tokens(row.input_length, BLOCK_TOKENS, TOKENS_PER_BLOCK), MAX_LEN - _LONGEST)
+        reused = 0
+        for block in row.hash_ids[: (prompt - 1) // TOKENS_PER_BLOCK]:
+            if block not in seen:
+                break
+            reused += TOKENS_PER_BLOCK
+        seen.update(row.hash_ids)
+        taken.append(profile.prefill_s(prompt - reused, reused))
+    return fmean(taken)
