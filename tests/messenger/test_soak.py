@@ -21,7 +21,7 @@ def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
     options = {"--transport": transport, "--seconds": 10 * patience, "--seed": 11, "--trouble-every-s": 0.5 * patience}
     options |= {"--peers": 4}
     if transport == "rdma":
-        options |= {"--seconds": 20, "--slot-kib": 64, "--peers": 2, "--workers": 1, "--patience": patience}
+        options |= {"--seconds": 45, "--slot-kib": 64, "--peers": 2, "--workers": 1, "--patience": patience}
     done = subprocess.run(
         [sys.executable, "-m", "soak", *(str(word) for option in options.items() for word in option)],
         cwd=ROOT,
