@@ -31,6 +31,8 @@ _MEMORY = 0.95
 _LEAST_SHARE = 0.001  # of the largest work of a profile, that a coefficient which was found to be 0 stands for
 _LEAST_S, _MOST_S = 1e-9, LONGEST_S / 2  # that a profile can speak of
 _STREAK = 10
+_MOST_TOKENS, _MOST_BATCH, _MOST_CONTEXT, _MOST_NBYTES = 2.0**21, 2.0**13, 2.0**27, 2.0**42
+"""Work that somebody may ask for. A profile's range may go beyond that: no fit holds what is meant by it."""
 
 
 class MeanDuration:
@@ -66,9 +68,10 @@ class ModelCosts:
         self.given = given.name
         self.prefill_most = given.new_tokens, given.prompt_tokens
         self.decode_most = given.batch, given.context_tokens
-        new, prompt = given.new_tokens, given.prompt_tokens
+        new, prompt = min(given.new_tokens, _MOST_TOKENS), min(given.prompt_tokens, _MOST_TOKENS)
+        batch, context = min(given.batch, _MOST_BATCH), min(given.context_tokens, _MOST_CONTEXT)
         prompts = ((1.0, 0.0), (new, 0.0), (1.0, prompt - 1.0), (new, max(0.0, prompt - new)))
-        steps = ((1.0, 0.0), (given.batch, given.batch), (1.0, given.context_tokens), self.decode_most)
+        steps = ((1.0, 0.0), (batch, batch), (1.0, context), (batch, context))
         self._fits = (
             _Fit.around(given.prefill, [_prefill_features(*point) for point in prompts], 10),
             _Fit.around(given.decode, [(1.0, *point) for point in steps], 20),
@@ -174,7 +177,7 @@ class TransferCosts:
     def give(self, paths: tuple[PathCosts, ...]) -> None:
         """Begin anew on these paths, with what was measured."""
         for given in paths:
-            corners = [(1.0, 1.0), (1.0, given.nbytes)]
+            corners = [(1.0, 1.0), (1.0, min(given.nbytes, _MOST_NBYTES))]
             self._fits[given.path] = _Fit.around((given.fixed_s, given.per_byte_s), corners, _STREAK)
             self._most[given.path] = given.nbytes
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts, prefill_s, tbt_s
-from conductor.policy.events import DecodeSample, PrefillSample, TransferSample
+from conductor.policy.events import CostsGiven, DecodeSample, PathCosts, PrefillSample, TransferSample
 from conductor.policy.regression import CostFit
 
 
@@ -120,3 +120,14 @@ def test_where_all_time_is_found_to_come_from_context_a_step_without_any_is_stil
     assert costs.decode[:2] == (0.0, 0.0)
     costs.add_decode(DecodeSample(1, 0, 0.01), 0)
     assert 0 < costs.step_cost_s(8, 10_000, 8) < 10
+
+
+def test_a_profile_whose_ranges_no_work_ever_reaches_is_gone_by_all_the_same():
+    costs, transfers = ModelCosts(), TransferCosts()
+    far = 1e18
+    paths = (PathCosts("load", 1e-4, 1e-9, far),)
+    costs.give(CostsGiven("m", "far", "", "", (0.01, 1e-4, 1e-9), (0.004, 5e-4, 1e-8), far, far, far, far, paths))
+    transfers.give(paths)
+    assert costs.prefill_cost_s(1000) == pytest.approx(0.01 + 0.1 + 5e-4, rel=0.01)
+    assert costs.step_cost_s(8, 10_000, 64) == pytest.approx(0.004 + 0.004 + 1e-4, rel=0.01)
+    assert transfers.load_s(1 << 20) == pytest.approx(1e-4 + 1e-9 * (1 << 20), rel=0.05)
