@@ -6,7 +6,7 @@ from pathlib import Path
 
 from conductor.decision_log.settings import DecisionLogConfig
 from conductor.errors import ConfigError
-from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig, RoleSwitching
+from conductor.policy.config import Admission, AdmissionMode, Objectives, PolicyConfig, RoleSwitching, Undivided
 from conductor.policy.objectives import SloRecord
 from conductor.redis_url import check_redis_url
 from worker.policy.cost_profile import CostProfile
@@ -44,6 +44,7 @@ class ConductorConfig:
     copy_timeout_s: float = 30.0  # a copy is given up after this long
     orphan_timeout_s: float = 120.0  # a request that nobody holds or completes is forgotten
     role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised
+    undivided: Undivided = "off"  # whether requests are prefilled where they decode when that is faster and harmless
     role_hold_s: float = 30.0  # a change must have been better for so long
     role_rest_s: float = 120.0  # between two changes of a model's nodes
     report_timeout_s: float = 5.0  # a node that was silent for longer gets no work until it reports again; 0 = off
@@ -99,6 +100,7 @@ class ConductorConfig:
             orphan_timeout_s=self.orphan_timeout_s,
             report_timeout_s=self.report_timeout_s,
             role_switching=self.role_switching,
+            undivided=self.undivided,
             role_hold_s=self.role_hold_s,
             role_rest_s=self.role_rest_s,
             explain=self.decision_log.num_candidates if self.decision_log is not None else 0,

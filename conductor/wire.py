@@ -69,6 +69,7 @@ def node_view(node: conductor_pb2.Node) -> NodeView:
         kv_bytes_per_token=node.kv_bytes_per_token,
         model_fingerprint=node.model_fingerprint,
         hardware=node.hardware,
+        chunk_tokens=node.prefill_chunk_tokens,
     )
 
 

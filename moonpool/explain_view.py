@@ -93,10 +93,12 @@ def _attempt(record: Json, attempt: Json, following: Json | None) -> Iterator[Re
         yield Padding(Text(text), (0, 0, 0, 2))
     if considered:
         yield Padding(_predictions(considered, _truth(record, attempt, following)), (1, 0, 0, 2))
-        yield Padding(_prefill(considered), (1, 0, 0, 2))
+        yield Padding(_prefill(considered, decision), (1, 0, 0, 2))
         if considered.get("decode"):
             yield Padding(_decode(considered), (1, 0, 0, 2))
         yield from (Padding(Text(text), (0, 0, 0, 2)) for text in _room(considered))
+        if "undivided" in considered:
+            yield Padding(_undivided(considered["undivided"], decision), (1, 0, 0, 2))
     if "outcome" in attempt:
         took = seconds((attempt["ended_ms"] - attempt["at_ms"]) / 1000)
         lost = ": its place was lost, and it was placed again" if attempt["outcome"] == "retry" else ""
@@ -154,7 +156,7 @@ def _predictions(considered: Json, truth: Json) -> Table:
     return table
 
 
-def _prefill(considered: Json) -> Table:
+def _prefill(considered: Json, decision: Json) -> Table:
     rows = considered.get("prefill", ())
     table = Table(box=None, pad_edge=False, header_style="dim")
     count = considered.get("num_prefill", len(rows))
@@ -166,8 +168,26 @@ def _prefill(considered: Json) -> Table:
         total = sum(row[term] for term in _TERMS)
         cells = [seconds(row[term]) for term in _TERMS]
         more = "" if number == 0 else _more(best, row)
-        table.add_row(row["node_id"], *cells, seconds(total), more, style="bold" if number == 0 else "")
+        is_chosen = row["node_id"] == decision.get("prefill", best["node_id"])
+        table.add_row(row["node_id"], *cells, seconds(total), more, style="bold" if is_chosen else "")
     return table
+
+
+def _undivided(score: Json, decision: Json) -> Text:
+    """The plan without a hand-over, and what became of it."""
+    here_s = sum(score[term] for term in _TERMS)
+    text = f"Prefilled on {score['node_id']} itself, with nothing to hand over, its first token would come in "
+    text += f"{seconds(here_s)}, not {seconds(score['divided_s'])}. "
+    step_s, bound_s = score.get("step_s", 0.0), score.get("bound_s", 0.0)
+    if step_s:
+        text += f"Steps there would take up to {seconds(step_s)} meanwhile, and {seconds(bound_s)} they may. "
+    if not score.get("is_better"):
+        why = "steps would take too long" if step_s else "it is not enough sooner"
+        return Text(f"{text}Not done: {why}.")
+    is_done = decision.get("prefill") == score["node_id"]
+    return Text(
+        f"{text}{'So it was done' if is_done else 'Not done: it is only advised'}.", style="bold" if is_done else ""
+    )
 
 
 def _more(best: Json, row: Json) -> str:

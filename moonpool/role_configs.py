@@ -20,7 +20,7 @@ from moonpool.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
     from conductor.decision_log import DecisionLogConfig
-    from conductor.policy.config import Admission, AdmissionMode, RoleSwitching
+    from conductor.policy.config import Admission, AdmissionMode, RoleSwitching, Undivided
     from conductor.policy.objectives import SloRecord
     from conductor.server import ConductorConfig
     from engine.model import Dtype
@@ -70,6 +70,7 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         max_endless=config.scheduling.max_endless,
         report_timeout_s=config.scheduling.report_timeout,
         role_switching=cast("RoleSwitching", config.scheduling.role_switching),
+        undivided=cast("Undivided", config.scheduling.undivided),
         role_hold_s=config.scheduling.role_hold,
         role_rest_s=config.scheduling.role_rest,
         decision_log=_decision_log_config(config.decisions),

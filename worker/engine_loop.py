@@ -240,6 +240,7 @@ class EngineLoop:
         for sequence, chunk in chunks:
             sequence.num_computed = chunk.end
             sequence.computed_tokens += chunk.end - chunk.start
+            sequence.is_beside_decodes |= bool(decoding)
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, row in zip(rows, chosen, strict=True):
             index = sequence.next_index

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvpool import digest, kv_namespace
 from messenger import Messenger
-from moonpool_proto.v1.common_pb2 import Role
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
 from worker.arrivals import Arrivals
@@ -297,7 +297,9 @@ class WorkerNode:
         request = sequence.request
         self.line.leave(request.key)
         cached = timing.cached_tokens
-        if sequence.computed_tokens == len(request.prompt) - cached:  # else a group did: it tells nothing of one node
+        is_alone = sequence.computed_tokens == len(request.prompt) - cached  # else a group did: it tells of no one node
+        # What a decode node computed beside its batch says nothing of what prefill nodes take either.
+        if is_alone and not (sequence.is_beside_decodes and self.role.role == ROLE_DECODE):
             self.reporter.prefill(len(request.prompt) - cached, cached, sequence.compute_s)
         self.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_ENDED)
 

@@ -145,6 +145,7 @@ class Sequence:
     share: Share | None = None  # of a prompt that a group computes: the chunks that are this node's
     compute_s: float = 0.0  # its share of the steps that computed its prompt
     computed_tokens: int = 0  # of its prompt, here
+    is_beside_decodes: bool = False  # others decoded in some of those steps
     reused_tokens: int = field(init=False)  # of its prompt
     engine_state: object = None  # what the engine keeps of it
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from conductor.errors import ConfigError
 from conductor.policy.objectives import SloRecord, record_of_seconds
 
-__all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig", "RoleSwitching"]
+__all__ = ["NS", "Admission", "AdmissionMode", "Objectives", "PolicyConfig", "RoleSwitching", "Undivided"]
 
 NS = 1_000_000_000
 # What becomes of requests that are predicted to miss their objectives: all are served, as many are, they are refused.
@@ -17,6 +17,8 @@ Admission = Literal["off", "shadow", "enforce"]
 # then; or as it will be when the prefill ends, with answers that all decode equally long, or as long as was learned.
 AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
 RoleSwitching = Literal["off", "advise", "act"]
+# Whether a request may be prefilled where it decodes: never; that is only counted and explained; or done.
+Undivided = Literal["off", "advise", "act"]
 _MOST_OVERRUN = 0.5
 
 
@@ -60,6 +62,7 @@ class PolicyConfig:
     attained_share: float = 0.0  # of the admitted that are to meet each objective: learned margins see to it; 0 = none
     overrun_probability: float = 0.0  # that an answer takes more pages than were reserved for it; 0 = never
     role_switching: RoleSwitching = "off"  # whether nodes change between prefill and decode, or that is only advised
+    undivided: Undivided = "off"  # whether requests are prefilled where they decode when that is faster and harmless
     role_hold_s: float = 30.0  # a change must have been better for so long
     role_rest_s: float = 120.0  # between two changes of a model's nodes
     prefill_group_size: int = 1  # most prefill nodes that compute one prompt together; 1 = each by itself
@@ -82,6 +85,9 @@ class PolicyConfig:
         if self.role_switching not in get_args(RoleSwitching):
             modes = ", ".join(get_args(RoleSwitching))
             raise ConfigError(f"role_switching is {self.role_switching!r}: expected one of {modes}")
+        if self.undivided not in get_args(Undivided):
+            modes = ", ".join(get_args(Undivided))
+            raise ConfigError(f"undivided is {self.undivided!r}: expected one of {modes}")
         if self.attained_share >= 1:
             raise ConfigError(f"attained_share is {self.attained_share}: must be below 1; nobody can promise all")
         if self.overrun_probability > _MOST_OVERRUN:

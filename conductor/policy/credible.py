@@ -48,7 +48,14 @@ def credible(event: Event) -> Event:
         case CopyFinished():
             return _within(event, {"nbytes": _MOST_BYTES}, ("seconds",))
         case NodeJoined(node):
-            names = ("capacity_tokens", "max_model_len", "max_batch", "kv_bytes_per_token", "block_tokens")
+            names = (
+                "capacity_tokens",
+                "max_model_len",
+                "max_batch",
+                "kv_bytes_per_token",
+                "block_tokens",
+                "chunk_tokens",
+            )
             view = _within(node, dict.fromkeys(names, MOST_TOKENS), ())
             view = view if view.block_tokens else replace(view, block_tokens=1)
             return event if view is node else NodeJoined(view)

@@ -19,6 +19,7 @@ __all__ = [
     "ReleaseOrphan",
     "Shrink",
     "SwitchRole",
+    "UndividedScore",
 ]
 
 Reason = Literal[
@@ -61,6 +62,24 @@ class DecodeScore:
 
 @quick
 @dataclass(frozen=True, slots=True)
+class UndividedScore:
+    """What was predicted of prefilling on the decode node, beside the TTFT of the plan with a prefill node of its own.
+
+    The sum of `transfer_s`, `queue_s` and `prefill_s`, which has the decode steps that go on beside it, is its TTFT.
+    """
+
+    node_id: str
+    transfer_s: float
+    queue_s: float
+    prefill_s: float
+    divided_s: float  # TTFT of the other plan
+    step_s: float = 0.0  # the longest step there meanwhile; 0: not asked, since it is no faster
+    bound_s: float = 0.0  # what that may take; 0: it disturbs nobody
+    is_better: bool = False  # faster, and harmless
+
+
+@quick
+@dataclass(frozen=True, slots=True)
 class Considered:
     """What a decision was made of: the best candidates, what was predicted at the best of each, what had to be met.
 
@@ -80,6 +99,9 @@ class Considered:
     tbt_objective_s: float = 0.0
     ttft_from: str = ""
     tbt_from: str = ""
+    undivided: UndividedScore | None = (
+        None  # the plan without hand-over, where there may be one; `prefill` has none of it
+    )
 
 
 NOTHING_CONSIDERED = Considered()

@@ -56,6 +56,7 @@ class NodeView:
     kv_bytes_per_token: int = 0
     model_fingerprint: str = ""
     hardware: str = ""
+    chunk_tokens: int = 0  # most prompt tokens of one step; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from conductor.policy.compiling import decision_kernel
 from conductor.policy.requests import NONE, PREFILL_NODE, PREFILL_NS, STARTED
 from conductor.policy.turn_columns import ACCOUNT, AGES, ARRIVED, DUE, LEVEL, PRIORITY, TICKET
 
-__all__ = ["EARLIER", "LATER", "LineKernels", "line_kernels"]
+__all__ = ["EARLIER", "IS_CANDIDATE", "LATER", "LineKernels", "line_kernels"]
 
 WORK, EARLIER, LATER, IS_CANDIDATE = range(4)  # rows of `room`
 _LEAST, _MOST = -(1 << 62), 1 << 62

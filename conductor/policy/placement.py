@@ -12,13 +12,14 @@ from conductor.policy.events import RequestArrived
 from conductor.policy.extrapolation import extrapolated
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_outcome import book, case_of, considered_in, placed_by
+from conductor.policy.placement_outcome import book, case_of, placed_by
 from conductor.policy.placement_plan import Plan, make_plan, ttft_with_s
 from conductor.policy.placement_prefixes import replicas_used, without_replicas
 from conductor.policy.requests import Claim
 from conductor.policy.role_plan import arrived
 from conductor.policy.seats import endless_refused, sit
 from conductor.policy.state import ClusterState
+from conductor.policy.undivided import without_handover
 
 __all__ = ["place"]
 
@@ -36,7 +37,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     costs = state.costs_of(request.model)
     plan = make_plan(now_ns, state, request, places, model, former, costs)
     objectives = _objectives(state, request, former, plan, costs)
-    considered = considered_in(state, plan, objectives)
+    plan, considered = without_handover(now_ns, state, request, model, plan, objectives, costs)
     beyond = extrapolated(
         plan.prefixes,
         plan.scores,

@@ -199,7 +199,9 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
         state.counts["revived"] += 1
     elif requests.claims[row].attempt != held.attempt:
         return row
-    if node.role != "decode" and requests.column("prefill_node")[row] == NONE:
+    # A decode node, too, prefills what is not handed over to it.
+    prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
+    if prefills and requests.column("prefill_node")[row] == NONE:
         cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = to_ns(cost_s)

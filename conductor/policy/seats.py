@@ -13,7 +13,7 @@ from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.fairness import OTHERS, Account, Shares, Usage
-from conductor.policy.line_kernels import EARLIER, LATER, line_kernels
+from conductor.policy.line_kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.requests import COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
@@ -55,7 +55,12 @@ class Seat:
         _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
         state.requests.turns[:, row] = level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
         # Only where the account has others there that do not all go before it does somebody use another ticket now.
-        if self.room[LATER, slot] < 1 << 62 or self.room[EARLIER, slot] > self.ticket_ns:
+        # Of a node that was no candidate, nothing is known.
+        if (
+            self.room[LATER, slot] < 1 << 62
+            or self.room[EARLIER, slot] > self.ticket_ns
+            or not self.room[IS_CANDIDATE, slot]
+        ):
             line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
 
 

@@ -273,6 +273,14 @@ class SchedulingSettings(Slice):
             choices=("off", "advise", "act"),
         ),
     ] = "off"
+    undivided: Annotated[
+        str,
+        Key(
+            "Whether a request is prefilled on its decode node when that is faster and breaks nobody's time between "
+            "tokens: off; advise only counts and explains; act",
+            choices=("off", "advise", "act"),
+        ),
+    ] = "off"
     role_hold: Annotated[
         float, Key("Seconds for which such a change must have been the better split", low=1, high=86400)
     ] = 30.0

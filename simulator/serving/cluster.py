@@ -54,7 +54,9 @@ class Cluster:
         self.truth = Truth(profile, settings, seed)
         block_tokens = workload.block_tokens
         self.decode = {
-            name: DecodeNode(name, self.clock, settings, self.truth, block_tokens, self._tell, self._finished)
+            name: DecodeNode(
+                name, self.clock, settings, self.truth, block_tokens, self._tell, self._finished, self._stored
+            )
             for name in (f"decode-{i}" for i in range(settings.decode_nodes))
         }
         self.prefill = {
@@ -116,7 +118,7 @@ class Cluster:
             self._tell(NodeJoined(NodeView(node.pool_id, "pool", 1, f"host of {name}")))
         workers: list[tuple[str, Role, str]] = [
             *((name, "prefill", node.pool_id) for name, node in self.prefill.items()),
-            *((name, "decode", "") for name in self.decode),
+            *((name, "decode", self._host_of(name).pool_id) for name in self.decode),
         ]
         for name, role, pool_id in workers:
             view = NodeView(
@@ -130,6 +132,7 @@ class Cluster:
                 capacity_tokens=settings.capacity_tokens,
                 max_batch=settings.max_batch,
                 kv_bytes_per_token=bytes_per_token,
+                chunk_tokens=settings.chunk_tokens,
             )
             self._tell(NodeJoined(view))
         for reporter in [node.reporter for node in self.prefill.values()] + [n.reporter for n in self.decode.values()]:
@@ -198,7 +201,24 @@ class Cluster:
             priority=turn.priority,
         )
         # To the frontend, and from there to the node.
-        self.clock.after(2 * self._network_ns, lambda: self.prefill[place.prefill].submit(work))
+        submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
+        self.clock.after(2 * self._network_ns, lambda: submit(work))
+
+    def _keep_whole(self, work: Work) -> None:
+        """Nothing is handed over: its decode node computes the prompt, too."""
+        self.decode[work.prefill_node].reserve(work, self._load_whole)
+
+    def _load_whole(self, work: Work) -> None:
+        node, host = self.decode[work.prefill_node], self._host_of(work.prefill_node)
+        self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
+
+    def _stored(self, work: Work) -> None:
+        self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
+
+    def _host_of(self, decode_node: str) -> PrefillNode:
+        """Decode nodes stand on the hosts of prefill nodes, in turn, and use their pool nodes, with own links."""
+        nodes = list(self.prefill.values())
+        return nodes[int(decode_node.removeprefix("decode-")) % len(nodes)]
 
     def _prefilled(self, work: Work) -> None:
         if work.asks_again:

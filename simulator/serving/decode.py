@@ -1,7 +1,8 @@
 """A decode node: pages for whole answers in the order of turns, and continuous batching by the live batch policy.
 
 Steps between two changes of the batch are alike and are taken at once, at most as many as the plan is valid for. A
-request joins, as in the live engine, at the next border of two steps.
+request joins, as in the live engine, at the next border of two steps. Prompts that are not handed over to it are
+computed here, a chunk beside each step.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,9 @@ class DecodeNode:
         block_tokens: int,
         tell: Callable[[NodeReported], object],
         over: Callable[[Work], None],
+        prefilled: Callable[[Work], None],
     ) -> None:
+        """`prefilled(work)`: a prompt was computed here; `over(work)`: the answer is complete."""
         self.node_id = node_id
         self.into = Link()
         self.free_tokens = settings.capacity_tokens
@@ -45,11 +48,13 @@ class DecodeNode:
         self._block_tokens = block_tokens
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._over = over
+        self._prefilled = prefilled
         self._line = Line()  # of those that wait for pages
         self._waiting: list[tuple[Work, Callable[[Work], None]]] = []
         self._holding: dict[str, Work] = {}
         self._joining: list[Work] = []
         self._running: list[Work] = []
+        self._prompts: list[Work] = []  # computed here, in the order of turns at the last border
         self._context_tokens = 0  # of those that run
         self._plan: BatchPlan | None = None
         self._steps = 0  # of the plan, under way
@@ -72,10 +77,14 @@ class DecodeNode:
         """All KV has arrived: decode it from the next step on."""
         self._joining.append(work)
         self.reporter.progress(work.job.name, "decode_joined")
-        if self._plan is None:
-            self._next_run()
-        else:
-            self._stop_after_this_step()
+        self._take_in()
+
+    def prefill(self, work: Work) -> None:
+        """Its pages are here and what is reused has arrived: compute the rest, and go on to the end."""
+        work.computed = work.reused_tokens
+        self._prompts.append(work)
+        self.reporter.progress(work.job.name, "prefill_started")
+        self._take_in()
 
     def release(self, work: Work) -> None:
         """The request is over here: its pages are free."""
@@ -83,6 +92,12 @@ class DecodeNode:
         self.free_tokens += work.committed_tokens
         self.reporter.progress(work.job.name, "ended")
         self._serve_waiting()
+
+    def _take_in(self) -> None:
+        if self._plan is None:
+            self._next_run()
+        else:
+            self._stop_after_this_step()
 
     def _serve_waiting(self) -> None:
         while self._waiting:
@@ -106,18 +121,26 @@ class DecodeNode:
         self._running += self._joining
         self._joining = []
         self._run += 1
-        plan = plan_step([work.job.output_tokens - work.generated for work in self._running], (), self._limits)
+        self._prompts.sort(key=lambda work: work.turn.rank(now_ns / NS))
+        plan = plan_step(
+            [work.job.output_tokens - work.generated for work in self._running],
+            [(work.computed, work.job.prompt_tokens) for work in self._prompts],
+            self._limits,
+        )
         if plan.is_empty:
             self._plan = None
             return
         batch = len(plan.decode)
         takes_turns = batch < len(self._running)
-        context = self._context_tokens * batch // len(self._running)
+        context = self._context_tokens * batch // max(1, len(self._running))
         self._steps = 1 if takes_turns else min(plan.valid_steps, _MOST_STEPS)
-        seconds = self._truth.step_s(self.node_id, batch, context + batch * (self._steps - 1) // 2)
+        seconds = self._truth.step_s(self.node_id, batch, context + batch * (self._steps - 1) // 2) if batch else 0.0
+        if not plan.prefill:
+            self.reporter.decode(DecodeSample(batch, context, seconds))
+        for chunk in plan.prefill:
+            seconds += self._truth.chunk_s(self.node_id, self._prompts[chunk.index], chunk.start, chunk.end)
         self._step_ns = max(1, round(seconds * 1e9))
         self._plan, self._began_ns = plan, now_ns
-        self.reporter.decode(DecodeSample(batch, context, seconds))
         self._end_run_at(now_ns + self._steps * self._step_ns)
 
     def _end_run_at(self, time_ns: int) -> None:
@@ -135,8 +158,9 @@ class DecodeNode:
         if number != self._run:
             return
         assert self._plan is not None
+        plan = self._plan
         steps, now_ns = self._steps, self._clock.now_ns
-        stepped = self._running[: len(self._plan.decode)]
+        stepped = self._running[: len(plan.decode)]
         self._context_tokens += steps * len(stepped)
         left: list[Work] = []
         for work in stepped:
@@ -151,6 +175,7 @@ class DecodeNode:
                 left.append(work)
         # As in the live engine, more sequences than rows take turns.
         self._running = self._running[len(stepped) :] + stepped
+        left += self._prompts_stepped(plan)
         if left:
             self._running = [work for work in self._running if work.generated < work.job.output_tokens]
         for work in left:
@@ -159,5 +184,28 @@ class DecodeNode:
             self._over(work)
         self._next_run()
 
+    def _prompts_stepped(self, plan: BatchPlan) -> list[Work]:
+        """Those whose answer has come to its end with its first token."""
+        for chunk in plan.prefill:
+            self._prompts[chunk.index].computed = chunk.end
+        done = [self._prompts[chunk.index] for chunk in plan.prefill if chunk.last]
+        for work in done:
+            self._prompts.remove(work)
+            work.first_token_ns = work.last_token_ns = self._clock.now_ns
+            work.generated = 1
+            # As in the live node, it teaches nothing of what prefill nodes take.
+            self.reporter.progress(work.job.name, "prefill_ended")
+            self._prefilled(work)
+            self._running.append(work)
+            self._context_tokens += work.job.prompt_tokens + 1
+        return [work for work in done if work.generated >= work.job.output_tokens]
+
     def _held(self) -> tuple[Held, ...]:
-        return tuple(Held(name, 0, work.committed_tokens) for name, work in self._holding.items())
+        return tuple(
+            Held(name, 0, work.committed_tokens, remaining_prefill_tokens=self._uncomputed(work))
+            for name, work in self._holding.items()
+        )
+
+    def _uncomputed(self, work: Work) -> int:
+        """Prompt tokens that are to be computed here."""
+        return work.job.prompt_tokens - work.computed if work.prefill_node == self.node_id else 0

@@ -36,6 +36,7 @@ class Outcome:
     wasted_withheld: int
     wasted_missed: int
     reused_share: float
+    undivided_share: float  # of the served: prefilled where they decoded
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -90,6 +91,7 @@ def outcome_of(
         wasted_withheld=sum(work.computed_tokens for work in withheld),
         wasted_missed=sum(work.computed_tokens for work in served) - sum(work.computed_tokens for work in good),
         reused_share=sum(work.reused_tokens for work in served) / prompts if prompts else 0.0,
+        undivided_share=sum(not work.decode_node for work in served) / len(served) if served else 0.0,
         ttft_mean_s=float(ttft.mean()),
         ttft_p50_s=float(np.percentile(ttft, 50)),
         ttft_p90_s=float(np.percentile(ttft, 90)),

@@ -82,6 +82,12 @@ class PrefillNode:
 
     def _prepare(self, work: Work) -> None:
         """Load what is reused, and meanwhile take pages at the decode node."""
+        self._clock.at(self.load(work, self.into, self.reporter), lambda: self._loaded(work))
+        self._decode_nodes[work.decode_node].reserve(work, self._reserved)
+
+    def load(self, work: Work, into: Link, reporter: Reporter) -> int:
+        """Load what a request reuses for this node, or for another of this host with the link `into`; the time when
+        all is there."""
         work.reused_tokens = 0
         loaded_ns = self._clock.now_ns
         for holder in work.holders:
@@ -93,11 +99,10 @@ class PrefillNode:
             if blocks <= 0:
                 break
             work.reused_tokens = there * self._block_tokens
-            loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks)))
-        self._clock.at(loaded_ns, lambda: self._loaded(work))
-        self._decode_nodes[work.decode_node].reserve(work, self._reserved)
+            loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks), into, reporter))
+        return loaded_ns
 
-    def _read(self, pool: str, blocks: int, on_ssd: int) -> int:
+    def _read(self, pool: str, blocks: int, on_ssd: int, into: Link, reporter: Reporter) -> int:
         """When so many blocks of a pool node are here."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
         nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
@@ -107,10 +112,10 @@ class PrefillNode:
             now_ns = send(now_ns, (holder.ssd,), ssd_ns)
             holder.reporter.transfer(TransferSample(ssd_nbytes, ssd_ns / NS, "ssd_read"))
         path = "load" if holder is self else "fetch"
-        links = (self.memory,) if holder is self else (holder.out, self.into)
+        links = (self.memory,) if holder is self else (holder.out, into)
         alone_ns = self._truth.transfer_ns(path, nbytes)
         end_ns = send(now_ns, links, alone_ns)
-        self.reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, path))
+        reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, path))
         return end_ns
 
     def _pull(self, work: Work) -> None:

@@ -71,7 +71,7 @@ records = st.sampled_from(
 def view(node_id, incarnation, capacity=2048):
     kind, _, number = node_id.partition("-")
     pool = "" if kind == "pool" else f"pool-{number}"
-    return NodeView(node_id, ROLES[kind], incarnation, "h", pool, "m", BLOCK, capacity, 4096, 4, 1000)
+    return NodeView(node_id, ROLES[kind], incarnation, "h", pool, "m", BLOCK, capacity, 4096, 4, 1000, chunk_tokens=512)
 
 
 class Core(RuleBasedStateMachine):
@@ -83,17 +83,19 @@ class Core(RuleBasedStateMachine):
         ttft_s=st.sampled_from([0.0, 0.05, 2.0, 50.0]),
         tbt_s=st.sampled_from([0.0, 0.02, 1.0]),
         overrun=st.sampled_from([0.0, 0.1]),
+        undivided=st.sampled_from(["off", "advise", "act", "act"]),
         report_timeout_s=st.sampled_from([0.0, 5.0]),
         explain=st.sampled_from([1, 3]),
         group=st.sampled_from([1, 2, 3]),
     )
-    def begin(self, admission, mode, ttft_s, tbt_s, overrun, report_timeout_s, explain, group):
+    def begin(self, admission, mode, ttft_s, tbt_s, overrun, undivided, report_timeout_s, explain, group):
         self.config = PolicyConfig(
             ttft_objective_s=ttft_s,
             tbt_objective_s=tbt_s,
             admission=admission,
             admission_mode=mode,
             overrun_probability=overrun,
+            undivided=undivided,
             report_timeout_s=report_timeout_s,
             orphan_timeout_s=20.0,
             explain=explain,
@@ -238,7 +240,10 @@ class Core(RuleBasedStateMachine):
         assert place.reuse_blocks * BLOCK < event.prompt_tokens
         assert all(holder.pool in self.nodes for holder in place.holders)
         seen = place.considered
-        assert seen.prefill[0].node_id == place.prefill
+        if place.prefill.startswith("decode"):
+            self.check_undivided(place)
+        else:
+            assert seen.prefill[0].node_id == place.prefill
         assert len(seen.prefill) <= self.config.explain
         assert 0 <= place.predicted_ttft_s < float("inf")
         assert 0 <= place.predicted_tbt_s < float("inf")
@@ -249,8 +254,17 @@ class Core(RuleBasedStateMachine):
             if seen.ttft_objective_s or seen.tbt_objective_s:
                 nodes = self.core.snapshot(self.now_ns)["nodes"]
                 node = nodes[place.decode or place.prefill]
-                if place.decode or place.prefill.startswith("both"):
+                if place.decode or not place.prefill.startswith("prefill"):
                     assert node["committed_tokens"] <= node["capacity_tokens"]
+
+    def check_undivided(self, place):
+        score = place.considered.undivided
+        assert self.config.undivided == "act"
+        assert (place.decode, score.node_id, score.is_better) == ("", place.prefill, True)
+        assert place.predicted_ttft_s < score.divided_s
+        assert score.step_s <= score.bound_s
+        node = self.core.snapshot(self.now_ns)["nodes"][place.prefill]
+        assert node["committed_tokens"] <= node["capacity_tokens"]
 
     def check_reject(self, event, reject):
         assert reject.message
