@@ -132,6 +132,17 @@ def test_a_cancelled_sequence_leaves_and_the_others_go_on(model: Model, harness:
     assert kept.tokens[kept.prompt_len :].tolist() == greedy(model, prompts()[0], 30)
 
 
+def test_a_prompt_knows_whether_others_decoded_in_its_steps(harness: Callable[..., Harness]) -> None:
+    run = harness()
+    first, second = run.sequence(prompts()[0], 40), run.sequence(prompts()[1], 2)
+    run.loop.submit(first)
+    while not run.steps.get(timeout=60).decode_batch:  # it decodes now
+        pass
+    run.loop.submit(second)
+    run.run(2)
+    assert (first.is_beside_decodes, second.is_beside_decodes) == (False, True)
+
+
 def test_layers_are_announced_in_order_and_cover_the_prompt(model: Model, harness: Callable[..., Harness]) -> None:
     seen: list[tuple[int, int, int]] = []
     run = harness(lambda layer, spans: seen.extend((layer, start, end) for _, start, end in spans))
