@@ -201,6 +201,8 @@ class Generation:
 
         Raises TimeoutError at the request's deadline, and when `end` was called.
         """
+        if self._ended_by is not None:  # while the attempt began, too late for the limit on that
+            raise TimeoutError
         idle_s, deadline_s = self._context.config.idle_timeout_s, self.deadline_s
         # No idle limit before an attempt's first token: a long queue and a long prompt are no faults.
         idle_until_s = monotonic() + idle_s if attempt.next_index > attempt.first_index else math.inf

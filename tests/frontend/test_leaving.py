@@ -7,6 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from frontend.driver import Generation
+from frontend.errors import ServiceUnavailable
 from moonpool_proto.v1 import worker_pb2
 
 LENGTH = worker_pb2.FINISH_LENGTH
@@ -145,3 +147,19 @@ async def test_stop_ends_what_outlasts_the_grace_with_an_error(cluster: Any, sta
         assert (error["code"], error["message"]) == ("draining", "the front door is shutting down")
         assert await cluster.workers["d0"].cancelled() == submit.request_id
         assert (await cluster.conductor.completion()).outcome == "failed"
+
+
+async def test_an_end_that_comes_just_as_an_attempt_has_begun_is_not_lost(
+    cluster: Any, start_front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Generation._begin
+
+    async def begun_and_ended(self: Generation) -> Any:
+        attempt = await begin(self)
+        self.end(ServiceUnavailable("too late", code="draining", retry_after_s=1.0))
+        return attempt
+
+    monkeypatch.setattr(Generation, "_begin", begun_and_ended)
+    async with start_front() as front:
+        status, answer = await asyncio.wait_for(front.post(COMPLETIONS, BODY), 20)
+    assert (status, answer["error"]["message"]) == (503, "too late")
