@@ -9,7 +9,7 @@ import grpc.aio
 from kvpool import node_numbers
 from kvpool.node import PoolNode
 from messenger.backoff import Backoff
-from messenger.control import control_error, open_channel, outgoing
+from messenger.control import control_error, end_if_cancelled, open_channel, outgoing
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
 __all__ = ["stay_joined"]
@@ -38,6 +38,7 @@ async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
             trouble = control_error(error, what="Conductor.Join", target=conductor).reason
         finally:
             await channel.close()
+        end_if_cancelled()
         if trouble != last_trouble:
             _log.warning("not joined to the conductor at %s, trying on: %s", conductor, trouble)
             last_trouble = trouble

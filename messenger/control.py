@@ -198,6 +198,14 @@ async def outgoing(messages: AsyncIterator[T], *, what: str, target: str) -> Asy
         log.exception("%s of %s: the next message cannot be made, the stream ends", what, target)
 
 
+def end_if_cancelled() -> None:
+    """Raises CancelledError in a task that was told to end. For loops that begin a stream again when it broke: where it
+    breaks in the moment of the cancellation, gRPC raises its own error alone."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> ControlError:
     """The ControlError for gRPC's error: for loops over streams, which cannot go through `call`."""
     code = error.code()

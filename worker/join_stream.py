@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from messenger.backoff import Backoff
-from messenger.control import check_target, control_error, open_channel, outgoing
+from messenger.control import check_target, control_error, end_if_cancelled, open_channel, outgoing
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -137,6 +137,7 @@ class JoinStream:
                 self.joined.clear()
                 self._streaming = False
                 await channel.close()
+            end_if_cancelled()
             await asyncio.sleep(backoff.failed())
 
     async def _reports(self) -> AsyncIterator[NodeReport]:

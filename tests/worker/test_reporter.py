@@ -200,3 +200,17 @@ async def test_of_many_decode_steps_the_usual_ones_are_told(tmp_path: Path, monk
 def test_a_conductor_that_cannot_be_one_is_named_at_once() -> None:
     with pytest.raises(InvalidArgument, match=r"'head' is neither unix:/dir/name\.sock nor host:port"):
         _reporter("127.0.0.1:7000", "head")
+
+
+async def test_one_that_is_told_to_end_while_nobody_answers_ends(short_path: Path) -> None:
+    """Also where a stream breaks in the same moment: then gRPC tells of that alone."""
+    for moment in range(400):
+        stream = JoinStream(Node(node_id="n"), f"unix:{short_path}/nobody.sock", lambda _: None, lambda _: None)
+        running = asyncio.create_task(stream.run())
+        for _ in range(moment % 10):
+            await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=10)
+        if not done:
+            running.cancel()
+            pytest.fail(f"told to end after {moment % 10} steps of the loop, it goes on")
