@@ -73,10 +73,12 @@ class ConductorService(ConductorServicer):
         finally:
             telling.cancel()
             reading.cancel()
-            end, _ = await asyncio.gather(reading, telling, return_exceptions=True)
-            if isinstance(end, Exception):
-                log.error("a report of node %s cannot be taken in", member.node.node_id, exc_info=end)
-            self._left(member)
+            try:
+                end, _ = await asyncio.gather(reading, telling, return_exceptions=True)
+                if isinstance(end, Exception):
+                    log.error("a report of node %s cannot be taken in", member.node.node_id, exc_info=end)
+            finally:  # also when this is cut short while both end
+                self._left(member)
         if member.replaced.is_set():
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
             await context.abort(grpc.StatusCode.ABORTED, text)
