@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.config import ConductorConfig
+from conductor.ending import end
 from conductor.errors import ConfigError, SharedStoreError, SharedStoreUnavailable
 from conductor.following import Following
 from conductor.registry import Registry
@@ -21,7 +22,6 @@ from moonpool_proto.v1 import conductor_pb2
 __all__ = ["Contact", "Continuity", "first_contact"]
 
 log = logging.getLogger(__name__)
-_CANCEL_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ class Continuity:
         """End the tasks. What is in Redis stays: the nodes live on, and the next conductor wants to know of them."""
         if self._keeper is not None:
             self._keeper.close()
-        while self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=_CANCEL_AGAIN_S)
+        await end(self._task)
 
     async def _run(self) -> None:
         restored: dict[str, str] = {}

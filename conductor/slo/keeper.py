@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.core import Core
+from conductor.ending import end
 from conductor.errors import SharedStoreError, SharedStoreUnavailable, SloConflict
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import SloRecord
@@ -27,7 +28,6 @@ from moonpool_proto.v1 import conductor_pb2
 __all__ = ["SloKeeper", "SloSettings"]
 
 log = logging.getLogger(__name__)
-_CANCEL_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,7 @@ class SloKeeper:
     async def close(self) -> None:
         """End; nobody waits for this conductor any more."""
         self._closing = True
-        while self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=_CANCEL_AGAIN_S)
+        await end(self._task)
         try:
             await self._store.withdraw(self._settings.node_id)
         except SharedStoreError as error:
