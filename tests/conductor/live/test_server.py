@@ -1,0 +1,114 @@
+"""The conductor as a process part: real gRPC over unix sockets, its decision log replayed."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from conductor.decision_log import DecisionLogConfig, lives, replay, search
+from conductor.policy.decisions import Place
+from conductor.server import ConductorConfig, serve_conductor
+from messenger.control import AddressInUse
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+
+async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
+    _, client = await conductor()
+    assert not (await client.cluster()).ready_models
+    await client.join_pair()
+    assert (await client.cluster()).ready_models == ["m"]
+    placement = (await client.schedule()).placement
+    assert placement.prefill.node_id == "prefill-0"
+    assert placement.decode.target == "unix:/nowhere/decode-0.sock"
+    assert not (await client.json("Validate"))["ok"]
+    await client.complete()
+    assert await client.json("Validate") == {
+        "ok": True,
+        "problems": [],
+        "counts": {"requests": 0, "committed_tokens": 0, "prefills": 0, "sends": 0, "copies": 0, "copy_tasks": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"chain": b"x" * 17}, "multiple of 16"),
+        ({"chain": bytes(17 * 16), "prompt": 256}, "more than 256 prompt tokens"),
+        ({"prompt": 0}, "must be positive"),
+        ({"new": 0}, "must be positive"),
+        ({"request_id": ""}, "request_id"),
+    ],
+)
+async def test_a_malformed_request_is_refused_and_disturbs_nothing(conductor, fields, said):
+    _, client = await conductor()
+    await client.join_pair()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.schedule(**fields)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert said in caught.value.details()
+    assert (await client.schedule("good")).HasField("placement")
+
+
+async def test_a_restarted_conductor_learns_the_ledger_from_what_workers_hold(conductor, tmp_path):
+    service, client = await conductor()
+    await client.join_pair()
+    await client.schedule()
+    await client.close()
+    await service.stop()
+    _, client = await conductor()
+    held = conductor_pb2.Held(request_id="r", committed_tokens=288)
+    await client.worker("decode-0", common_pb2.ROLE_DECODE).join(held=[held])
+    assert (await client.json("Validate"))["counts"]["committed_tokens"] == 288
+    await client.complete()
+    assert (await client.json("Validate"))["ok"]
+
+
+async def test_requests_of_a_frontend_that_never_completes_are_released(conductor):
+    _, client = await conductor(orphan_timeout_s=0.3)
+    await client.join_pair()
+    await client.schedule()
+
+    async def released():
+        return (await client.json("Validate"))["ok"]
+
+    await client.until(released)
+    assert (await client.json("State"))["counters"]["orphans"] == 1
+
+
+async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tmp_path):
+    folder = tmp_path / "log"
+    service, client = await conductor(decision_log=DecisionLogConfig(folder, block_tokens=64), ttft_objective_s=0.4)
+    prefill, decode = await client.join_pair()
+    await client.join("prefill-1", common_pb2.ROLE_PREFILL)
+    chain = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
+    sample = conductor_pb2.PrefillSample(new_tokens=256, seconds=0.1)
+    for i in range(12):
+        await client.schedule(f"r{i}", chain=chain.tobytes())
+        phase = conductor_pb2.Progress(request_id=f"r{i}", phase=conductor_pb2.PHASE_PREFILL_STARTED)
+        await prefill.report(progress=[phase], prefills=[sample])
+        if i % 3 == 0:
+            await client.complete(f"r{i}")
+    decode.leave()
+    await client.until_joined("prefill-0", "prefill-1")
+    await client.schedule("late")
+    told = await client.explain("r3")
+    assert (told["log"], told["records"][0]["outcome"]) == (str(folder), "finished")
+    await client.close()
+    await service.stop()
+    (life,) = lives(folder)
+    steps = list(replay(life))
+    assert all(step.logged == step.made for step in steps)
+    decisions = [decision for step in steps for decision in step.logged]
+    assert {type(decision).__name__ for decision in decisions} == {"Place", "Reject"}
+    assert next(len(decision.considered.prefill) for decision in decisions if isinstance(decision, Place)) == 2
+    first, second = (search(folder, name).records[0]["hash_ids"] for name in ("r0", "r1"))
+    assert first == second
+    assert len(first) == 4
+
+
+async def test_a_listen_target_in_use_is_a_clear_error(conductor, tmp_path):
+    await conductor()
+    config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
+    with pytest.raises(AddressInUse):
+        await serve_conductor(config, asyncio.Event(), lambda target: None)
