@@ -40,7 +40,11 @@ class UnknownNode(ConductorError, LookupError):
 
 
 class SwitchRefused(ConductorError):
-    """The node cannot have that role; the message says why."""
+    """The node cannot have that role; the message says why, `reason` in a word for those who count."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class NodeInUse(ConductorError):

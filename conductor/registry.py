@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
+from conductor.role_switches import RoleChange, RoleSwitches
 from conductor.wire import ROLES, node_ref
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -25,6 +27,7 @@ class Member:
     commands: asyncio.Queue[conductor_pb2.NodeCommand] = field(default_factory=asyncio.Queue)  # to be told
     is_leaving: bool = False  # it was asked to finish its work and leave
     is_to_switch: bool = False  # it was asked to change its role, and has not begun yet
+    asked: RoleChange | None = None  # what it was asked for, until it says what it is
 
     @property
     def stays(self) -> bool:
@@ -48,6 +51,7 @@ class Registry:
     """The joined nodes. All workers of a model have the same KV namespace and spec."""
 
     def __init__(self) -> None:
+        self.switches = RoleSwitches()
         self._members: dict[str, Member] = {}
         self._nodes: dict[str, conductor_pb2.Node] = {}
         self._refs: dict[str, conductor_pb2.NodeRef] = {}
@@ -72,6 +76,7 @@ class Registry:
         former = self._members.get(node.node_id)
         if former is not None:
             former.replaced.set()
+            self._end_switch(former, "left")
         member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
         self._nodes[node.node_id] = node
         self._refs[node.node_id] = node_ref(node)
@@ -92,30 +97,62 @@ class Registry:
 
     def ask_to_switch(self, node_id: str, role: common_pb2.Role.ValueType) -> None:
         """Tell a prefill node to become a decode node, or the other way round. Raises UnknownNode or SwitchRefused."""
+        change = self.change_of(node_id, ROLES.get(role, ""))
+        try:
+            member = self._switchable(node_id, role)
+        except UnknownNode:
+            self.switches.refused(change, "unknown_node")
+            raise
+        except SwitchRefused as error:
+            self.switches.refused(change, error.reason)
+            raise
+        if not member.is_to_switch:
+            self._end_switch(member, "kept")  # what it was asked for before
+            member.is_to_switch, member.asked = True, change
+            self.switches.count(change, "asked")
+            member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
+
+    def change_of(self, node_id: str, role: str) -> RoleChange:
+        """What it would be if the node got that role."""
+        node = self._nodes.get(node_id)
+        return RoleChange("", "", role) if node is None else RoleChange(node.model, ROLES[node.role], role)
+
+    def note(self, member: Member, report: conductor_pb2.NodeReport) -> None:
+        """Keep what `Cluster` shows of a report, which is of the role that the node has."""
+        if member.asked is not None and report.HasField("node"):
+            self._end_switch(member, "done" if member.asked.to_role == ROLES[report.node.role] else "kept")
+        member.note(report)
+
+    def _end_switch(self, member: Member, outcome: Literal["done", "kept", "left"]) -> None:
+        if member.asked is not None:
+            self.switches.count(member.asked, outcome)
+            member.asked = None
+
+    def _switchable(self, node_id: str, role: common_pb2.Role.ValueType) -> Member:
+        """The node, which may have that role. Raises UnknownNode or SwitchRefused."""
         member = self._members.get(node_id)
         if member is None:
             raise self._unknown(node_id)
         node = member.node
         if role == node.role:
-            raise SwitchRefused(f"node {node_id!r} is a {ROLES[role]} node already")
+            raise SwitchRefused("same_role", f"node {node_id!r} is a {ROLES[node.role]} node already")
         if not {role, node.role} <= _CHANGING:
             wanted = ROLES.get(role, "node of a role unknown here")
             raise SwitchRefused(
+                "fixed_role",
                 f"node {node_id!r} is a {ROLES[node.role]} node and cannot become a {wanted}: "
-                "prefill and decode are the roles that change"
+                "prefill and decode are the roles that change",
             )
         if member.is_leaving or member.report.draining:
-            raise SwitchRefused(f"node {node_id!r} is draining")
+            raise SwitchRefused("draining", f"node {node_id!r} is draining")
         others = [
             other
             for other in self
             if other is not member and (other.node.model, other.node.role) == (node.model, node.role) and other.stays
         ]
         if not others:
-            raise SwitchRefused(f"node {node_id!r} is the last {ROLES[node.role]} node of {node.model!r}")
-        if not member.is_to_switch:
-            member.is_to_switch = True
-            member.commands.put_nowait(conductor_pb2.NodeCommand(switch_role=conductor_pb2.SwitchRole(role=role)))
+            raise SwitchRefused("last", f"node {node_id!r} is the last {ROLES[node.role]} node of {node.model!r}")
+        return member
 
     def renew(self, member: Member, node: conductor_pb2.Node) -> None:
         """The node announced itself anew in its stream. Raises JoinRefused where more than its role has changed."""
@@ -133,6 +170,7 @@ class Registry:
         """The stream ended. False when another one speaks for the node by now."""
         if self._members.get(member.node.node_id) is not member:
             return False
+        self._end_switch(member, "left")
         del self._members[member.node.node_id], self._nodes[member.node.node_id], self._refs[member.node.node_id]
         self._peers.clear()
         return True

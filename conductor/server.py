@@ -83,6 +83,7 @@ async def _tick(core: Core, pools: Pools, registry: Registry, every_s: float) ->
 
 def _switch(decision: SwitchRole, registry: Registry) -> None:
     if decision.is_advice:
+        registry.switches.count(registry.change_of(decision.node_id, decision.role), "advised")
         log.info("%s would do better as a %s node: %s", decision.node_id, decision.role, decision.reason)
         return
     log.info("%s is to become a %s node: %s", decision.node_id, decision.role, decision.reason)

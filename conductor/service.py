@@ -122,6 +122,7 @@ class ConductorService(ConductorServicer):
                 *admission_samples(self._core.policy),
                 *tenant_samples(self._core.policy),
                 *cost_samples(self._core.policy),
+                *self._registry.switches.samples(),
                 *self._slo.keeper.samples(),
                 sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
                 sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),
@@ -169,6 +170,7 @@ class ConductorService(ConductorServicer):
             pools=self._pools.state(),
             shared_store=self._continuity.state(),
             slo=self._slo.keeper.state(),
+            role_switches=self._registry.switches.state(),
         )
         return common_pb2.JsonReply(json=json.dumps(state))
 
@@ -195,7 +197,7 @@ class ConductorService(ConductorServicer):
     def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
         node = member.node
         log.info("node %s joined as %s at %s", node.node_id, wire.ROLES[node.role], node.target)
-        member.note(first)
+        self._registry.note(member, first)
         self._core.handle(NodeJoined(wire.node_view(node)))
         self._core.handle(wire.report(node.node_id, first))
         if wire.ROLES[node.role] == "pool":
@@ -215,7 +217,7 @@ class ConductorService(ConductorServicer):
                 self._registry.renew(member, report.node)
                 log.info("node %s is a %s node from now on", report.node.node_id, wire.ROLES[report.node.role])
                 self._core.handle(NodeJoined(wire.node_view(report.node)))
-            member.note(report)
+            self._registry.note(member, report)
             self._core.handle(wire.report(member.node.node_id, report))
 
     def _left(self, member: Member) -> None:

@@ -13,6 +13,11 @@ __all__ = ["day", "record_picture", "seconds"]
 
 Json = Mapping[str, Any]
 _TERMS = {"transfer_s": "transfer", "queue_s": "queue", "prefill_s": "prefill"}
+_WHY_NOT = {
+    "slows_others": "steps would take too long",
+    "not_sooner": "it is not enough sooner",
+    "unknown_chunks": "others' prompts wait there, and how long their steps take is not known",
+}
 _FROM = {
     "header": "the request",
     "tenant": "its tenant",
@@ -175,6 +180,8 @@ def _prefill(considered: Json, decision: Json) -> Table:
 
 def _undivided(score: Json, decision: Json) -> Text:
     """The plan without a hand-over, and what became of it."""
+    if score.get("why_not") == "no_room":
+        return Text(f"Not prefilled on {score['node_id']} itself, where it would decode: its pages are not free yet.")
     here_s = sum(score[term] for term in _TERMS)
     text = f"Prefilled on {score['node_id']} itself, with nothing to hand over, its first token would come in "
     text += f"{seconds(here_s)}, not {seconds(score['divided_s'])}. "
@@ -182,7 +189,7 @@ def _undivided(score: Json, decision: Json) -> Text:
     if step_s:
         text += f"Steps there would take up to {seconds(step_s)} meanwhile, and {seconds(bound_s)} they may. "
     if not score.get("is_better"):
-        why = "steps would take too long" if step_s else "it is not enough sooner"
+        why = _WHY_NOT[score.get("why_not", "slows_others" if step_s else "not_sooner")]
         return Text(f"{text}Not done: {why}.")
     is_done = decision.get("prefill") == score["node_id"]
     return Text(

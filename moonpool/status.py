@@ -1,7 +1,8 @@
 """What `moonpool status` tells: the conductor's view of the nodes and `serve`'s of their processes, as one. Pure."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moonpool.ready_file import ReadyFile, ReadyNode
@@ -35,6 +36,8 @@ class ClusterStatus:
     models: dict[str, bool]
     cached_share: float | None
     nodes: tuple[NodeRow, ...]
+    undivided: dict[str, int] = field(default_factory=dict)  # requests by what came of weighing it
+    role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles, by what came of it
 
     def to_json(self) -> dict[str, Any]:
         """As `status --json` prints it."""
@@ -47,6 +50,13 @@ class ClusterStatus:
         parts = ["ready" if self.ready else f"not ready: no place can serve a request{of_these}"]
         if self.cached_share is not None:
             parts.append(f"{self.cached_share:.0%} of prompt tokens from the cache")
+        if done := self.undivided.get("done"):
+            parts.append(f"{_requests(done)} prefilled where they decode")
+        if advised := self.undivided.get("advised"):
+            parts.append(f"{_requests(advised)} better prefilled where they decode")
+        for roles, counts in self.role_switches.items():
+            told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
+            parts.append(f"role switches {roles}: {told}")
         stand_ins = sorted({row.stand_in for row in self.nodes if row.stand_in})
         parts += [f"nothing is computed ({', '.join(stand_ins)})"] if stand_ins else []
         troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
@@ -61,12 +71,36 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
     rows = tuple(_row(name, joined.get(name), started.get(name)) for name in names)
     models = {row.model: row.model in reply.ready_models for row in rows if row.model}
     share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))
-    return ClusterStatus(bool(models) and all(models.values()), models, share, rows)
+    is_ready = bool(models) and all(models.values())
+    return ClusterStatus(is_ready, models, share, rows, _undivided(reply), _role_switches(reply))
 
 
 def role_name(role: common_pb2.Role.ValueType) -> str:
     """ "prefill" for ROLE_PREFILL."""
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def _undivided(reply: conductor_pb2.ClusterReply) -> dict[str, int]:
+    """Of all models together."""
+    counts: Counter[str] = Counter()
+    for told in reply.samples:
+        if told.name == "undivided_total":
+            counts[told.labels.get("outcome", "")] += int(told.value)
+    return dict(counts)
+
+
+def _role_switches(reply: conductor_pb2.ClusterReply) -> dict[str, dict[str, int]]:
+    """Of all models together, "prefill to decode" and back."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for told in reply.samples:
+        if told.name in ("role_switches_total", "role_switches_refused_total"):
+            outcome = told.labels.get("outcome") or f"refused ({told.labels.get('reason')})"
+            found[f"{told.labels.get('from_role')} to {told.labels.get('to_role')}"][outcome] += int(told.value)
+    return {roles: dict(counts) for roles, counts in found.items()}
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> NodeRow:

@@ -40,6 +40,18 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "Admitted requests that finished, by what became of their objectives.",
         ("model_name", "outcome"),
     ),
+    "undivided_total": (
+        "Placed requests of which was asked whether to prefill them where they decode, by what came of it.",
+        ("model_name", "outcome"),
+    ),
+    "role_switches_total": (
+        "Changes of nodes' roles, by whether they were only advised, asked for, or made.",
+        ("model_name", "from_role", "to_role", "outcome"),
+    ),
+    "role_switches_refused_total": (
+        "Changes of nodes' roles that cannot be, by why.",
+        ("model_name", "from_role", "to_role", "reason"),
+    ),
     "load": ("Predicted latency of a phase's nodes over its objective; above 1 is too much.", ("model_name", "phase")),
     "load_swing": ("Standard deviation of the same over about a minute.", ("model_name", "phase")),
     "decision_log_lines_total": ("Lines of the decision log written, by kind.", ("kind",)),

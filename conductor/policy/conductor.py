@@ -46,6 +46,7 @@ from conductor.policy.role_plan import plan_roles
 from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
 from conductor.policy.surroundings import StateSurroundings
+from conductor.policy.undivided import UNDIVIDED_OUTCOMES
 
 __all__ = ["Conductor"]
 
@@ -178,6 +179,13 @@ class Conductor:
             for name, count in sorted(tally.counts.items()):
                 if name.startswith("extrapolated_"):
                     yield model, name.removeprefix("extrapolated_"), count
+
+    def undivided(self) -> Iterator[tuple[str, str, int]]:
+        """Per model: what came of weighing whether to prefill where one decodes, and of how many placed requests."""
+        for model, tally in sorted(self._state.tallies.items()):
+            for outcome in UNDIVIDED_OUTCOMES:
+                if count := tally.counts[f"undivided_{outcome}"]:
+                    yield model, outcome, count
 
     def take_warnings(self) -> list[str]:
         """What people should be told; each is given once."""

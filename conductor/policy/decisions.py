@@ -20,6 +20,7 @@ __all__ = [
     "Shrink",
     "SwitchRole",
     "UndividedScore",
+    "WhyNot",
 ]
 
 Reason = Literal[
@@ -60,12 +61,17 @@ class DecodeScore:
     free_tokens: int
 
 
+# Why a prompt is not computed where it decodes; "": it is, or may be.
+WhyNot = Literal["", "no_room", "not_sooner", "unknown_chunks", "slows_others"]
+
+
 @quick
 @dataclass(frozen=True, slots=True)
 class UndividedScore:
     """What was predicted of prefilling on the decode node, beside the TTFT of the plan with a prefill node of its own.
 
-    The sum of `transfer_s`, `queue_s` and `prefill_s`, which has the decode steps that go on beside it, is its TTFT.
+    The sum of `transfer_s`, `queue_s` and `prefill_s`, which has the decode steps that go on beside it, is its TTFT;
+    all are 0 where that was not asked, since the node has `no_room`.
     """
 
     node_id: str
@@ -76,6 +82,7 @@ class UndividedScore:
     step_s: float = 0.0  # the longest step there meanwhile; 0: not asked, since it is no faster
     bound_s: float = 0.0  # what that may take; 0: it disturbs nobody
     is_better: bool = False  # faster, and harmless
+    why_not: WhyNot = ""
 
 
 @quick

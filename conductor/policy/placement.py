@@ -37,7 +37,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     costs = state.costs_of(request.model)
     plan = make_plan(now_ns, state, request, places, model, former, costs)
     objectives = _objectives(state, request, former, plan, costs)
-    plan, considered = without_handover(now_ns, state, request, model, plan, objectives, costs)
+    plan, considered, undivided = without_handover(now_ns, state, request, model, plan, objectives, costs)
     beyond = extrapolated(
         plan.prefixes,
         plan.scores,
@@ -58,6 +58,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
+    if undivided:
+        state.count(request.model, f"undivided_{undivided}")
     placed = placed_by(state, request, plan, considered, beyond)
     nodes = plan.places.prefill
     copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)

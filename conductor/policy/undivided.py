@@ -14,7 +14,7 @@ Costs a few array operations where it is on, none where it is off.
 from bisect import bisect_left
 from dataclasses import replace
 from math import ceil, inf
-from typing import Final
+from typing import Final, Literal, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from conductor.policy.algorithm1 import PrefillScores, Prefixes, score_prefill
 from conductor.policy.candidates import Places
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
-from conductor.policy.decisions import Considered, UndividedScore
+from conductor.policy.decisions import Considered, UndividedScore, WhyNot
 from conductor.policy.decode_choice import peak_tokens, tbt_now_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
@@ -33,7 +33,10 @@ from conductor.policy.placement_plan import DecodePlan, Plan
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
-__all__ = ["without_handover"]
+__all__ = ["UNDIVIDED_OUTCOMES", "without_handover"]
+
+Outcome = WhyNot | Literal["done", "advised"]
+UNDIVIDED_OUTCOMES: Final[tuple[str, ...]] = ("done", "advised", *filter(None, get_args(WhyNot)))
 
 _GAIN: Final = 0.1  # of the TTFT: predictions differ by less than they err
 _MOST_STEPS: Final = 4.0  # that a step beside a chunk may take, in usual steps
@@ -47,28 +50,27 @@ def without_handover(
     plan: Plan,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
-) -> tuple[Plan, Considered]:
-    """The plan to follow, and what both were judged by."""
+) -> tuple[Plan, Considered, Outcome]:
+    """The plan to follow, what both were judged by, and what came of it; "" where there is nothing to weigh."""
     considered = considered_in(state, plan, objectives)
     if state.config.undivided == "off" or asks_again(state.config):
-        return plan, considered
+        return plan, considered, ""
     decode = plan.decode
     if decode is None or plan.places.prefill.is_aggregated[plan.chosen]:
-        return plan, considered
+        return plan, considered, ""
     need_tokens = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
     if decode.choice.free_tokens < need_tokens:
-        return plan, considered
+        score = UndividedScore(decode.node_id, 0.0, 0.0, 0.0, plan.ttft_s, why_not="no_room")
+        return plan, _told(state, considered, score), "no_room"
     prefixes = _prefixes(request, model, plan, decode)
     queue_s = int(plan.sums[decode.nodes.slots[decode.choice.index], 0]) / NS
     scores = _scores(state, request, model, decode, prefixes, queue_s, costs)
     score = _judged(now_ns, state, request, model, plan, decode, scores, objectives, costs)
-    if state.config.explain:
-        considered = replace(considered, undivided=score)
-    if not score.is_better:
-        return plan, considered
-    state.count(request.model, "undivided" if state.config.undivided == "act" else "undivided_advised")
+    considered = _told(state, considered, score)
+    if score.why_not:
+        return plan, considered, score.why_not
     if state.config.undivided == "advise":
-        return plan, considered
+        return plan, considered, "advised"
     scores.seconds[1, 0] = score.prefill_s  # with the steps beside it: for so long the node is taken
     ttft_s = score.transfer_s + score.queue_s + score.prefill_s
     scores = replace(scores, ttft_s=ttft_s)
@@ -76,7 +78,11 @@ def without_handover(
     places = Places(alone, alone, need_tokens)
     here = DecodePlan(alone, replace(decode.choice, index=0), 0.0)
     undivided = Plan(places, plan.curve, plan.sums, plan.seat, prefixes, scores, here, None, ttft_s)
-    return undivided, replace(considered, ttft_s=ttft_s, room_wait_s=0.0, need_tokens=need_tokens)
+    return undivided, replace(considered, ttft_s=ttft_s, room_wait_s=0.0, need_tokens=need_tokens), "done"
+
+
+def _told(state: ClusterState, considered: Considered, score: UndividedScore) -> Considered:
+    return replace(considered, undivided=score) if state.config.explain else considered
 
 
 def _prefixes(request: RequestArrived, model: ModelNodes, plan: Plan, decode: DecodePlan) -> Prefixes:
@@ -136,13 +142,13 @@ def _judged(
     score = UndividedScore(decode.node_id, transfer_s, queue_s, prefill_s, plan.ttft_s)
     most_s = (1 - _GAIN) * plan.ttft_s
     if scores.ttft_s > most_s:
-        return score
+        return replace(score, why_not="not_sooner")
     node, slot = state.nodes.get(decode.node_id), int(decode.nodes.slots[decode.choice.index])
     assert node is not None
     new_tokens = request.prompt_tokens - int(scores.reuse_blocks[0]) * model.block_tokens
     chunk_tokens = node.chunk_tokens or new_tokens
     if queue_s and not node.chunk_tokens:
-        return score  # how much of those goes into one step nobody knows
+        return replace(score, why_not="unknown_chunks")  # how much of those goes into one step
     here = np.flatnonzero(state.requests.column("decode_node") == slot)
     decode_s = 0.0
     if len(here):
@@ -151,7 +157,7 @@ def _judged(
     prefill_s += ceil(new_tokens / chunk_tokens) * decode_s
     score = replace(score, prefill_s=prefill_s)
     if transfer_s + queue_s + prefill_s > most_s:
-        return score
+        return replace(score, why_not="not_sooner")
     if not len(here):
         return replace(score, is_better=True)
     # The last chunk attends to the most. Prompts that wait there share the chunks with this one.
@@ -161,7 +167,8 @@ def _judged(
     tightest_s = min((bound for bound in (*wanted, objectives.tbt_s) if 0 < bound < inf), default=0.0)
     kept = 1 - state.tally_of(request.model).margins.tbt.share
     bound_s = kept * tightest_s if tightest_s else _MOST_STEPS * decode_s
-    return replace(score, step_s=step_s, bound_s=bound_s, is_better=step_s <= bound_s)
+    score = replace(score, step_s=step_s, bound_s=bound_s)
+    return replace(score, is_better=True) if step_s <= bound_s else replace(score, why_not="slows_others")
 
 
 def _alone(decode: DecodePlan) -> Candidates:

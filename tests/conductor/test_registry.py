@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.errors import JoinRefused, SwitchRefused
+from conductor.errors import JoinRefused, SwitchRefused, UnknownNode
 from conductor.registry import Registry
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -106,12 +106,13 @@ def test_two_nodes_that_are_asked_at_once_do_not_both_give_up_a_role():
     assert a.commands.qsize() == 1, "asked again, it is told once"
     with pytest.raises(SwitchRefused, match="'b' is the last prefill node of 'm'"):
         registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
-    a.note(conductor_pb2.NodeReport(draining=True))  # it has begun
+    registry.note(a, conductor_pb2.NodeReport(draining=True))  # it has begun
     with pytest.raises(SwitchRefused, match="last prefill node"):
         registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
-    a.note(conductor_pb2.NodeReport())  # it could not: a prompt took too long
+    registry.note(a, conductor_pb2.NodeReport())  # it could not: a prompt took too long
     registry.ask_to_switch("b", common_pb2.ROLE_DECODE)
     assert b.commands.qsize() == 1
+    assert registry.switches.state() == {"prefill decode": {"asked": 2, "refused_last": 2}}
 
 
 def test_a_node_that_has_changed_its_role_can_be_asked_again():
@@ -130,7 +131,35 @@ def test_a_node_that_says_at_once_that_it_stays_what_it_is_can_be_asked_again():
     member = registry.admit(node(role=common_pb2.ROLE_PREFILL))
     registry.admit(node(node_id="b", role=common_pb2.ROLE_PREFILL))
     registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
-    member.note(conductor_pb2.NodeReport(node=node(role=common_pb2.ROLE_PREFILL)))
+    registry.note(member, conductor_pb2.NodeReport(node=node(role=common_pb2.ROLE_PREFILL)))
     assert member.stays
     registry.ask_to_switch("a", common_pb2.ROLE_DECODE)
     assert member.commands.qsize() == 2
+
+
+def test_changes_of_roles_are_counted_by_what_came_of_them():
+    registry = Registry()
+    names = {"p": common_pb2.ROLE_PREFILL, "q": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE}
+    members = {name: registry.admit(node(node_id=name, role=role)) for name, role in names.items()}
+    for answer in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
+        registry.ask_to_switch("p", common_pb2.ROLE_DECODE)
+        registry.note(members["p"], conductor_pb2.NodeReport(draining=True))
+        registry.note(members["p"], conductor_pb2.NodeReport(node=node(node_id="p", role=answer)))
+    registry.renew(members["p"], node(node_id="p", role=common_pb2.ROLE_DECODE))
+    registry.ask_to_switch("p", common_pb2.ROLE_PREFILL)
+    registry.remove(members["p"])
+    for name, role in (("q", common_pb2.ROLE_PREFILL), ("q", common_pb2.ROLE_POOL), ("nobody", common_pb2.ROLE_DECODE)):
+        with pytest.raises((SwitchRefused, UnknownNode)):
+            registry.ask_to_switch(name, role)
+    assert registry.switches.state() == {
+        " decode": {"refused_unknown_node": 1},
+        "decode prefill": {"asked": 1, "left": 1},
+        "prefill decode": {"asked": 2, "done": 1, "kept": 1},
+        "prefill pool": {"refused_fixed_role": 1},
+        "prefill prefill": {"refused_same_role": 1},
+    }
+    told = {(each.name, *sorted(each.labels.items())): each.value for each in registry.switches.samples()}
+    roles = ("from_role", "prefill"), ("model_name", "m")
+    done = ("role_switches_total", *roles, ("outcome", "done"), ("to_role", "decode"))
+    assert told[done] == 1
+    assert told["role_switches_refused_total", *roles, ("reason", "fixed_role"), ("to_role", "pool")] == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conductor.policy.decisions import Place
+from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import Held, NodeReported, Progress, RequestCompleted
 
 CHUNK = 512
@@ -37,9 +37,9 @@ def decoding(c: Any, make: Any, **fields: Any) -> None:
     c.progress("decode-1", "decode_joined", "old")
 
 
-def ask(c: Any, make: Any, **fields: Any) -> Place:
+def ask(c: Any, make: Any, name: str = "new", **fields: Any) -> Place:
     """A newcomer for whom decode-1 is the only decode node."""
-    (placed,) = c.send(make.request("new", **{"prompt": 100, "new": 8, "excluded": ("decode-0",), **fields}))
+    (placed,) = c.send(make.request(name, **{"prompt": 100, "new": 8, "excluded": ("decode-0",), **fields}))
     assert isinstance(placed, Place)
     return placed
 
@@ -55,7 +55,7 @@ def test_a_request_is_prefilled_on_its_idle_decode_node_where_the_prefill_node_i
     assert placed.predicted_ttft_s == pytest.approx(0.1, rel=0.1)  # alone there: no step takes longer
     assert score.divided_s > 1.0
     assert placed.considered.prefill[0].node_id == "prefill-0"
-    assert c.conductor.snapshot(c.now_ns)["counters"]["undivided"] == 1
+    assert c.conductor.snapshot(c.now_ns)["counters"]["undivided_done"] == 1
 
 
 def test_it_stands_in_the_ledger_of_the_decode_node_until_it_ends_there(cluster: Any, make: Any) -> None:
@@ -178,3 +178,29 @@ def test_a_conductor_that_did_not_place_it_learns_of_the_prefill_from_the_decode
     assert node["committed_tokens"] == 128
     c.send(NodeReported("decode-1", progress=(Progress("other", 0, "ended"),)))
     assert c.counts["requests"] == 0
+
+
+def test_what_comes_of_weighing_it_is_counted_per_model_of_the_requests_that_are_placed(
+    cluster: Any, make: Any
+) -> None:
+    c = small(cluster, make)
+    busy(c, make, prompt=4000)
+    ask(c, make)
+    decoding(c, make)
+    ask(c, make, name="slow", prompt=600)
+    c.send(make.request("big", prompt=4000, new=64, generated=1, excluded=("decode-0",)))
+    full = ask(c, make, name="full", prompt=200, generated=1)
+    assert full.considered.undivided is not None
+    assert full.considered.undivided.why_not == "no_room"
+    (refused,) = c.send(make.request("late", prompt=16, new=8, ttft_objective_s=1e-9, excluded=("decode-0",)))
+    assert isinstance(refused, Reject)
+    assert list(c.conductor.undivided()) == [
+        ("m", "done", 1),
+        ("m", "no_room", 2),
+        ("m", "not_sooner", 1),
+        ("m", "slows_others", 2),
+    ]
+    calm = small(cluster, make, undivided="advise")
+    busy(calm, make)
+    ask(calm, make)
+    assert list(calm.conductor.undivided()) == [("m", "advised", 1), ("m", "not_sooner", 1)]

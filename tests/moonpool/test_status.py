@@ -83,3 +83,18 @@ def test_a_model_without_a_place_is_named() -> None:
     assert (seen.ready, seen.models, seen.cached_share) == (False, {"m": False}, None)
     assert seen.verdict() == "not ready: no place can serve a request of m; d starting"
     assert not cluster_status(conductor_pb2.ClusterReply(), None).ready
+
+
+def test_roles_that_changed_and_prompts_computed_where_they_decode_are_told(joined: Callable[..., Any]) -> None:
+    reply = joined()
+    for outcome, count in (("done", 3), ("not_sooner", 5)):
+        reply.samples.add(name="undivided_total", labels={"model_name": "m", "outcome": outcome}, value=count)
+    roles = {"model_name": "m", "from_role": "prefill", "to_role": "decode"}
+    reply.samples.add(name="role_switches_total", labels={**roles, "outcome": "done"}, value=2)
+    reply.samples.add(name="role_switches_refused_total", labels={**roles, "reason": "last"}, value=1)
+    seen = cluster_status(reply, None)
+    assert "; 3 requests prefilled where they decode; " in seen.verdict() + "; "
+    assert "role switches prefill to decode: 2 done, 1 refused (last)" in seen.verdict()
+    assert seen.to_json()["undivided"] == {"done": 3, "not_sooner": 5}
+    assert seen.to_json()["role_switches"] == {"prefill to decode": {"done": 2, "refused (last)": 1}}
+    assert "role switches" not in cluster_status(joined(), None).verdict()
