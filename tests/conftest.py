@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from soak.namespaces import what_is_missing
 # Machines are shared and noisy: no example is judged by its time. Failures must come back when they are looked into.
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
+
+# Tests interrupt themselves and their children, but what a shell runs in the background is made to ignore that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CERTIFICATES = Path(__file__).parent / "data" / "tls"
 
