@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.config.decision_log import DecisionLogSettings
-from moonpool.config.slices import HostSettings, NodeSettings
+from moonpool.config.places import HostSettings, NodeSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
 from moonpool.cost_profiles import cost_profiles_of
 from moonpool.errors import ConfigError

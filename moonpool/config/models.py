@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from moonpool.config.fields import Key, Setting, Slice, slice_settings
+from moonpool.config.scheduling import SchedulingSettings
 from moonpool.config.slices import (
     EngineSettings,
     ModelSettings,
-    SchedulingSettings,
     TopologySettings,
     name_of_folder,
 )

@@ -5,22 +5,24 @@ from dataclasses import dataclass, field
 from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.fields import Setting, composite_settings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
-from moonpool.config.pool import PoolSettings
-from moonpool.config.shared_store import SharedStoreSettings
-from moonpool.config.slices import (
+from moonpool.config.places import (
     ConductorTarget,
-    EngineSettings,
     HostSettings,
-    HttpSettings,
     ListenSettings,
-    LogSettings,
-    ModelSettings,
     NodeSettings,
-    SchedulingSettings,
-    TopologySettings,
     WorkerSettings,
     is_wildcard,
     target_host,
+)
+from moonpool.config.pool import PoolSettings
+from moonpool.config.scheduling import SchedulingSettings
+from moonpool.config.shared_store import SharedStoreSettings
+from moonpool.config.slices import (
+    EngineSettings,
+    HttpSettings,
+    LogSettings,
+    ModelSettings,
+    TopologySettings,
 )
 from moonpool.config.slo import SloSettings
 from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
