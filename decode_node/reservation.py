@@ -49,6 +49,8 @@ class Reservation:
         self._settled.set()
         self.first_token: asyncio.Future[tuple[int, int]] = self._loop.create_future()
         self.token_s = 0.0  # what computing one token of the prompt took
+        self.tail_s = 0.0  # from the first token until all KV was pushed
+        self.committed_at = 0.0  # time.monotonic() when the writer said so
         self.fenced = False  # the writer's key is revoked: nothing more can land
         self.gone: str | None = None  # why nothing more can be committed
 

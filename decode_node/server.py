@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from decode_node.pulls import Pulls
@@ -15,9 +16,11 @@ from moonpool_proto.v1.worker_pb2 import (
     BlockSlots,
     CommitReply,
     CommitRequest,
+    HandoffTiming,
     RemoteKey,
     ReserveReply,
     ReserveRequest,
+    Timing,
 )
 from worker.chosen import append
 from worker.errors import RequestFailed, RequestRefused
@@ -75,6 +78,7 @@ class Decode:
         reservation = self._open.get(asked.epoch)
         if reservation is None:
             return CommitReply(error=f"epoch {asked.epoch} is not open on {self.node.config.node_id}")
+        came_at = time.monotonic()
         missing = await reservation.missing_blocks()
         if reservation.gone is not None:
             return CommitReply(error=reservation.gone)
@@ -84,6 +88,7 @@ class Decode:
             )
         if not reservation.first_token.done():
             reservation.token_s = asked.token_s
+            reservation.tail_s, reservation.committed_at = asked.tail_s, came_at
             reservation.first_token.set_result((asked.first_index, asked.first_token))
         return CommitReply(joined=True)
 
@@ -187,6 +192,8 @@ class Decode:
         if not append(sequence, first_token):
             assert sequence.error is not None
             raise sequence.error
+        sequence.committed_at = reservation.committed_at
+        node.timings[id(sequence)] = Timing(handoff=HandoffTiming(tail_s=reservation.tail_s))
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)

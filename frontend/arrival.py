@@ -24,12 +24,13 @@ class Arrival:
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
     slo_class: str = ""
+    wants_timing: bool = False  # where its time went is told with its answer
 
     @classmethod
     def of(cls, headers: Mapping[str, str], *, at_s: float, tenant: str) -> "Arrival":
-        """Reads x-slo-ttft-ms, x-slo-tpot-ms and x-slo-class. Raises InvalidRequest."""
+        """Reads x-slo-ttft-ms, x-slo-tpot-ms, x-slo-class and x-moonpool-timing. Raises InvalidRequest."""
         ttft_s, tpot_s = (_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"))
-        return cls(at_s, tenant, ttft_s, tpot_s, _class_name(headers))
+        return cls(at_s, tenant, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers))
 
     def class_beside(self, in_body: str | None) -> str:
         """The class that the request asks for, in its header or its body. Raises InvalidRequest if they differ."""
@@ -63,3 +64,10 @@ def _class_name(headers: Mapping[str, str]) -> str:
             param="x-slo-class",
         )
     return text
+
+
+def _wants_timing(headers: Mapping[str, str]) -> bool:
+    text = headers.get("x-moonpool-timing", "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(f"x-moonpool-timing is {text[:40]!r}: expected 1 or 0", param="x-moonpool-timing")
+    return text == "1"

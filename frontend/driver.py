@@ -19,6 +19,7 @@ from frontend.output import FinishReason, Output, Step
 from frontend.placing import Placer
 from frontend.request import Facts, GenerationRequest
 from frontend.streams import WorkerStream, WorkerStreams
+from frontend.timing import Handoff, Ttft
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
 from telemetry import RequestMetrics, logs
 
@@ -79,6 +80,8 @@ class Generation:
         self._told: list[str] = []
         self._closed = False
         self._asked_s = 0.0  # when `next` was called last
+        self._placed_s = 0.0  # the last attempt
+        self._began_s: float | None = None
         self._ended_by: ApiError | None = None
         self._limit: asyncio.Timeout | None = None  # of the attempt that begins now
 
@@ -155,7 +158,11 @@ class Generation:
             self._context.metrics.retries.inc()
             await self._placer.complete("retry")
             self._setback = None
+            self.facts.lost_s += monotonic() - self._placed_s
+        elif self._began_s is None:
+            self._began_s = monotonic()
         placement = await self._placer.place(deadline_s=self.deadline_s)
+        self._placed_s = monotonic()
         inbox = Inbox(self._context.config.client_buffer_tokens, self._on_overflow)
         attempt = self._attempt = Attempt(self.facts.attempts - 1, placement, inbox, len(self.facts.token_ids))
         # The decode worker's stream first: it must know where to send tokens before it can have any.
@@ -241,7 +248,8 @@ class Generation:
         facts, metrics, token = self.facts, self._context.metrics, arrived.token
         if facts.last_token_s is None:
             facts.first_token_s = arrived.at_s
-            metrics.ttft.observe(arrived.at_s - self.request.arrival_s)
+            facts.ttft = self._ttft(arrived)
+            metrics.began(facts.ttft.whole_s, facts.ttft.parts())
             metrics.prompt_tokens.inc(len(self.request.prompt_ids))
         else:
             metrics.itl.observe(arrived.at_s - facts.last_token_s)
@@ -259,11 +267,30 @@ class Generation:
         prompt = facts if self.leader is None else self.leader.facts
         return self._output.feed(token, finish, prompt.prompt_logprobs)
 
+    def _ttft(self, first: TokenArrived) -> Ttft:
+        request, facts = self.request, self.facts
+        whole_s = first.at_s - request.arrival_s
+        began_s = request.arrival_s + request.tokenize_s if self.leader is None else self._began_s or first.at_s
+        return Ttft.of(
+            whole_s,
+            first.token.timing,
+            tokenize_s=request.tokenize_s,
+            sibling_s=began_s - request.arrival_s - request.tokenize_s,
+            schedule_s=facts.schedule_s,
+            lost_s=facts.lost_s,
+        )
+
     def _note(self, timing: worker_pb2.Timing) -> None:
-        """Count a prefill. `usage` speaks of the first one: what a further attempt reuses was the request's own."""
+        """Count a prefill, or a hand-off, of which this comes with the token after.
+
+        `usage` speaks of the first prefill: what a further attempt reuses was the request's own.
+        """
         facts, metrics = self.facts, self._context.metrics
+        if timing.HasField("handoff"):
+            facts.handoff = Handoff.of(facts.intervals_s[-1], timing.handoff)
+            metrics.handed_over(facts.handoff.whole_s, facts.handoff.parts())
+            return
         metrics.queue.observe(timing.queue_s)
-        metrics.load.observe(timing.load_s)
         metrics.prefill.observe(timing.prefill_s)
         facts.approximate_tokens = max(facts.approximate_tokens, timing.approximate_tokens)  # of whichever attempt
         if facts.has_timing:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from frontend.timing import Handoff, Ttft
 from kvpool import chain_keys
 from moonpool_proto.v1 import common_pb2, worker_pb2
 
@@ -132,6 +133,7 @@ class Facts:
     prefill_node: str = ""
     decode_node: str = ""
     schedule_s: float = 0.0
+    lost_s: float = 0.0  # of attempts that are over, from placement to the next try for one
     cached_tokens: int = 0
     cached_dram_tokens: int = 0  # of them, from the memory of the prefill worker's pool node
     cached_ssd_tokens: int = 0  # from its SSD
@@ -140,6 +142,8 @@ class Facts:
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0
+    ttft: Ttft | None = None  # None: there is no token yet
+    handoff: Handoff | None = None  # of the last attempt that had one
     first_token_s: float | None = None  # the monotonic clock
     last_token_s: float | None = None
     has_timing: bool = False

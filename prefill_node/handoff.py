@@ -109,6 +109,7 @@ class Handoff:
                 first_index=request.generated,
                 timeout_s=request.time_left_s,
                 token_s=sequence.token_s,
+                tail_s=time.monotonic() - sequence.first_token_at,
             )
             try:
                 reply = await call(

@@ -3,7 +3,7 @@
 A registry belongs to one application: nothing here registers itself anywhere by being imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -27,6 +27,8 @@ _REQUEST_S: Final = (
 # fmt: on
 _TOKENS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
+TTFT_PARTS: Final = ("tokenize", "sibling", "schedule", "lost", "queue", "load", "prefill", "delivery")
+HANDOFF_PARTS: Final = ("tail", "join", "step", "delivery")
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 
 
@@ -59,7 +61,6 @@ class RequestMetrics:
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting before the prefill.", _REQUEST_S)
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.", _REQUEST_S)
         self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.", _REQUEST_S)
-        self.load = histogram("moonpool:request_load_time_seconds", "Loading reused KV.", _REQUEST_S)
         self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.request_generation_tokens = histogram(
             "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
@@ -82,11 +83,32 @@ class RequestMetrics:
         self.answer_memory_bytes = bytes_held.labels(model_name)
         in_flight = families.gauge("moonpool:requests_in_flight", "Requests now held by this frontend.")
         self.in_flight = in_flight.labels(model_name)
+        self._handoff = histogram("moonpool:handoff_seconds", "First token to the decode node's first one.", _TTFT_S)
+        self._ttft_parts = _by_part(families, model_name, "moonpool:ttft_part_seconds", "Where TTFT went.", TTFT_PARTS)
+        self._handoff_parts = _by_part(
+            families, model_name, "moonpool:handoff_part_seconds", "Where the hand-off's time went.", HANDOFF_PARTS
+        )
         self._success = families.counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
         self._rejected = families.counter("moonpool:requests_rejected", "Requests refused, by reason.", "reason")
         self._model_name = model_name
         for reason in FINISH_REASONS:  # present from the start: a rate over a series that appears late misses its first
             self._success.labels(model_name, reason)
+
+    def began(self, ttft_s: float, parts: Mapping[str, float]) -> None:
+        """Count a first token; `parts`, by TTFT_PARTS, sum to `ttft_s`.
+
+        Clocks that differ in speed may make what is left negative: that counts as 0.
+        """
+        self.ttft.observe(ttft_s)
+        for part, seconds in parts.items():
+            self._ttft_parts[part].observe(max(0.0, seconds))
+
+    def handed_over(self, gap_s: float, parts: Mapping[str, float]) -> None:
+        """Count a hand-off; `parts`, by HANDOFF_PARTS, sum to `gap_s`. The second token may have had a shorter way than
+        the first one: what is negative counts as 0."""
+        self._handoff.observe(max(0.0, gap_s))
+        for part, seconds in parts.items():
+            self._handoff_parts[part].observe(max(0.0, seconds))
 
     def finished(self, reason: str) -> None:
         """Count one request's end; `reason` is one of FINISH_REASONS."""
@@ -107,9 +129,9 @@ class RequestFamilies:
         self._registry = registry
         self._made: dict[str, Any] = {}
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        """The histogram `name`, labelled by model."""
-        return self._family(Histogram, name, text, (), buckets=buckets)
+    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        """The histogram `name`, labelled by model and `labels`."""
+        return self._family(Histogram, name, text, labels, buckets=buckets)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """The counter `name`, labelled by model and `labels`."""
@@ -124,3 +146,11 @@ class RequestFamilies:
             self._made[name] = kind(name, text, ["model_name", *labels], registry=self._registry, **options)
         family: T = self._made[name]
         return family
+
+
+def _by_part(
+    families: RequestFamilies, model_name: str, name: str, text: str, parts: Sequence[str]
+) -> Mapping[str, Histogram]:
+    """Present from the start, as is FINISH_REASONS."""
+    family = families.histogram(name, text, _TTFT_S, "part")
+    return {part: family.labels(model_name, part) for part in parts}

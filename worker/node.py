@@ -260,12 +260,16 @@ class WorkerNode:
                 self.slots.growing.stepped(sequence)
                 if sequence.request.idle_s:
                     self.jobs.renew(sequence.request)
-                first = generated.index == sequence.request.generated
-                timing = self.timings.pop(id(sequence), None) if first else None
-                if timing is not None:
+                timing = self.timings.pop(id(sequence), None) if self.timings else None  # there until its first token
+                if timing is None:
+                    continue
+                timings[sequence.request.request_id] = timing
+                if timing.HasField("handoff"):
+                    began_at = sequence.first_token_at - result.seconds
+                    timing.handoff.join_s, timing.handoff.step_s = began_at - sequence.committed_at, result.seconds
+                else:
                     timing.queue_s = sequence.first_step_at - sequence.request.submitted - timing.load_s
                     timing.prefill_s = sequence.first_token_at - sequence.first_step_at
-                    timings[sequence.request.request_id] = timing
                     self._report_prefill(sequence, timing)
             self.streams.send_tokens(result.tokens, timings)
             self.counters.add("generation_tokens", len(result.tokens))

@@ -151,7 +151,8 @@ class Sequence:
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
     turn: Turn = ALWAYS_NEXT  # among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants
-    first_token_at: float = 0.0
+    first_token_at: float = 0.0  # of those generated here
+    committed_at: float = 0.0  # handed over by a prefill node
 
     def __post_init__(self) -> None:
         self.table = np.array(self.slots, dtype=np.int32)

@@ -29,6 +29,37 @@ class Usage(AnswerModel):
     prompt_tokens_details: CachedTokens
 
 
+class TtftParts(AnswerModel):
+    """Where the time to the first token went; the parts sum to `whole_s`. What is left may be a hair below 0."""
+
+    tokenize_s: Seconds
+    sibling_s: float
+    schedule_s: Seconds
+    lost_s: Seconds
+    queue_s: float
+    load_s: Seconds
+    prefill_s: Seconds
+    delivery_s: float
+    whole_s: Seconds
+
+
+class HandoffParts(AnswerModel):
+    """The same of the time from the first token to the next, which another worker computed."""
+
+    tail_s: Seconds
+    join_s: Seconds
+    step_s: Seconds
+    delivery_s: float
+    whole_s: float
+
+
+class Timing(AnswerModel):
+    """Where an answer's time went, for those who ask by x-moonpool-timing."""
+
+    ttft: TtftParts | None
+    handoff: HandoffParts | None
+
+
 class Facts(AnswerModel):
     """How one answer came about."""
 
@@ -49,6 +80,7 @@ class Facts(AnswerModel):
     prefill_node: str
     decode_node: str
     seed: Count
+    timing: Timing | None = None
 
 
 FactsOfAll = Facts | list[Facts]

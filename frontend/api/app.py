@@ -68,12 +68,12 @@ class _Routes:
     async def completions(self, http: Request) -> Response:
         arrival, body, model = await self._generation(http, models.CompletionBody)
         requests = await model.preparer.completion(body, arrival)
-        return await answer(self._service, http, body, model, requests, CompletionFormat)
+        return await answer(self._service, http, body, model, requests, CompletionFormat, timing=arrival.wants_timing)
 
     async def chat(self, http: Request) -> Response:
         arrival, body, model = await self._generation(http, models.ChatBody)
         requests = await model.preparer.chat(body, arrival)
-        return await answer(self._service, http, body, model, requests, ChatFormat)
+        return await answer(self._service, http, body, model, requests, ChatFormat, timing=arrival.wants_timing)
 
     async def tokenize(self, http: Request) -> Response:
         self._tenant(http)

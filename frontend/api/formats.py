@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from frontend.api import logprobs
+from frontend.api.server_timing import timing_of
 from frontend.api.stream import encode, event
 from frontend.api.tool_calls import ChoiceCalls
 from frontend.api.view import View
@@ -109,6 +110,9 @@ class Format(ABC):
     def _facts(self) -> dict[str, Any]:
         """Moonpool's extension: an object, or a list of them by choice where there are several."""
         facts = [_facts(generation) for generation in self._generations]
+        if self._view.timing:
+            for told, generation in zip(facts, self._generations, strict=True):
+                told["timing"] = timing_of(generation.facts)
         return {"moonpool": facts[0] if len(facts) == 1 else facts}
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
+from frontend.api.server_timing import server_timing
 from frontend.api.stream import EventStream, encode, until_gone
 from frontend.api.view import View
 from frontend.errors import ApiError
@@ -32,8 +33,13 @@ async def answer(
     model: ServedModel,
     requests: list[GenerationRequest],
     form: type[Format],
+    *,
+    timing: bool,
 ) -> Response:
-    """Run the requests on their model and answer in `form`. Raises ApiError while no byte of the answer is out."""
+    """Run the requests on their model and answer in `form`; with `timing`, tell where the time went.
+
+    Raises ApiError while no byte of the answer is out.
+    """
     headers = {"x-request-id": given_request_id(http) or requests[0].request_id}
     with logs.request(requests[0].request_id):
         session = service.open_session(model, requests)
@@ -42,13 +48,14 @@ async def answer(
             shape = form(
                 session.generations,
                 body.model or model.name,  # the name that was asked for: an alias is answered under the alias
-                View.of(body),
+                View.of(body, timing=timing),
             )
             if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
                 await service.threads.run(session.read_prompts)
             if not body.stream:
                 steps = await until_gone(http, session.collect())
                 prompts = requests if body.return_token_ids else []
+                headers |= server_timing(session.generations) if timing else {}
                 content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
                 return Response(content, media_type="application/json", headers=headers)
 
@@ -59,6 +66,7 @@ async def answer(
             # The first step is awaited before any header is sent, so that what fails early fails with its status.
             first = await until_gone(http, more())
             handed_over = True
+            headers |= server_timing(session.generations) if timing else {}
             return EventStream(
                 first,
                 more,

@@ -24,7 +24,7 @@ _ERRORS: Final = {
 }
 _GENERATION: Final = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 _TEXT: Final = (400, 401, 404, 405, 408, 413)
-_OBJECTIVES: Final = [
+_HEADERS: Final = [
     *(
         {
             "name": name,
@@ -41,6 +41,13 @@ _OBJECTIVES: Final = [
         "required": False,
         "description": "Class of objectives; the field slo_class is the same.",
         "schema": {"type": "string", "pattern": CLASS_NAME},
+    },
+    {
+        "name": "x-moonpool-timing",
+        "in": "header",
+        "required": False,
+        "description": "1: the answer tells where its time went, in the header Server-Timing and in moonpool.timing.",
+        "schema": {"type": "string", "enum": ["0", "1"]},
     },
 ]
 _NAME: Final = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
@@ -88,7 +95,7 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
             if path.startswith("/v1/") or path.endswith("tokenize"):
                 _operation_of(item)["security"] = [{"key": []}]
     for path in ("/v1/completions", "/v1/chat/completions"):
-        paths[path]["parameters"] = _OBJECTIVES
+        paths[path]["parameters"] = _HEADERS
     components: dict[str, Any] = {"schemas": _schemas()}
     if asks_for_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -10,7 +10,7 @@ from frontend.tool_choice import reads_calls
 class View:
     """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's.
 
-    `reads_calls`: calls of tools are told apart from the text.
+    `reads_calls`: calls of tools are told apart from the text. `timing`: where the time went is told.
     """
 
     include_usage: bool = False
@@ -21,10 +21,11 @@ class View:
     num_top: int | None = None
     prompt_top: int | None = None
     reads_calls: bool = False
+    timing: bool = False
 
     @classmethod
-    def of(cls, body: GenerationBody) -> "View":
-        """What `body` asks for."""
+    def of(cls, body: GenerationBody, *, timing: bool = False) -> "View":
+        """What `body` asks for, and a header."""
         options = body.stream_options
         return cls(
             include_usage=options is not None and bool(options.include_usage),
@@ -35,4 +36,5 @@ class View:
             num_top=body.num_top,
             prompt_top=body.prompt_logprobs,
             reads_calls=isinstance(body, ChatBody) and reads_calls(body),
+            timing=timing,
         )

@@ -103,7 +103,7 @@ class Frontend:
         assert token.index not in request.tokens
         request.tokens[token.index] = token.token_id
         request.messages[token.index] = token
-        if token.HasField("timing"):
+        if token.HasField("timing") and not token.timing.HasField("handoff"):
             request.cached_tokens = token.timing.cached_tokens
         request.progressed.set()
         if token.finish != FINISH_NONE:

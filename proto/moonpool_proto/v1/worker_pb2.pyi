@@ -231,7 +231,7 @@ class Token(_message.Message):
     finish: Global___Finish.ValueType
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """with an attempt's first token"""
+        """with an attempt's first token, and, with `handoff` alone, the decode node's first one"""
 
     @_builtins.property
     def logprobs(self) -> Global___LogProbs:
@@ -345,6 +345,7 @@ class Timing(_message.Message):
     CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """counted where the KV was used"""
     queue_s: _builtins.float
@@ -365,6 +366,8 @@ class Timing(_message.Message):
     """another host's pool"""
     approximate_tokens: _builtins.int
     """whose KV was reused, here or on the decode node, and may have been through int8"""
+    @_builtins.property
+    def handoff(self) -> Global___HandoffTiming: ...
     def __init__(
         self,
         *,
@@ -376,14 +379,45 @@ class Timing(_message.Message):
         cached_ssd_tokens: _builtins.int = ...,
         cached_remote_tokens: _builtins.int = ...,
         approximate_tokens: _builtins.int = ...,
+        handoff: Global___HandoffTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "handoff", b"handoff", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
+
+@_typing.final
+class HandoffTiming(_message.Message):
+    """Between the prefill node's token and the decode node's first one; each measured on one node's clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAIL_S_FIELD_NUMBER: _builtins.int
+    JOIN_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    tail_s: _builtins.float
+    """on the prefill node: first token to the last Commit, when all KV is pushed"""
+    join_s: _builtins.float
+    """on the decode node: that Commit to the first step, verification included"""
+    step_s: _builtins.float
+    """that step"""
+    def __init__(
+        self,
+        *,
+        tail_s: _builtins.float = ...,
+        join_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_s", b"join_s", "step_s", b"step_s", "tail_s", b"tail_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffTiming: _TypeAlias = HandoffTiming  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
@@ -605,6 +639,7 @@ class CommitRequest(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TOKEN_S_FIELD_NUMBER: _builtins.int
+    TAIL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -613,6 +648,8 @@ class CommitRequest(_message.Message):
     timeout_s: _builtins.float
     token_s: _builtins.float
     """what computing one token of the prompt took; 0 = not known"""
+    tail_s: _builtins.float
+    """since the first token"""
     def __init__(
         self,
         *,
@@ -623,10 +660,11 @@ class CommitRequest(_message.Message):
         first_index: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         token_s: _builtins.float = ...,
+        tail_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_index", b"first_index", "first_token", b"first_token", "request_id", b"request_id", "timeout_s", b"timeout_s", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "first_index", b"first_index", "first_token", b"first_token", "request_id", b"request_id", "tail_s", b"tail_s", "timeout_s", b"timeout_s", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
