@@ -1,45 +1,17 @@
 """Any sequence of calls against a model that has bytes: what is visible where, protected, told, and given back."""
 
-from typing import Any
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool import KvGroup, KvSpec
 from kvpool.errors import PutLost
-from kvpool.policy import Block, Load, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, Write
+from kvpool.policy import Load, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, Write
 from kvpool.policy.eviction import POLICIES
-from kvpool.tiers import Tier
+from tests.kvpool import pool_sight
+from tests.kvpool.pool_sight import DIGESTS, NAMESPACES, ROOT, SPEC, SPECS, Address, Told, address, key, path
 
-SPEC = KvSpec((KvGroup("full", 0, (0,), 4, 32, "float32"), KvGroup("window", 4, (1, 2), 4, 32, "float16")), 2)
-# Of another model: slots that take two adjoining units of the arena, extents that take two of the SSD.
-WIDE = KvSpec((KvGroup("full", 0, (0, 1), 4, 32, "float32"), KvGroup("window", 4, (2, 3), 4, 32, "float32")), 2)
-SPECS = {b"a" * 16: SPEC, b"b" * 16: SPEC, b"c" * 16: WIDE}
-NAMESPACES = sorted(SPECS)
 QUOTA = {b"b" * 16: 0.5}
-DIGESTS = {ns: tuple(bytes(8 * spec.num_layers(g)) for g in range(spec.num_groups)) for ns, spec in SPECS.items()}
 OPERATION_NS = 20
-ROOT = bytes(16)
-
-Address = tuple[bytes, bytes]  # namespace, chain key
-
-
-def key(node: int) -> bytes:
-    return node.to_bytes(16, "little")
-
-
-def path(leaf: int) -> list[bytes]:
-    """The chain from the root to a node of a binary tree: prompts that share prefixes."""
-    nodes = []
-    while leaf:
-        nodes.append(leaf)
-        leaf //= 2
-    return [key(node) for node in reversed(nodes)]
-
-
-def address(block: Block) -> Address:
-    return block.kv_namespace, block.chain_key
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -81,13 +53,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.unrevoked: dict[str, set[int]] = {}  # ended put -> slots that its writer may still write
         self.loads: list[Load] = []
         self.writes: list[Write] = []
-        self.told: dict[Address, Tier] = {}
-        self.told_dram: set[Address] = set()
-        self.seq = 0
+        self.told = Told(self.core)
         self.totals: dict[str, int] = {}
         self.before: dict[Address, tuple[bool, bool]] = {}
         self.is_broken = False  # the last call may have removed blocks that others follow
-        assert self.core.take_dram_changes() == []
         assert self.core.restore(self.now, entries) == len(entries)
 
     def protected(self) -> set[int]:
@@ -104,9 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         return slots
 
     def seen(self) -> dict[Address, tuple[bool, bool]]:
-        """Where readers find each sealed block: in DRAM, on SSD."""
-        index = self.core.store.index
-        return {address(b): (bool(b.offsets), b.ssd_offset is not None) for b in index if b.sealed}
+        return pool_sight.seen(self.core)
 
     @rule(ns=namespaces, leaf=leaves, ttl=spans, owner=owners, tail=st.integers(0, 4))
     def allocate(self, ns: bytes, leaf: int, ttl: int, owner: str, tail: int) -> None:
@@ -379,8 +346,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_wrong(self) -> None:
-        if not hasattr(self, "core"):
-            return
         assert self.core.validate() == []
         assert self.core.leases.keys() == self.leases.keys()
         assert {o for offsets in self.core.fenced.values() for o in offsets} == set().union(*self.unrevoked.values())
@@ -389,56 +354,25 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_chain_breaks(self) -> None:
-        """What others follow leaves a tier after them, and the node, unless it was damaged."""
-        if not hasattr(self, "core"):
-            return
-        before, after = self.before, self.seen()
-        for where in before.keys() & after.keys():
-            parent = where[0], self.parents[where]
-            if parent in before and not self.is_broken:
-                assert parent in after
-                for tier in (0, 1):
-                    if before[where][tier] and after[where][tier] and before[parent][tier]:
-                        assert after[parent][tier]
+        after = self.seen()
+        if not self.is_broken:
+            pool_sight.check_chains(self.before, after, self.parents)
         self.before, self.is_broken = after, False
 
     @invariant()
     def events_tell_what_is_visible(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        for message in self.core.log.after(1, self.seq) or []:
-            self.replay(message)
-            self.seq = message.seq
-        full = {a: where for a, where in self.seen().items() if int.from_bytes(a[1], "little") < 1000}
-        assert self.told == {a: Tier.DRAM if where[0] else Tier.SSD for a, where in full.items()}
-        snapshot: dict[Address, Tier] = {}
-        for message in self.core.store.snapshot():
-            snapshot |= {(run.kv_namespace, k): run.tier for run in message.stored for k in split(run.chain)}
-        assert snapshot == self.told
-        for is_added, block in self.core.take_dram_changes():
-            (self.told_dram.add if is_added else self.told_dram.remove)(address(block))
-        assert self.told_dram == {a for a, where in self.seen().items() if where[0]}
-
-    def replay(self, message: Any) -> None:
-        for run in message.removed:
-            for k in split(run.chain):
-                del self.told[run.kv_namespace, k]
-        for run in message.stored:
-            self.told |= {(run.kv_namespace, k): run.tier for k in split(run.chain)}
+        self.told.check()
 
     @invariant()
     def totals_only_rise(self) -> None:
-        if hasattr(self, "core"):
-            totals = self.core.totals()
-            assert all(totals[name] >= count for name, count in self.totals.items())
-            self.totals = totals
+        totals = self.core.totals()
+        assert all(totals[name] >= count for name, count in self.totals.items())
+        self.totals = totals
 
     @invariant()
     def quotas_are_kept(self) -> None:
-        if hasattr(self, "core"):
-            for ns, share in QUOTA.items():
-                mine = [b for b in self.core.store.index if b.kv_namespace == ns and b.dram is not None]
-                assert len(mine) * SPEC.block_nbytes <= share * self.limits.arena_nbytes
+        for ns, share in QUOTA.items():
+            assert pool_sight.dram_nbytes(self.core, ns) <= share * self.limits.arena_nbytes
 
     def teardown(self) -> None:
         """At rest nothing is held; and when all is flushed, nothing is left."""
@@ -454,19 +388,7 @@ class PoolMachine(RuleBasedStateMachine):
         for put_id in self.unrevoked:
             self.core.fence_revoked(put_id)
         self.core.expire(self.now + 10_000)
-        assert (self.core.puts, self.core.leases, self.core.fenced) == ({}, {}, {})
-        assert self.core.validate() == []
-        used = sum(SPECS[b.kv_namespace].num_groups for b in self.core.store.index if b.dram is not None)
-        assert self.core.store.dram.slabs.num_slots_used == used
-        self.core.flush(self.now, None, dram_only=False)
-        assert len(self.core.store.index) == 0
-        assert sorted(self.core.take_ssd_freed()) == sorted(self.extents)
-        assert self.core.store.dram.slabs.num_slots_used == self.core.store.ssd.slabs.num_slots_used == 0
-        assert self.core.validate() == []
-
-
-def split(chain: bytes) -> list[bytes]:
-    return [chain[i : i + 16] for i in range(0, len(chain), 16)]
+        pool_sight.check_emptied(self.core, self.now, sorted(self.extents))
 
 
 TestPoolMachine = PoolMachine.TestCase
