@@ -1,10 +1,10 @@
 """Redis URLs as they may be given, and as they may be shown. Passwords are never shown."""
 
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from conductor.errors import ConfigError
 
-__all__ = ["check_redis_url", "redacted"]
+__all__ = ["check_redis_url", "redacted", "with_password"]
 
 _SCHEMES = ("redis", "rediss", "unix")
 
@@ -20,6 +20,18 @@ def check_redis_url(url: str) -> None:
         raise ConfigError(f"redis_url cannot be read ({_why(error, url)}): {expected}") from None
     if parts.scheme not in _SCHEMES or not complete:
         raise ConfigError(f"redis_url is {redacted(url)!r}: {expected}")
+
+
+def with_password(url: str, password: str) -> str:
+    """The URL with `password`, given unescaped, where it has none of its own. Raises ConfigError for no URL."""
+    if not password:
+        return url
+    check_redis_url(url)
+    parts = urlsplit(url)
+    if parts.password is not None:
+        return url
+    who, _, where = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{who}:{quote(password, safe='')}@{where}").geturl()
 
 
 def redacted(url: str) -> str:

@@ -39,6 +39,7 @@ def node_id_of(node: NodeSettings, command: str) -> str:
 
 def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
     from conductor.config import ConductorConfig, Objectives
+    from conductor.redis_url import with_password
 
     return ConductorConfig(
         listen=config.listen.listen,
@@ -74,7 +75,7 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         role_hold_s=config.scheduling.role_hold,
         role_rest_s=config.scheduling.role_rest,
         decision_log=_decision_log_config(config.decisions),
-        redis_url=config.shared.redis_url,
+        redis_url=with_password(config.shared.redis_url, config.shared.redis_password),
         cluster_name=config.shared.cluster_name,
         state_dir=config.shared.state_dir,
     )

@@ -57,7 +57,7 @@ def run_role(role: Role, config: Any) -> int:
 
     secure(config.tls)
     try:
-        drained = run(role.serve(config, node_id, stop, on_ready), stop=stop)
+        drained = run(_serve(role, config, node_id, stop, on_ready), stop=stop)
     except Exception as error:
         if isinstance(error, _configuration_errors()):
             raise ConfigError(f"{node_id}: {error}") from error
@@ -66,6 +66,24 @@ def run_role(role: Role, config: Any) -> int:
     if drained:
         print(DRAINED_LINE, flush=True)
     return 0
+
+
+async def _serve(role: Role, config: Any, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool | None:
+    """The role, with a sign of life over HTTP beside it if it was given an address for one."""
+    health = getattr(config, "health", None)  # the front door has routes of its own
+    address = health.address if health is not None else None
+    if address is None:
+        return await role.serve(config, node_id, stop, on_ready)
+    from moonpool.health import health_answers
+
+    async with health_answers(address, node_id, stop) as (port, became_ready):
+
+        def both_ready(target: str) -> None:
+            became_ready()
+            on_ready(target)
+
+        log.info("answers /live and /ready at port %d", port)
+        return await role.serve(config, node_id, stop, both_ready)
 
 
 async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.fields import Setting, composite_settings
+from moonpool.config.health import HealthSettings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
 from moonpool.config.places import (
     ConductorTarget,
@@ -87,6 +88,7 @@ class ConductorRole:
 
     node: NodeSettings
     listen: ListenSettings
+    health: HealthSettings
     further: FurtherModels
     scheduling: SchedulingSettings
     decisions: DecisionLogSettings
@@ -102,6 +104,7 @@ class PoolNodeRole:
 
     node: NodeSettings
     listen: ListenSettings
+    health: HealthSettings
     host: HostSettings
     conductor: ConductorTarget
     pool: PoolSettings
@@ -119,6 +122,7 @@ class WorkerRole:
 
     node: NodeSettings
     listen: ListenSettings
+    health: HealthSettings
     host: HostSettings
     conductor: ConductorTarget
     worker: WorkerSettings

@@ -20,6 +20,9 @@ class SharedStoreSettings(Slice):
             default_text="no Redis",
         ),
     ] = ""
+    redis_password: Annotated[
+        str, Key("Password for that Redis, where its URL has none; as it is, nothing in it escaped")
+    ] = ""
     cluster_name: Annotated[str, Key("Name under which Redis and snapshots belong to this cluster")] = "moonpool"
     state_dir: Annotated[
         Path | None,
@@ -27,5 +30,7 @@ class SharedStoreSettings(Slice):
     ] = None
 
     def check(self) -> None:
+        if self.redis_password and not self.redis_url:
+            raise ConfigError("a Redis password is given, but no --redis-url: give both, or neither")
         if not self.cluster_name.strip():
             raise ConfigError("--cluster-name is empty: give a name, or leave it out")

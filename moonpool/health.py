@@ -1,0 +1,71 @@
+"""A role's sign of life over HTTP, for orchestrators: /live says that its event loop turns, /ready that it can be
+called and is not about to end. Imports its HTTP server only when it is to answer.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from moonpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_STARTING, _READY, _DRAINING = "starting", "ready", "draining"
+
+
+@asynccontextmanager
+async def health_answers(
+    address: tuple[str, int], node_id: str, stop: asyncio.Event
+) -> AsyncIterator[tuple[int, Callable[[], None]]]:
+    """Answers at (host, port) until left; gives the port listened at, and what is to be called once the role is ready.
+
+    `stop`: from when on it is set, /ready answers 503. Raises ConfigError when the address cannot be listened at.
+    """
+    from aiohttp import web
+
+    state = _State(node_id, stop)
+    app = web.Application()
+    app.router.add_get("/live", state.live)
+    app.router.add_get("/ready", state.ready)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, *address)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"--health: cannot listen at {address[0]}:{address[1]}: {error}") from error
+        yield int(runner.addresses[0][1]), state.became_ready
+    finally:
+        await runner.cleanup()
+
+
+class _State:
+    """What is told of one role."""
+
+    def __init__(self, node_id: str, stop: asyncio.Event) -> None:
+        self._node_id = node_id
+        self._stop = stop
+        self._is_ready = False
+
+    def became_ready(self) -> None:
+        self._is_ready = True
+
+    @property
+    def _state(self) -> str:
+        if self._stop.is_set():
+            return _DRAINING
+        return _READY if self._is_ready else _STARTING
+
+    async def live(self, _: "web.Request") -> "web.Response":
+        return self._answer(200)
+
+    async def ready(self, _: "web.Request") -> "web.Response":
+        return self._answer(200 if self._state == _READY else 503)
+
+    def _answer(self, status: int) -> "web.Response":
+        from aiohttp import web
+
+        return web.json_response({"node": self._node_id, "state": self._state}, status=status)
