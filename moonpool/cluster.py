@@ -32,11 +32,13 @@ class Cluster(TerminalView):
         super().__init__(sys.stderr, verbose=config.supervisor.verbose)
         self._config = config
         self._run_dir = run_dir
-        self._url = local_url(config.http.host, port)
+        self._joins = bool(config.runtime.join)
+        self._url = "" if self._joins else local_url(config.http.host, port)
         planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
         plans = planner.cluster()
         self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}
-        self._conductor = plans[0].target
+        self._conductors |= {f"joined {target}": target for target in config.runtime.join}
+        self._conductor = planner.conductor_targets[0]
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
         runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
         self._scaler = Scaler(
@@ -80,6 +82,8 @@ class Cluster(TerminalView):
         timeout_s = self._config.supervisor.startup_timeout
         deadline_s = time.monotonic() + timeout_s
         await self._supervisor.wait_ready(timeout_s)
+        if self._joins:  # whether all of that cluster is well is its own business
+            return
         try:
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                 await self._supervisor.unless_failed(wait_http_ready(self._url))
@@ -108,10 +112,8 @@ class Cluster(TerminalView):
         self._up = True
         self.started()
         self._write_ready_files()
-        print(
-            f"Moonpool is ready: {self._url}/v1  {_named(self._config)}  ({describe(self._config)})",
-            flush=True,
-        )
+        where = f"in the cluster of {self._conductor}" if self._joins else f"{self._url}/v1"
+        print(f"Moonpool is ready: {where}  {_named(self._config)}  ({describe(self._config)})", flush=True)
         self.show(f"Ready after {seconds:.1f} s. Ctrl-C ends it.")
 
     def _write_ready_files(self) -> None:

@@ -23,7 +23,7 @@ _LONGEST_LOOK_S = 3 * (_EVERY_S + _ANSWER_S)
 async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, str], url: str, timeout_s: float) -> None:
     """Until cancelled: a process that was silent for `timeout_s` (0: however long) is killed, and so comes back.
 
-    `conductors`: targets by node id.
+    `conductors`: targets by node id; `url`: the front door's, "" if it is not ours.
     """
     watch = HangWatch(timeout_s, _LONGEST_LOOK_S)
     while True:
@@ -42,13 +42,17 @@ def _serves(state: NodeState) -> bool:
 async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
     workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
     told, frontend_lives = await asyncio.gather(
-        asyncio.gather(*map(_heard, conductors.values())), is_alive(url, _ANSWER_S)
+        asyncio.gather(*map(_heard, conductors.values())), _front_door_lives(url)
     )
     heard = dict(zip(conductors, told, strict=True))
     silent = {name for name, joined in heard.items() if joined is None} | (set() if frontend_lives else {"frontend"})
     if len(silent & heard.keys()) == len(heard):  # what became of the others, nobody knows
         return silent
     return silent | workers.difference(*(joined for joined in heard.values() if joined is not None))
+
+
+async def _front_door_lives(url: str) -> bool:
+    return not url or await is_alive(url, _ANSWER_S)
 
 
 async def _heard(conductor: str) -> set[str] | None:

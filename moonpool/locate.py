@@ -39,7 +39,7 @@ def locate(*, conductor: str, url: str, ready_file: Path | None) -> Located:
             f"no cluster of this user and machine is known for {ready_file or url} ({error}); "
             "give --conductor ADDRESS for one that runs elsewhere"
         ) from error
-    return Located(ready.conductor, (ready.url,), ready)
+    return Located(ready.conductor, (ready.url,) if ready.url else (), ready)
 
 
 def chat_url(url: str) -> str:
@@ -69,7 +69,8 @@ def _usual_ready_file() -> ReadyFile | None:
         try:
             ready = ReadyFile.read(path)
             os.kill(ready.supervisor_pid, 0)
-            found.append((path == usual, path.stat().st_mtime, ready))
+            if ready.url:
+                found.append((path == usual, path.stat().st_mtime, ready))
         except (ClusterNotFound, OSError):
             continue  # gone, or left behind by one that was killed
     return max(found, key=lambda entry: entry[:2])[2] if found else None

@@ -41,7 +41,8 @@ class Planner:
     """Plans one cluster's processes; asked again when the cluster grows. `port` is the HTTP port, already chosen.
 
     Without a `conductor` address all lies on this machine and talks over unix sockets in the run directory. With one,
-    somebody else decides where pool nodes and workers lie, completes their settings, and asks for pool nodes.
+    somebody else decides where pool nodes and workers lie, completes their settings, and asks for pool nodes. Where
+    another cluster is joined, its conductors take the place of our own, and its front doors that of ours.
     """
 
     def __init__(self, config: ServeConfig, *, run_dir: Path, port: int, cores: int, conductor: str = "") -> None:
@@ -51,7 +52,9 @@ class Planner:
         self._cores = cores
         self._spread = bool(conductor)
         names = ["conductor", *(f"conductor-{i}" for i in range(1, config.topology.conductors))]
-        self._conductors = {name: conductor or self._target(name) for name in names}
+        self._joins = bool(config.runtime.join)
+        self._conductors = {} if self._joins else {name: conductor or self._target(name) for name in names}
+        self.conductor_targets = config.runtime.join or tuple(self._conductors.values())
         self._base = flatten(config)
         self._num_workers = 0
         self._next_index: dict[str, int] = {}
@@ -69,6 +72,8 @@ class Planner:
         conductors = [self._one_conductor(name) for name in self._conductors]
         pools = [] if self._spread else [self.pool(index) for index in range(self._config.topology.pool_nodes)]
         workers = [self.next_worker(group) for group, count in self._initial_counts() for _ in range(count)]
+        if self._joins:
+            return [*pools, *workers]
         drain_s = self._config.http.drain_grace
         own = {**self._models, "port": self._port}
         frontend = self._plan("frontend", "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
@@ -139,7 +144,7 @@ class Planner:
         drain_s: float = 0.0,
         model: str = "",
     ) -> RolePlan:
-        defaults = {"node_id": node_id, "socket_dir": str(self._run_dir), "conductor": list(self._conductors.values())}
+        defaults = {"node_id": node_id, "socket_dir": str(self._run_dir), "conductor": list(self.conductor_targets)}
         own = {**defaults, "listen": self._target(node_id), **own}
         declared = composite_settings(composite)
         settings = {key: own.get(key, self._base.get(key, declared[key].default)) for key in declared}

@@ -39,7 +39,7 @@ class ReadyModel:
 class ReadyFile:
     """A running cluster."""
 
-    url: str  # http://HOST:PORT
+    url: str  # http://HOST:PORT; "" where another cluster was joined, whose front doors are elsewhere
     model: str  # the first one's name
     supervisor_pid: int
     run_dir: str

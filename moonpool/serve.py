@@ -25,8 +25,9 @@ def serve(config: ServeConfig) -> int:
     ready_file = config.supervisor.ready_file
     if ready_file is not None and not ready_file.absolute().parent.is_dir():
         raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
-    port = claim_port(config.http.host, config.http.port)
-    run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir(str(port)))
+    joins = bool(config.runtime.join)
+    port = 0 if joins else claim_port(config.http.host, config.http.port)
+    run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir("joined" if joins else str(port)))
     with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
         shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)  # an earlier run's: only a state folder outlives a run
         asyncio.run(Cluster(config, run_dir, port, runtime).run())

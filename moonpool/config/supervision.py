@@ -59,6 +59,14 @@ class RuntimeSettings(Slice):
         str,
         Key("HOST:PORT of the Ray cluster to run in; implies ray", default_text="a Ray of our own on this machine"),
     ] = ""
+    join: Annotated[
+        tuple[str, ...],
+        Key(
+            "gRPC addresses of a running cluster's conductors, all of them: pool nodes and workers are started for "
+            "that cluster, and neither conductor nor front door",
+            default_text="a cluster of our own",
+        ),
+    ] = ()
 
     @property
     def is_ray(self) -> bool:

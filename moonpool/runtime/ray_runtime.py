@@ -5,6 +5,7 @@ when `serve` dies the cluster ends anyway. Ray places and restarts actors; it ca
 """
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,8 @@ class RayRuntime:
         self._gpus = gpus
         self._only_address = only_address
         self._processes = Processes(run_dir)
-        self._name = f"ray-{conductor.replace(':', '-').strip('[]')}"
+        # A name as short as a folder of sockets needs it, whatever the conductor's host is called.
+        self._name = f"ray-{hashlib.blake2b(conductor.encode(), digest_size=6).hexdigest()}"
         self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))
         self._add_pool: Callable[[int], None]
         self._groups: dict[str, PlacementGroup] = {}

@@ -49,11 +49,15 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
         here = ray.util.get_node_ip_address() if given else _LOOPBACK
         gpus = _takes_gpus(config, hosts(ray.nodes()).values())
         check_offer(_bundles(config, gpus=gpus), hosts(ray.nodes()))
-        port = claim_port(here, 0)
-        conductor = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+        conductor = config.runtime.join[0] if config.runtime.join else _own_conductor(here)
         runtime = RayRuntime(run_dir, conductor=conductor, gpus=gpus, only_address="" if given else _LOOPBACK)
         stack.callback(_bounded, runtime.close)
         yield runtime
+
+
+def _own_conductor(here: str) -> str:
+    port = claim_port(here, 0)
+    return f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
 
 
 def _connect(address: str) -> Any:

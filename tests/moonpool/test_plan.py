@@ -37,6 +37,12 @@ def test_the_default_cluster_is_one_of_each() -> None:
     assert describe(config()) == "1 prefill, 1 decode, 1 pool node"
 
 
+def test_who_joins_a_cluster_plans_neither_conductor_nor_front_door() -> None:
+    planned = plans(join="10.0.0.8:7000,10.0.0.9:7000", decode_nodes=2)
+    assert list(planned) == ["pool-0", "prefill-0", "decode-0", "decode-1"]
+    assert {tuple(plan.settings["conductor"]) for plan in planned.values()} == {("10.0.0.8:7000", "10.0.0.9:7000")}
+
+
 def test_workers_take_turns_over_the_pool_nodes_and_share_their_host() -> None:
     planned = plans(prefill_nodes=2, decode_nodes=2, pool_nodes=2)
     for name in ("prefill", "decode"):
