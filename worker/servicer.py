@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from moonpool_proto.v1.common_pb2 import JsonReply, JsonRequest
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE, JsonReply, JsonRequest
 from moonpool_proto.v1.worker_pb2 import (
     AbortReply,
     AbortRequest,
@@ -67,9 +67,10 @@ class Helps(Protocol):
 
 
 class WorkerFace(WorkerServicer):
-    """Does whatever a placement asks for: a node's role is a matter between it and the conductor.
+    """Does what a placement asks for: a node's role is a matter between it and the conductor.
 
-    A request whose placement names a decode node is prefilled here and handed over, another one served to its end.
+    A request whose placement names a decode node is prefilled here and handed over, another one served to its end. Only
+    a decode node hands nothing over: who holds pages for prompts waits for decode nodes, and those for nobody.
     """
 
     def __init__(self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: TakesOver, helping: Helps) -> None:
@@ -148,7 +149,12 @@ class WorkerFace(WorkerServicer):
 
     def accept(self, request: Request) -> None:
         """Start working on a request submitted by a frontend. Raises RequestRefused."""
-        serve = self._prefill if request.placement.HasField("decode") else self._whole
+        hands_over = request.placement.HasField("decode")
+        if hands_over and self.node.role.role == ROLE_DECODE:
+            # Placed before it changed its role. A node with answers must wait for no other one's pages: that one,
+            # changed the other way round, may have prompts that wait for pages here.
+            raise RequestRefused("draining", f"{self.node.config.node_id} prefills for nobody else any more")
+        serve = self._prefill if hands_over else self._whole
         self.node.jobs.run(request, serve(request))
 
     def checked(self, submit: Submit) -> Request:

@@ -141,7 +141,9 @@ class Shares:
             return True
         for account in unnamed[:_LOOKED_AT]:
             if not is_live(account.number):
-                self._others.used.add(account.used)  # so that sums over tenants never fall
+                # So that sums over tenants never fall; requests whose last word is still to come count there, too.
+                self._others.used.add(account.used)
+                account.used = self._others.used
                 del self._accounts[account.name]
                 return True
         return False

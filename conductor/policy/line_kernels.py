@@ -99,27 +99,36 @@ def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
     count = 0
     for other in range(rows):
         if (
-            table[PREFILL_NODE, other] != slot
-            or turns[ACCOUNT, other] != account
-            or turns[LEVEL, other] != level
-            or table[PREFILL_NS, other] <= 0
+            table[PREFILL_NODE, other] == slot
+            and turns[ACCOUNT, other] == account
+            and turns[LEVEL, other] == level
+            and table[PREFILL_NS, other] > 0
         ):
-            continue
-        at = count
-        while at > 0:
-            before = group[at - 1]
-            if turns[PRIORITY, before] != turns[PRIORITY, other]:
-                is_later = turns[PRIORITY, before] > turns[PRIORITY, other]
-            elif turns[DUE, before] != turns[DUE, other]:
-                is_later = turns[DUE, before] > turns[DUE, other]
-            else:
-                is_later = turns[ARRIVED, before] > turns[ARRIVED, other]
-            if not is_later:
-                break
-            group[at] = before
-            at -= 1
-        group[at] = other
-        count += 1
+            group[count] = other
+            count += 1
+    # Shell's sort: as quick as any for a few, and not quadratic for the thousands of a crowd.
+    gap = 1
+    while gap < count // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for i in range(gap, count):
+            mine, at = group[i], i
+            while at >= gap:
+                before = group[at - gap]
+                if turns[PRIORITY, before] != turns[PRIORITY, mine]:
+                    is_later = turns[PRIORITY, before] > turns[PRIORITY, mine]
+                elif turns[DUE, before] != turns[DUE, mine]:
+                    is_later = turns[DUE, before] > turns[DUE, mine]
+                elif turns[ARRIVED, before] != turns[ARRIVED, mine]:
+                    is_later = turns[ARRIVED, before] > turns[ARRIVED, mine]
+                else:
+                    is_later = before > mine
+                if not is_later:
+                    break
+                group[at] = before
+                at -= gap
+            group[at] = mine
+        gap //= 3
     tickets = np.empty(count, np.int64)
     for i in range(count):
         tickets[i] = turns[TICKET, group[i]]

@@ -54,10 +54,12 @@ class FileVersions:
         return await self._run(put)
 
     async def keep(self, versions: Sequence[SloVersion]) -> None:
-        """Hold exactly these: a copy of what is kept elsewhere."""
+        """Hold exactly these: a copy of what is kept elsewhere. What is damaged is replaced; what is another cluster's
+        is left alone: raises SharedStoreRefused."""
 
         def keep() -> None:
             with self._locked():
+                self._refuse_another(self._owner())
                 self._write(versions)
 
         await self._run(keep)
@@ -115,12 +117,23 @@ class FileVersions:
                 f"{self._path} is damaged or of another version of this program ({error}): mend it or move it away; "
                 "without it the configuration gives the first version again"
             ) from error
-        if name != self._cluster_name:
+        self._refuse_another(name)
+        return versions
+
+    def _owner(self) -> str | None:
+        """Whose cluster's the file is; None where there is none, or it cannot be told."""
+        try:
+            name = json.loads(self._path.read_text(encoding="utf-8"))["cluster"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return name if isinstance(name, str) else None
+
+    def _refuse_another(self, name: str | None) -> None:
+        if name not in (None, self._cluster_name):
             raise SharedStoreRefused(
                 f"{self._path} holds the objectives of the cluster {name!r}, and this one is {self._cluster_name!r}: "
                 "give another folder, or --cluster-name if it is the same cluster"
             )
-        return versions
 
     def _write(self, versions: Sequence[SloVersion]) -> None:
         kept = [one.to_json() for one in versions[-KEPT:]]

@@ -65,6 +65,7 @@ class SloKeeper:
         self._is_compared = False  # with what the configuration says
         self._drift: list[str] = []
         self._trouble = ""
+        self._uncopied = ""  # why there is no copy
         self._unmeetable: frozenset[str] = frozenset()
         self._turn = asyncio.Lock()
         self._closing = False
@@ -259,9 +260,11 @@ class SloKeeper:
         if self._copy is not None and self._copied_version != last:
             try:
                 await self._copy.keep(self._history)
-                self._copied_version = last
-            except SharedStoreError as error:
-                log.warning("no copy of the objectives is kept here: %s", error)
+                self._copied_version, self._uncopied = last, ""
+            except SharedStoreError as error:  # tried again at each look, and told once
+                if str(error) != self._uncopied:
+                    log.warning("no copy of the objectives is kept here: %s", error)
+                    self._uncopied = str(error)
 
     async def _begin_alone(self) -> None:
         """Go by the copy, or by the configuration, until the store answers."""

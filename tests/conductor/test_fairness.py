@@ -113,6 +113,16 @@ def test_tenants_beyond_the_bound_share_one_account_and_idle_ones_make_room() ->
     assert known.account(OTHERS, nobody).number not in live
 
 
+def test_what_is_told_of_a_request_after_its_account_made_room_is_not_lost() -> None:
+    known = shares(1)
+    gone = known.account("a", nobody)
+    late = charge_of(known, gone)
+    late.open(0, 100)
+    assert known.account("b", nobody).name == "b"
+    late.close(S, generated=7, cached_tokens=None, is_lost=False)
+    assert {account.name: account.used.generated_tokens for account in known} == {"b": 0, OTHERS: 7}
+
+
 def charge_of(known: Shares, account: Account, *, generated: int = 0, is_endless: bool = False) -> Charge:
     return Charge(
         known,

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,9 @@ from conductor.policy.events import (
     Tick,
     Turn,
 )
+from conductor.policy.line_kernels import line_kernels
+from conductor.policy.requests import PREFILL_NODE, PREFILL_NS
+from conductor.policy.turn_columns import ACCOUNT, ARRIVED, DUE, LEVEL, NUM_COLUMNS, PRIORITY, TICKET
 from worker.policy import turns
 from worker.policy.turns import Line
 
@@ -163,6 +167,23 @@ def test_an_urgent_class_waits_for_nobody_else_and_others_wait_for_it(cluster: S
     assert cluster.ask("urgent", slo_class="urgent") == 0
     assert cluster.ask("usual") == pytest.approx(one_s)
     assert cluster.ask("batch-6", slo_class="batch") == pytest.approx(8 * one_s)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 400])
+def test_however_many_wait_the_first_of_an_account_has_its_smallest_ticket(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    table, turns_of = np.full((14, rows), -1, np.int64), np.full((NUM_COLUMNS, rows), -1, np.int64)
+    table[PREFILL_NODE], table[PREFILL_NS] = rng.integers(2, size=rows), 1
+    turns_of[[LEVEL, ACCOUNT, PRIORITY]] = rng.integers(2, size=(3, rows))
+    turns_of[[DUE, ARRIVED]] = rng.integers(rows, size=(2, rows))
+    turns_of[TICKET] = rng.permutation(rows)
+    table[PREFILL_NODE, 0] = turns_of[LEVEL, 0] = turns_of[ACCOUNT, 0] = 0
+    before = turns_of[TICKET].copy()
+    line_kernels().share(table, turns_of, rows, 0)
+    waits = (table[PREFILL_NODE] == 0) & (turns_of[LEVEL] == 0) & (turns_of[ACCOUNT] == 0)
+    order = sorted(np.flatnonzero(waits), key=lambda row: (*turns_of[[PRIORITY, DUE, ARRIVED], row].tolist(), row))
+    assert turns_of[TICKET, order].tolist() == sorted(before[waits].tolist())
+    assert (turns_of[TICKET, ~waits] == before[~waits]).all()
 
 
 def test_deadlines_order_a_tenants_requests(cluster: SimpleNamespace) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from conductor.errors import SharedStoreRefused
 from conductor.slo import file_versions
 from conductor.slo.file_versions import FileVersions
-from conductor.slo.versions import Acknowledgement
+from conductor.slo.versions import Acknowledgement, SloVersion
 
 
 async def test_one_that_ends_while_it_acknowledges_is_waited_for_no_more(
@@ -43,3 +44,17 @@ async def test_ids_that_are_alike_acknowledge_by_themselves(tmp_path: Path) -> N
     assert {each.node_id for each in await versions.acknowledged()} == set(ids)
     await versions.withdraw("a/b")
     assert {each.node_id for each in await versions.acknowledged()} == set(ids) - {"a/b"}
+
+
+async def test_a_copy_is_not_kept_over_another_clusters_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    mine, others = FileVersions(tmp_path, "mine"), FileVersions(tmp_path, "others")
+    version = SloVersion(1, "{}", "a", "first", 0.0, "configuration", "")
+    await others.keep([version])
+    with pytest.raises(
+        SharedStoreRefused, match="holds the objectives of the cluster 'others', and this one is 'mine'"
+    ):
+        await mine.keep([version])
+    assert await others.history() == [version]
+    (tmp_path / "objectives.json").write_text("{", encoding="utf-8")
+    await mine.keep([version])
+    assert await mine.history() == [version]

@@ -13,6 +13,7 @@ from conductor.server import ConductorConfig, serve_conductor
 from engine import Model
 from messenger.control import open_channel
 from moonpool.worker_process import serve_worker
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from worker.config import WorkerConfig
@@ -37,6 +38,28 @@ async def test_a_draining_node_finishes_what_it_has_and_refuses_what_comes(
     await draining.jobs.wait_idle(20)
     await running.ended.wait()
     assert running.token_ids == greedy(model, prompt(40), 100)
+    await pair.at_rest()
+
+
+async def test_a_prompt_that_comes_to_a_node_turned_decode_is_refused_for_another_node_and_holds_nothing(
+    start_pair: Start, prompt: Prompt, model: Model, greedy: Greedy
+) -> None:
+    """Two nodes that change in opposite directions would otherwise wait for each other's pages."""
+    pair = await start_pair()
+    turned = pair.prefill.node
+    turned.role.begin(ROLE_DECODE)
+    async with asyncio.timeout(60):
+        await turned.jobs.wait_idle(60)
+        assert turned.role._task is not None
+        await turned.role._task
+        late = await pair.frontend.submit(pair.submit(prompt(40), "late"))
+        await late.ended.wait()
+        assert [(f.code, f.retryable) for f in late.failures] == [("draining", True)]
+        whole = pair.submit(prompt(40), "whole")
+        whole.placement.ClearField("decode")  # as `--undivided` places it
+        answered = await pair.frontend.submit(whole)
+        await answered.ended.wait()
+    assert answered.token_ids == greedy(model, prompt(40), 12)
     await pair.at_rest()
 
 
