@@ -64,7 +64,9 @@ class Pools:
             self._roster = matches.roster
             self._absent = np.array([i for i, node_id in enumerate(self._roster) if node_id not in self._clients], int)
         if len(self._absent):
-            matches.held[:, self._absent] = 0
+            held = matches.held
+            held[:, self._absent] = 0
+            return Matches(matches.roster, held, int(held[0].max(initial=0)))
         return matches
 
     def start_copy(self, copy: Copy, kv_namespace: bytes, chain: bytes) -> None:

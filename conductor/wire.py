@@ -123,22 +123,22 @@ def arrived(
 ) -> RequestArrived:
     """`matches`: what pool nodes hold of `kv_namespace`; `keys`: one per full block; `replicas`: per pool node
     that has some of it by a Copy, that Copy's match_key."""
-    longest = matches.longest if matches is not None else 0
-    waited_s = request.waited_s
-    match_key = prefix_key(kv_namespace, int(keys[longest - 1])) if longest else 0
+    found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
+    if matches is not None and (longest := matches.longest):
+        held = matches.held
+        found = PoolMatches(matches.roster, held[0], held[1], replicas)
+        match_key = prefix_key(kv_namespace, keys.item(longest - 1))
     return RequestArrived(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        frontend_id=request.frontend_id,
-        model=request.model,
-        prompt_tokens=request.prompt_tokens,
-        max_new_tokens=request.max_new_tokens,
-        matches=PoolMatches(matches.roster, matches.held[0], matches.held[1], replicas)
-        if matches is not None and longest
-        else NO_MATCHES,
-        match_key=match_key,
-        generated=request.generated,
-        excluded=tuple(sorted(set(request.exclude_nodes))) if request.exclude_nodes else (),
+        request.request_id,
+        request.attempt,
+        request.frontend_id,
+        request.model,
+        request.prompt_tokens,
+        request.max_new_tokens,
+        found,
+        match_key,
+        request.generated,
+        tuple(sorted(set(excluded))) if (excluded := request.exclude_nodes) else (),
         ttft_objective_s=request.ttft_objective_s,
         tbt_objective_s=request.tpot_objective_s,
         tenant=request.tenant,

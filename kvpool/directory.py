@@ -113,17 +113,17 @@ class Directory:
 
     def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
         """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`)."""
-        if self._places is None or self._places.version != self._numbers.version:
-            self._places = _Places.of(self._numbers, self._places)
+        places = self._places
+        if places is None or places.version != self._numbers.version:
+            places = self._places = _Places.of(self._numbers, places)
         fold = self._folds.get(kv_namespace)
         if fold is None:
             fold = self._folds[bytes(kv_namespace)] = fold_of(kv_namespace)
         if not keys.flags.c_contiguous:
             keys = np.ascontiguousarray(keys)
-        roster, of_numbers = self._places.roster, self._places.of_numbers
+        _, roster, of_numbers = places
         held = np.zeros((2, len(roster)), np.int64)
-        self._table.match(keys, fold, of_numbers, held)
-        return Matches(roster, held)
+        return Matches(roster, held, self._table.match(keys, fold, of_numbers, held))
 
     def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
         """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.

@@ -32,7 +32,8 @@ def directory_kernels() -> Kernels:
     return Kernels(
         compiled(directory_changes.store, n(i64, keys, u32, fold, seed, n)),
         compiled(directory_changes.remove, n(i64, keys, n, fold, seed, n)),
-        compiled(directory_reading.match, n(i64, keys, fold, seed, i64, wide)),
+        # A decision waits for it.
+        compiled(directory_reading.match, n(i64, keys, fold, seed, i64, wide), nogil=False),
         compiled(directory_changes.split, types.void(i64, n, n, u32)),
         compiled(directory_changes.purge, n(i64, n, n, flags, seed)),
         compiled(directory_reading.extract, n(i64, n, n, flags, u64, u32)),

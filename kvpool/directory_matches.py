@@ -20,21 +20,16 @@ class Matches(Mapping[str, Match]):
     """Nodes that hold the chain's first block, by id.
 
     `roster`: ids of all nodes, sorted; the same object as long as the nodes are the same. `held`, int64
-    [2, len(roster)]: blocks that each holds, and of these those on SSD only.
+    [2, len(roster)]: blocks that each holds, and of these those on SSD only. `longest`: the most of `held[0]`.
     """
 
-    __slots__ = ("_items", "held", "roster")
+    __slots__ = ("_items", "held", "longest", "roster")
 
-    def __init__(self, roster: tuple[str, ...], held: NDArray[np.int64]) -> None:
+    def __init__(self, roster: tuple[str, ...], held: NDArray[np.int64], longest: int) -> None:
         self.roster = roster
         self.held = held
+        self.longest = longest
         self._items: dict[str, Match] | None = None  # the same by id, once somebody asked
-
-    @property
-    def longest(self) -> int:
-        """Blocks that the node with the most of them holds."""
-        blocks = self.held[0]
-        return int(blocks[blocks.argmax()]) if len(blocks) else 0
 
     def __getitem__(self, node: str) -> Match:
         return self._by_id()[node]

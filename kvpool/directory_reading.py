@@ -95,7 +95,7 @@ def shape(t: Any, at: Any) -> Any:
 def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: Any) -> Any:
     """How many leading keys each node holds, and of these on SSD only, into `held` [2, ...] at `places` [numbers].
 
-    A place of -1 leaves the node out. Returns how many nodes hold the first.
+    A place of -1 leaves the node out. Returns how many the others hold at most.
     """
     t = table_at(addresses)
     alive, state, out = t.alive, t.state, t.found
@@ -177,13 +177,15 @@ def match(addresses: Any, keys: Any, fold: Any, seed: Any, places: Any, held: An
                 state[number, 1] += np.int64(code & np.uint32(1))
                 going = True
         depth += 1
+    longest = np.int64(0)
     for j in range(found):
         number = out[j]
         place = places[number]
         if place >= 0:
             held[0, place], held[1, place] = state[number, 0], state[number, 1]
+            longest = max(longest, state[number, 0])
         state[number, 0], state[number, 1] = 0, 0
-    return found
+    return longest
 
 
 def extract(addresses: Any, slot: Any, end: Any, wanted: Any, keys: Any, codes: Any) -> Any:

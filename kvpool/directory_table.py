@@ -130,10 +130,10 @@ class DirectoryTable:
         """Into `held` [2, ...]: how many leading `keys` each node holds, of these on SSD only, at `places` [numbers].
 
         There is a place for each number that is in use; -1, and nodes that do not hold the first, are left out. Returns
-        how many hold the first.
+        how many blocks the node with the most of them holds.
         """
-        found: int = self._run.match(self._at, keys, fold, self._seed, places, held)
-        return found
+        longest: int = self._run.match(self._at, keys, fold, self._seed, places, held)
+        return longest
 
     def purge(self, numbers: Set[int], begin: int, count: int) -> int:
         """Nodes `numbers` hold nothing in parts [begin, begin + count). Returns the first one not done."""

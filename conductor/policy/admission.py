@@ -1,7 +1,7 @@
 """Is the predicted service good enough? Otherwise 429, and when to come back. docs/admission.md explains the modes."""
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Final, Literal
 
 from conductor.policy.config import PolicyConfig
@@ -9,29 +9,13 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Reason, Reject
 from conductor.policy.decode_choice import tbt_now_s, wait_for_tbt_s
 from conductor.policy.events import DecodeAsked, RequestArrived
-from conductor.policy.nodes import Candidates
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.quick import quick
+from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE
 from conductor.policy.retry import retry_after_s
 from conductor.policy.state import ClusterState
 
-__all__ = ["Judgement", "Verdict", "asks_again", "judge", "judge_after_prefill"]
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is predicted for a request at its best place. Without a decode node, TBT and waits are 0."""
-
-    ttft_s: float
-    queue_s: float  # of it, behind other prefills
-    tbt_s: float
-    room_wait_s: float  # until the decode node has the pages
-    has_room: bool
-    decode_nodes: Candidates | None
-    decode_index: int
-    objectives: EffectiveObjectives  # what it is to be held to
+__all__ = ["Judgement", "asks_again", "judge", "judge_after_prefill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +34,16 @@ def asks_again(config: PolicyConfig) -> bool:
     return config.admission_mode == "load" and config.admission != "off"
 
 
-def judge(now_ns: int, state: ClusterState, request: RequestArrived, found: Verdict, costs: ModelCosts) -> Judgement:
-    """Of a request that arrives. One whose client has tokens already is never rejected for load.
+def judge(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    plan: Plan,
+    objectives: EffectiveObjectives,
+    costs: ModelCosts,
+) -> Judgement:
+    """Of a request that arrives, with what is predicted for it at its best place, and what it is to be held to. One
+    whose client has tokens already is never rejected for load.
 
     Load is predicted latency over its objective (Mooncake §6.1), the larger of TTFT's and TBT's; more than 1 rejects.
     """
@@ -60,10 +52,10 @@ def judge(now_ns: int, state: ClusterState, request: RequestArrived, found: Verd
     config = state.config
     unmet = None
     if config.admission != "off" and config.admission_mode != "none":
-        unmet = _unmet(now_ns, state, request, found, costs)
+        unmet = _unmet(now_ns, state, request, plan, objectives, costs)
     if unmet is not None and config.admission == "enforce":
         return Judgement(unmet)
-    waited_s = max(found.queue_s, found.room_wait_s)
+    waited_s = max(plan.queue_s, plan.room_wait_s)
     if waited_s > config.max_queue_s:
         message = f"predicted to wait {waited_s:.1f} s; the limit is {config.max_queue_s:g} s"
         return Judgement(_reject(request, "queue", message, waited_s - config.max_queue_s))
@@ -101,41 +93,49 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
 
 
 def _unmet(
-    now_ns: int, state: ClusterState, request: RequestArrived, found: Verdict, costs: ModelCosts
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    plan: Plan,
+    objectives: EffectiveObjectives,
+    costs: ModelCosts,
 ) -> Reject | None:
-    ttft_objective_s, tbt_objective_s = _usable(found.objectives.ttft_s), _usable(found.objectives.tbt_s)
-    if not found.has_room and (ttft_objective_s or tbt_objective_s):
+    ttft_objective_s, tbt_objective_s = _usable(objectives.ttft_s), _usable(objectives.tbt_s)
+    if not ttft_objective_s and not tbt_objective_s:
+        return None
+    decode = plan.decode
+    if decode is not None and decode.choice.free_tokens < plan.places.need_tokens:
         message = f"no decode node has room for {request.prompt_tokens + request.max_new_tokens} tokens of KV"
-        return _reject(request, "decode_capacity", message, found.room_wait_s)
+        return _reject(request, "decode_capacity", message, plan.room_wait_s)
     # Compared with what leaves room for the errors of predictions like this.
     margins = state.tally_of(request.model).margins
     ttft_bound_s = ttft_objective_s * (1 - margins.ttft.share)
     tbt_bound_s = tbt_objective_s * (1 - margins.tbt.share)
-    ttft_load = found.ttft_s / ttft_bound_s if ttft_objective_s else 0.0
-    tbt_load = found.tbt_s / tbt_bound_s if tbt_objective_s and not asks_again(state.config) else 0.0
+    ttft_load = plan.ttft_s / ttft_bound_s if ttft_objective_s else 0.0
+    tbt_load = plan.tbt_s / tbt_bound_s if tbt_objective_s and not asks_again(state.config) else 0.0
     if max(ttft_load, tbt_load) <= 1:
         return None
     if ttft_load >= tbt_load:
-        message = _message("time to first token", found.ttft_s, ttft_objective_s)
+        message = _message("time to first token", plan.ttft_s, ttft_objective_s)
         # Waiting shortens the queue and nothing else.
-        wait_s = min(found.ttft_s - ttft_objective_s, max(found.queue_s, found.room_wait_s))
+        wait_s = min(plan.ttft_s - ttft_objective_s, max(plan.queue_s, plan.room_wait_s))
         return _reject(request, "ttft", message, wait_s)
-    assert found.decode_nodes is not None
+    assert decode is not None
     wait_s = wait_for_tbt_s(
-        found.decode_nodes,
-        found.decode_index,
+        decode.nodes,
+        decode.choice.index,
         state,
         costs,
         now_ns=now_ns,
         prompt_tokens=request.prompt_tokens,
         objective_s=tbt_objective_s,
     )
-    return _reject(request, "tbt", _message("time between tokens", found.tbt_s, tbt_objective_s), wait_s)
+    return _reject(request, "tbt", _message("time between tokens", plan.tbt_s, tbt_objective_s), wait_s)
 
 
 def _usable(objective_s: float) -> float:
     """0 for what bounds nothing; an absurd bound is none."""
-    return objective_s if isfinite(objective_s) and objective_s > 0 else 0.0
+    return objective_s if 0 < objective_s < inf else 0.0
 
 
 def _message(what: str, predicted_s: float, objective_s: float) -> str:

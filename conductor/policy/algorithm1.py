@@ -106,9 +106,9 @@ def score_prefill(
 
 def holders(own_pool: str, index: int, prefixes: Prefixes, fetches: bool) -> tuple[Holder, ...]:
     """Who holds [0, reuse) for the candidate at `index`: its own pool as far as it goes, then the best one."""
-    own, own_ssd = prefixes.held[:, index].tolist()
-    found = [Holder(own_pool, 0, own, own_ssd)] if own else []
-    if fetches:
-        missing = prefixes.best - own
-        found.append(Holder(prefixes.best_pool, own, missing, min(missing, prefixes.best_ssd)))
-    return tuple(found)
+    own = prefixes.held.item(0, index)
+    here = (Holder(own_pool, 0, own, prefixes.held.item(1, index)),) if own else ()
+    if not fetches:
+        return here
+    missing = prefixes.best - own
+    return (*here, Holder(prefixes.best_pool, own, missing, min(missing, prefixes.best_ssd)))

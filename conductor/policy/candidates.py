@@ -33,8 +33,11 @@ def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Pl
         return _unserved(now_ns, state, request)
     need = peak_tokens(request.prompt_tokens, request.max_new_tokens, model.block_tokens)
     excluded = request.excluded
-    places = _fitting(request, model, need, model.prefill.without(excluded), model.decode.without(excluded))
-    if len(places.prefill):
+    prefill, decode = model.prefill, model.decode
+    if excluded:
+        prefill, decode = prefill.without(excluded), decode.without(excluded)
+    places = _fitting(request, model, need, prefill, decode)
+    if places.prefill.ids:
         return places
     total = request.prompt_tokens + request.max_new_tokens
     everyone = model.all_prefill, model.all_decode
@@ -80,14 +83,19 @@ def _woken(state: ClusterState, everyone: Candidates) -> Candidates:
 
 def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -> Candidates:
     """The prefill candidates that have whom to hand over to, or need nobody."""
-    if len(decode) or request.max_new_tokens <= 1:
+    if decode.ids or request.max_new_tokens <= 1:
         return prefill
     return prefill.where(prefill.is_aggregated)
 
 
 def _fitting(request: RequestArrived, model: ModelNodes, need: int, prefill: Candidates, decode: Candidates) -> Places:
     total = request.prompt_tokens + request.max_new_tokens
-    if min(prefill.floor_capacity, decode.floor_capacity) >= need and min(prefill.floor_len, decode.floor_len) >= total:
+    if (
+        prefill.floor_capacity >= need
+        and decode.floor_capacity >= need
+        and prefill.floor_len >= total
+        and decode.floor_len >= total
+    ):
         return Places(_staffed(request, prefill, decode), decode, need)
     decode = decode.where((decode.capacity_tokens >= need) & (decode.max_model_len >= total))
     prompt_pages = peak_tokens(request.prompt_tokens, 0, model.block_tokens)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,12 +43,15 @@ from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
 from conductor.policy.role_plan import plan_roles
+from conductor.policy.row_kernels import row_kernels
 from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
 from conductor.policy.surroundings import StateSurroundings
 from conductor.policy.undivided import UNDIVIDED_OUTCOMES
 
 __all__ = ["Conductor"]
+
+_EXTRAPOLATED: Final = {what: f"extrapolated_{what}" for what in ("prefill", "decode", "load", "fetch", "ssd_read")}
 
 
 class Conductor:
@@ -59,7 +62,7 @@ class Conductor:
         self.loads = Loads()
         self._now_ns = 0
         kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
-        line_kernels()
+        line_kernels(), row_kernels()
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""
@@ -356,31 +359,30 @@ class Conductor:
         return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
 
     def _count(self, event: Event, decisions: list[Decision]) -> None:
-        count = self._state.count
+        counts: list[tuple[str, int]] = []
         if isinstance(event, RequestArrived):
             model = event.model
-            self._state.count_all(model, (("arrived", 1), ("replaced", int(event.attempt > 0))))
+            counts += ("arrived", 1), ("replaced", int(event.attempt > 0))
         elif not decisions:
             return
         else:
-            model = ""
-        if isinstance(event, DecodeAsked):
-            model = self._state.recent[event.request_id].claim.model
+            model = self._state.recent[event.request_id].claim.model if isinstance(event, DecodeAsked) else ""
         for decision in decisions:
-            for what in decision.extrapolated if isinstance(decision, Place | Reject) else ():
-                count(model, f"extrapolated_{what}")
             match decision:
                 case Place():
-                    self._state.count_all(model, (("placed", 1), ("reused_blocks", decision.reuse_blocks)))
+                    counts += ("placed", 1), ("reused_blocks", decision.reuse_blocks)
+                    counts += [(_EXTRAPOLATED[what], 1) for what in decision.extrapolated]
                     if decision.helpers:
-                        count(model, "grouped")
+                        counts.append(("grouped", 1))
                 case Reject(reason=reason):
-                    count(model, f"rejected_{reason}")
+                    counts += [(_EXTRAPOLATED[what], 1) for what in decision.extrapolated]
+                    counts.append((f"rejected_{reason}", 1))
                 case Copy():
-                    count(model, "copies")
+                    counts.append(("copies", 1))
                 case Shrink():
-                    count(model, "shrinks")
+                    counts.append(("shrinks", 1))
                 case ReleaseOrphan():
-                    count(model, "orphans")
+                    counts.append(("orphans", 1))
                 case SwitchRole(is_advice=is_advice):
-                    count(model, "switches_advised" if is_advice else "switches")
+                    counts.append(("switches_advised" if is_advice else "switches", 1))
+        self._state.count_all(model, counts)

@@ -6,6 +6,7 @@ known, and lengthens it (`cost_formulas.margin`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
@@ -51,6 +52,16 @@ class MeanDuration:
         self.mean_s = seconds if self.mean_s is None else memory * self.mean_s + (1 - memory) * seconds
 
 
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """A model's costs as numbers: the coefficients of `prefill_s` and `tbt_s`, and seconds of a usual step."""
+
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    decode_terms: tuple[float, ...]  # with `ModelCosts.decode_most`, for compiled loops
+    step_s: float
+
+
 class ModelCosts:
     """One model's compute costs, those of a usual node of it; `paces` says how far each one is from that."""
 
@@ -60,12 +71,14 @@ class ModelCosts:
         self.decode_time = MeanDuration()  # t_d: how long a request decodes
         self._fits = (_Fit(_PREFILL_GUESS, 10), _Fit(_DECODE_GUESS, 20))
         self._step = MeanDuration()
+        self._terms: CostTerms | None = None  # as asked for since they changed last
         self.prefill_most = (0.0, 0.0)  # most new tokens, and most tokens of a prompt, that were measured
         self.decode_most = (0.0, 0.0)  # largest batch, and most context in a step
 
     def give(self, given: CostsGiven) -> None:
         """Begin anew with a measured profile."""
         self.given = given.name
+        self._terms = None
         self.prefill_most = given.new_tokens, given.prompt_tokens
         self.decode_most = given.batch, given.context_tokens
         new, prompt = min(given.new_tokens, _MOST_TOKENS), min(given.prompt_tokens, _MOST_TOKENS)
@@ -81,6 +94,7 @@ class ModelCosts:
         """Learn from a prefill of a node, or of nobody in particular."""
         new, prompt = sample.new_tokens, sample.new_tokens + sample.reused_tokens
         features = _prefill_features(new, sample.reused_tokens)
+        self._terms = None
         if new > 0 and self._learn(PREFILL, features, sample.seconds, slot) is not None:
             self.prefill_most = max(self.prefill_most[0], new), max(self.prefill_most[1], prompt)
 
@@ -88,6 +102,7 @@ class ModelCosts:
         """Likewise from a decode step."""
         if sample.batch <= 0:
             return
+        self._terms = None
         learned_s = self._learn(DECODE, (1.0, sample.batch, sample.context_tokens), sample.seconds, slot)
         if learned_s is not None:
             self._step.add(learned_s)
@@ -97,22 +112,29 @@ class ModelCosts:
     def recentre(self, kind: int, slots: NDArray[np.int64]) -> None:
         """What all of the model's nodes (`slots`) have in common is the model's cost."""
         if shift := self.paces.recentre(kind, slots):
+            self._terms = None
             self._fits[kind].fit.rescale(shift)
+
+    @property
+    def terms(self) -> "CostTerms":
+        """What predictions are made of now."""
+        if self._terms is None:
+            prefill, decode = self._fits[PREFILL].fit, self._fits[DECODE].fit
+            step_s = self._step.mean_s if self._step.mean_s is not None else decode.predict((1.0, 1.0, 0.0))
+            of_prefill: Any = prefill.coefficients
+            of_decode: Any = decode.coefficients
+            self._terms = CostTerms(of_prefill, of_decode, (*of_decode, *self.decode_most), step_s)
+        return self._terms
 
     @property
     def prefill(self) -> tuple[float, float, float]:
         """What `prefill_s` starts with."""
-        return self._fits[PREFILL].fit.coefficients  # type: ignore[return-value]  # one per feature
+        return self.terms.prefill
 
     @property
     def decode(self) -> tuple[float, float, float]:
         """What `tbt_s` starts with."""
-        return self._fits[DECODE].fit.coefficients  # type: ignore[return-value]  # one per feature
-
-    @property
-    def decode_terms(self) -> tuple[float, float, float, float, float]:
-        """The same with `decode_most`, for compiled loops."""
-        return (*self.decode, *self.decode_most)
+        return self.terms.decode
 
     def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
         """Seconds that a prefill takes on a node, or on a usual one."""
@@ -137,7 +159,7 @@ class ModelCosts:
     @property
     def typical_step_s(self) -> float:
         """Seconds between a request's tokens as lately seen."""
-        return self._step.mean_s if self._step.mean_s is not None else self._fits[DECODE].fit.predict((1.0, 1.0, 0.0))
+        return self.terms.step_s
 
     def summary(self) -> dict[str, Any]:
         """For export."""

@@ -87,7 +87,7 @@ def choose_decode(
         costs.paces.slowdown,
         prompt_tokens,
         need_tokens,
-        costs.decode_terms,
+        costs.terms.decode_terms,
     )
     scores = _scores(nodes, state, costs, sums, load, prompt_tokens, need_tokens) if state.config.explain else ()
     return DecodeChoice(index, tbt_s, free_tokens, costs.covers_decode(batch, context), scores)
@@ -114,7 +114,7 @@ def _scores(
         costs.paces.slowdown,
         prompt_tokens,
         need_tokens,
-        costs.decode_terms,
+        costs.terms.decode_terms,
         seconds,
         free,
         best,
@@ -180,7 +180,7 @@ def _wait_s(
         sees,
         _decode_ns(costs),
         state.lengths.curves,
-        costs.decode_terms,
+        costs.terms.decode_terms,
         costs.paces.of(DECODE, int(nodes.slots[index])),
         int(nodes.max_batch[index]),
         missing_tokens,

@@ -106,8 +106,10 @@ _expect: Any = numba.njit(expect)
 
 def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
     """Seconds between tokens, as `ModelCosts.step_cost_s` has it."""
-    turns = max(1.0, batch / max_batch)
     seconds = _tbt_s(decode[0], decode[1], decode[2], batch, context, max_batch) * slowdown
+    if batch <= max_batch:
+        return seconds * _margin(batch, decode[3], context, decode[4])
+    turns = batch / max_batch
     return seconds * _margin(batch / turns, decode[3], context / turns, decode[4])
 
 

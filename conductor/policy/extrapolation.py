@@ -20,14 +20,14 @@ def extrapolated(
 ) -> tuple[str, ...]:
     """Of "prefill", "decode", "load", "fetch" and "ssd_read", for the candidates chosen."""
     chosen = scores.chosen
-    own, own_ssd = prefixes.held[:, chosen].tolist()
-    reuse = int(scores.reuse_blocks[chosen])
-    missing = reuse - own
-    on_ssd = own_ssd + min(missing, prefixes.best_ssd)
+    reuse = scores.reuse_blocks.item(chosen)
     found = [] if costs.covers_prefill(prompt_tokens - reuse * block_tokens, prompt_tokens) else ["prefill"]
     if choice is not None and not choice.is_covered:
         found.append("decode")
     if reuse:
+        own, own_ssd = prefixes.held.item(0, chosen), prefixes.held.item(1, chosen)
+        missing = reuse - own
+        on_ssd = own_ssd + min(missing, prefixes.best_ssd)
         moved = (("load", own), ("fetch", missing), ("ssd_read", on_ssd))
         found += [path for path, blocks in moved if blocks and not transfers.covers(path, blocks * block_nbytes)]
     return tuple(found)

@@ -53,15 +53,16 @@ def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
 
 
 def prefixes(
-    blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, held: Any, own: Any
+    blocks: Any, ssd_blocks: Any, slots: Any, limit: Any, sends: Any, sums: Any, pool_slots: Any, own: Any
 ) -> Any:
     """What each candidate's own pool node holds into `own` [2, candidates]: blocks, of these on SSD only.
 
     `slots`: of the pool nodes that `blocks` and `ssd_blocks` tell of, -1 for those to leave out. `sends` [slots]:
-    copies, beside the prefixes in `sums`. `held` [2, slots]: room. Returns the index of the longest match; of equals
-    the one with least on SSD, then the one that sends least, then the first. -1: nobody holds anything.
+    copies, beside the prefixes in `sums`. Returns of the longest match its index, blocks, of these on SSD only, and how
+    many prefixes its pool node sends; of equals the one with least on SSD, then the one that sends least, then the
+    first. An index of -1: nobody holds anything.
     """
-    held[:] = 0
+    held = np.zeros((2, len(sums)), np.int64)
     best, best_blocks, best_ssd, best_sends = -1, 0, 0, 0
     for i in range(len(slots)):
         slot = slots[i]
@@ -81,7 +82,7 @@ def prefixes(
         slot = pool_slots[c]
         own[0, c] = held[0, slot] if slot >= 0 else 0
         own[1, c] = held[1, slot] if slot >= 0 else 0
-    return best
+    return best, best_blocks, best_ssd, best_sends
 
 
 def score_prefill(
@@ -111,24 +112,30 @@ def score_prefill(
     Returns who is soonest, and how soon.
     """
     chosen, least_s = 0, np.inf
+    have, have_ssd, uses, fetched = -1, -1, -1, False
+    transfer_s, usual_s, margin = 0.0, 0.0, 1.0
     for c in range(len(queue_s)):
-        have = own[0, c]
-        fetched = best > threshold * have
-        missing = best - have if fetched else 0
-        reuse[c] = best if fetched else have
-        fetches[c] = fetched
-        on_ssd = own[1, c] + min(missing, best_ssd)
-        missing_nbytes = float(missing) * block_nbytes
-        transfer_s = (
-            _read_s(load[0], load[1], float(have) * block_nbytes, 0)
-            + _read_s(ssd_read[0], ssd_read[1], float(on_ssd) * block_nbytes, 0)
-            + _fetch_s(
-                _read_s(fetch[0], fetch[1], missing_nbytes, num_sends), _read_s(load[0], load[1], missing_nbytes, 0)
+        if own[0, c] != have or own[1, c] != have_ssd:  # most hold as much as the one before: nothing
+            have, have_ssd = own[0, c], own[1, c]
+            fetched = best > threshold * have
+            missing = best - have if fetched else 0
+            uses = best if fetched else have
+            on_ssd = have_ssd + min(missing, best_ssd)
+            missing_nbytes = float(missing) * block_nbytes
+            transfer_s = (
+                _read_s(load[0], load[1], float(have) * block_nbytes, 0)
+                + _read_s(ssd_read[0], ssd_read[1], float(on_ssd) * block_nbytes, 0)
+                + _fetch_s(
+                    _read_s(fetch[0], fetch[1], missing_nbytes, num_sends),
+                    _read_s(load[0], load[1], missing_nbytes, 0),
+                )
             )
-        )
-        reused = float(reuse[c] * block_tokens)
-        prefill_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, reused) * slowdown[PREFILL, slots[c]]
-        prefill_s *= _margin(prompt_tokens - reused, prefill_most[0], float(prompt_tokens), prefill_most[1])
+            reused = float(uses * block_tokens)
+            usual_s = _prefill_s(prefill[0], prefill[1], prefill[2], prompt_tokens, reused)
+            margin = _margin(prompt_tokens - reused, prefill_most[0], float(prompt_tokens), prefill_most[1])
+        reuse[c] = uses
+        fetches[c] = fetched
+        prefill_s = usual_s * slowdown[PREFILL, slots[c]] * margin
         seconds[0, c], seconds[1, c] = transfer_s, prefill_s
         ttft_s = transfer_s + queue_s[c] + prefill_s
         if ttft_s < least_s:
@@ -175,7 +182,7 @@ def kernels() -> Kernels:
     scored = signatures.Tuple((n, f))
     return Kernels(
         decision_kernel(tally, types.void(wide, n, n, wide)),
-        decision_kernel(prefixes, n(ints, ints, ints, n, ints, wide, ints, wide, wide)),
+        decision_kernel(prefixes, signatures.UniTuple(n, 4)(ints, ints, ints, n, ints, wide, ints, wide)),
         decision_kernel(
             score_prefill,
             scored(wide, floats, n, n, n, n, n, n, f, ints, seconds, three, two, two, two, two, seconds, ints, flags),

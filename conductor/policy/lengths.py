@@ -58,6 +58,7 @@ class Lengths:
         self._used = 1
         self._models: dict[str, _Model] = {}
         self._hazards = np.empty(CELLS)
+        self._drawn: set[int] = set()  # curves that say what the counts do
         length_kernels()
 
     def __len__(self) -> int:
@@ -82,13 +83,16 @@ class Lengths:
             curve = own.sizes[size]
             if not curve:
                 curve = own.sizes[size] = self._add(now_ns, everyone.everything, wider, own.everything)
-        length_kernels().draw(self._counts, self._groups[curve], self._hazards, self.curves[curve])
+        if curve not in self._drawn:
+            length_kernels().draw(self._counts, self._groups[curve], self._hazards, self.curves[curve])
+            self._drawn.add(curve)
         return curve
 
     def learn(self, now_ns: int, curve: int, tokens: int, *, ended: bool) -> None:
         """An answer for which `curve` was drawn had `tokens`; `ended` False: of those on nothing is known."""
         if curve == ENDLESS or tokens < 1:
             return
+        self._drawn.clear()
         length_kernels().learn(
             self._counts,
             self._weights,
@@ -140,6 +144,7 @@ class Lengths:
         return max(family.taught_ns, int(self._at_ns[family.everything]) if family.everything else 0)
 
     def _forget(self, now_ns: int, family: _Family) -> None:
+        self._drawn.clear()
         for group in (family.everything, *family.sizes):
             if group:
                 self._counts[group], self._weights[group], self._at_ns[group] = 0.0, 0.0, now_ns

@@ -1,14 +1,16 @@
-"""The compiled loops over those that wait for a prefill: which ticket a newcomer would use at each node, and the work
-that goes before it there. The order is that of `worker.policy.turns`. They only compute, and check no arguments.
+"""The compiled loops over those that wait for a prefill: which ticket a newcomer uses, and the work that goes before it
+at each node. The order is that of `worker.policy.turns`. They only compute, and check no arguments.
 """
 
 import functools
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from numba import types
 
 from conductor.policy.compiling import decision_kernel
+from conductor.policy.fairness import advanced_ns
 from conductor.policy.requests import NONE, PREFILL_NODE, PREFILL_NS, STARTED
 from conductor.policy.turn_columns import ACCOUNT, AGES, ARRIVED, DUE, LEVEL, PRIORITY, TICKET
 
@@ -18,57 +20,81 @@ WORK, EARLIER, LATER, IS_CANDIDATE = range(4)  # rows of `room`
 _LEAST, _MOST = -(1 << 62), 1 << 62
 
 
-def tickets(table: Any, turns: Any, rows: Any, slots: Any, me: Any, room: Any) -> Any:
-    """The smallest ticket of the newcomer's class that waits at a candidate and has not begun; -1: none does.
+def _before(turns: Any, row: Any, priority: Any, due: Any, arrived: Any) -> Any:
+    """Whether the row goes before a newcomer whose ticket it has."""
+    if turns[PRIORITY, row] != priority:
+        return turns[PRIORITY, row] < priority
+    if turns[DUE, row] != due:
+        return turns[DUE, row] < due
+    return turns[ARRIVED, row] <= arrived
 
-    `me`: now, level, account, priority, due, arrived, ages. Into `room` [4, slots]: of the account's own that go before
-    it, the largest ticket, and of those that go after it, the smallest.
+
+_goes_before: Any = numba.njit(_before)
+_advanced_ns: Any = numba.njit(advanced_ns)
+
+
+def line_up(
+    table: Any,
+    turns: Any,
+    rows: Any,
+    slots: Any,
+    me: Any,
+    clock_ns: Any,
+    started_ns: Any,
+    finish_ns: Any,
+    sums: Any,
+    room: Any,
+    queue_s: Any,
+) -> Any:
+    """(virtual time, the newcomer's ticket), and into `queue_s` seconds of prefills that go before it, per candidate.
+
+    `me`: now, level, account, priority, due, arrived, ages. `clock_ns`, `started_ns`: its class's `VirtualClock`.
+    `finish_ns`: of its account. `sums` [slots, 3]: what `tally` found. Into `room` [4, slots]: of the account's own
+    that go before it, the largest ticket, and of those that go after it, the smallest.
     """
-    _, level, account, priority, due, arrived, _ = me
+    now, level, account, priority, due, arrived, ages = me
     room[EARLIER, :] = _LEAST
     room[LATER, :] = _MOST
     room[IS_CANDIDATE, :] = 0
     for c in range(len(slots)):
         room[IS_CANDIDATE, slots[c]] = 1
-    least = -1
-    for row in range(rows):
-        slot = table[PREFILL_NODE, row]
-        if slot == NONE or table[PREFILL_NS, row] <= 0 or turns[LEVEL, row] != level or not room[IS_CANDIDATE, slot]:
-            continue
-        ticket = turns[TICKET, row]
-        if table[STARTED, row] == NONE and ticket >= 0 and (least < 0 or ticket < least):
-            least = ticket
-        if turns[ACCOUNT, row] == account:
-            if turns[PRIORITY, row] != priority:
-                goes_before = turns[PRIORITY, row] < priority
-            elif turns[DUE, row] != due:
-                goes_before = turns[DUE, row] < due
-            else:
-                goes_before = turns[ARRIVED, row] <= arrived
-            if goes_before:
-                room[EARLIER, slot] = max(room[EARLIER, slot], ticket)
-            else:
-                room[LATER, slot] = min(room[LATER, slot], ticket)
-    return least
-
-
-def queues(table: Any, turns: Any, rows: Any, slots: Any, me: Any, brought: Any, room: Any, queue_s: Any) -> None:
-    """Seconds of prefills that go before the newcomer at each candidate; it brings the ticket `brought`.
-
-    `room`: as `tickets` left it.
-    """
-    now, level, account, priority, due, arrived, ages = me
-    room[WORK, :] = 0
     has_aged = now >= ages
+    least, waiting, in_order = -1, 0, not has_aged
+    line, left_ns = np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
         slot = table[PREFILL_NODE, row]
         if slot == NONE or not room[IS_CANDIDATE, slot]:
             continue
-        left = table[PREFILL_NS, row]
-        if table[STARTED, row] != NONE:
-            left -= now - table[STARTED, row]
-        if left <= 0:
+        planned, started = table[PREFILL_NS, row], table[STARTED, row]
+        left = planned if started == NONE else planned - (now - started)
+        same_level, is_own, goes_before = turns[LEVEL, row] == level, turns[ACCOUNT, row] == account, False
+        if same_level and is_own:
+            goes_before = _goes_before(turns, row, priority, due, arrived)
+        if left > 0:
+            line[waiting], left_ns[waiting] = row, left
+            waiting += 1
+            in_order &= goes_before and now < turns[AGES, row]
+        if planned <= 0 or not same_level:
             continue
+        ticket = turns[TICKET, row]
+        if started == NONE and ticket >= 0 and (least < 0 or ticket < least):
+            least = ticket
+        if not is_own:
+            continue
+        if goes_before:
+            room[EARLIER, slot] = max(room[EARLIER, slot], ticket)
+        else:
+            room[LATER, slot] = min(room[LATER, slot], ticket)
+    clock_ns = _advanced_ns(clock_ns, started_ns, least)
+    brought = max(clock_ns, finish_ns)
+    if in_order:  # as nearly always: all that is in line is the account's own, and goes first
+        for c in range(len(slots)):
+            queue_s[c] = sums[slots[c], 0] / 1e9
+        return clock_ns, brought
+    room[WORK, :] = 0
+    for i in range(waiting):
+        row = line[i]
+        slot = table[PREFILL_NODE, row]
         row_has_aged = now >= turns[AGES, row]
         if row_has_aged or has_aged:
             goes_before = row_has_aged and (not has_aged or turns[ARRIVED, row] <= arrived)
@@ -79,16 +105,13 @@ def queues(table: Any, turns: Any, rows: Any, slots: Any, me: Any, brought: Any,
             mine = min(max(brought, room[EARLIER, slot]), room[LATER, slot])
             if turns[ACCOUNT, row] != account and ticket != mine:
                 goes_before = ticket < mine
-            elif turns[PRIORITY, row] != priority:
-                goes_before = turns[PRIORITY, row] < priority
-            elif turns[DUE, row] != due:
-                goes_before = turns[DUE, row] < due
             else:
-                goes_before = turns[ARRIVED, row] <= arrived
+                goes_before = _goes_before(turns, row, priority, due, arrived)
         if goes_before:
-            room[WORK, slot] += left
+            room[WORK, slot] += left_ns[i]
     for c in range(len(slots)):
         queue_s[c] = room[WORK, slots[c]] / 1e9
+    return clock_ns, brought
 
 
 def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
@@ -140,20 +163,18 @@ def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
 class LineKernels(NamedTuple):
     """See the functions of the same names."""
 
-    tickets: Any
-    queues: Any
+    line_up: Any
     share: Any
 
 
 @functools.cache
 def line_kernels() -> LineKernels:
-    """All of them, compiled or loaded at the first call."""
+    """Both, compiled or loaded at the first call."""
     signatures: Any = types
     n = types.int64
     ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
     floats, seven = types.Array(types.float64, 1, "C"), signatures.UniTuple(n, 7)
     return LineKernels(
-        decision_kernel(tickets, n(wide, wide, n, ints, seven, wide)),
-        decision_kernel(queues, types.void(wide, wide, n, ints, seven, n, wide, floats)),
+        decision_kernel(line_up, signatures.UniTuple(n, 2)(wide, wide, n, ints, seven, n, n, n, wide, wide, floats)),
         decision_kernel(share, types.void(wide, wide, n, n)),
     )

@@ -3,7 +3,7 @@ a placement in their order; how each is done stands elsewhere."""
 
 from dataclasses import replace
 
-from conductor.policy.admission import Verdict, judge
+from conductor.policy.admission import judge
 from conductor.policy.candidates import find_places
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
@@ -48,9 +48,9 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         costs=costs,
         transfers=state.transfers,
     )
-    judgement = judge(now_ns, state, request, _verdict(plan, objectives), costs)
+    judgement = judge(now_ns, state, request, plan, objectives, costs)
     if request.attempt == 0 and not request.endless:
-        prefill_s = float(plan.scores.prefill_s[plan.chosen])
+        prefill_s = plan.scores.seconds.item(1, plan.scores.chosen)
         arrived(now_ns, state, request.model, prefill_s, request.prompt_tokens)
     if judgement.rejection is not None:
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
@@ -96,24 +96,12 @@ def _objectives(
     return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, ttft_s, step_s)
 
 
-def _verdict(plan: Plan, objectives: EffectiveObjectives) -> Verdict:
-    decode = plan.decode
-    return Verdict(
-        ttft_s=plan.ttft_s,
-        queue_s=plan.queue_s,
-        tbt_s=plan.tbt_s,
-        room_wait_s=plan.room_wait_s,
-        has_room=decode is None or decode.choice.free_tokens >= plan.places.need_tokens,
-        decode_nodes=decode.nodes if decode is not None else None,
-        decode_index=decode.choice.index if decode is not None else 0,
-        objectives=objectives,
-    )
-
-
 def _credit_replica(
     now_ns: int, state: ClusterState, request: RequestArrived, model: ModelNodes, plan: Plan, costs: ModelCosts
 ) -> None:
     """A copied prefix that the request runs on saved what it would have taken longer without any copy."""
+    if not request.matches.replicas:
+        return
     replicas = replicas_used(state, request, model)
     used = replicas.get(plan.places.prefill.pools[plan.chosen])
     if used is not None:

@@ -41,22 +41,23 @@ def placed_by(
     state: ClusterState, request: RequestArrived, plan: Plan, considered: Considered, extrapolated: tuple[str, ...]
 ) -> Place:
     """The plan as a decision."""
-    nodes, chosen, decode = plan.places.prefill, plan.chosen, plan.decode
-    decodes_at = "" if decode is None or nodes.is_aggregated[chosen] else decode.node_id
+    nodes, scores, decode = plan.places.prefill, plan.scores, plan.decode
+    chosen = scores.chosen
+    decodes_at = "" if decode is None or nodes.is_aggregated.item(chosen) else decode.node_id
     reserves = state.config.overrun_probability and decodes_at and not request.endless
     return Place(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        prefill=nodes.ids[chosen],
-        decode=decodes_at,
-        reuse_blocks=int(plan.scores.reuse_blocks[chosen]),
-        holders=holders(nodes.pools[chosen], chosen, plan.prefixes, bool(plan.scores.fetches[chosen])),
-        predicted_ttft_s=plan.ttft_s,
-        predicted_tbt_s=plan.tbt_s,
-        turn=plan.seat.turn,
-        considered=considered,
-        extrapolated=extrapolated,
-        asks_again=asks_again(state.config) and decode is not None and not request.generated,
+        request.request_id,
+        request.attempt,
+        nodes.ids[chosen],
+        decodes_at,
+        scores.reuse_blocks.item(chosen),
+        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.fetches.item(chosen)),
+        plan.ttft_s,
+        plan.tbt_s,
+        plan.seat.turn,
+        considered,
+        extrapolated,
+        asks_again=decode is not None and not request.generated and asks_again(state.config),
         reserve_tokens=plan.places.need_tokens if reserves else 0,
         helpers=plan.group.helpers if plan.group is not None else (),
     )
@@ -72,39 +73,43 @@ def book(
     unwanted: Reason | Literal[""],
 ) -> int:
     """What the placed request takes goes into the ledger; returns its row."""
-    nodes, chosen, need_tokens = plan.places.prefill, plan.chosen, plan.places.need_tokens
-    decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated[chosen] else "")
+    nodes, scores, need_tokens = plan.places.prefill, plan.scores, plan.places.need_tokens
+    chosen, slot_of, is_endless = scores.chosen, state.nodes.slot, request.endless
+    decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
     if plan.group is not None:
         state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
-    return state.requests.add(
-        Claim(
-            request.request_id,
-            request.attempt,
-            request.model,
-            request.frontend_id,
-            placed.predicted_ttft_s,
-            placed.predicted_tbt_s,
-            placed.prefill,
-            decodes_at,
-            tenant=request.tenant,
-            objectives=objectives,
-            curve=plan.curve,
-            max_tokens=request.generated + request.max_new_tokens,
-            unwanted=unwanted,
-        ),
-        prefill_node=int(nodes.slots[chosen]),
-        decode_node=state.nodes.slot(decodes_at),
-        sender=state.nodes.slot(plan.prefixes.best_pool) if plan.scores.fetches[chosen] else NONE,
-        prefill_ns=to_ns(plan.prefill_s),
-        ready_ns=now_ns + to_ns(placed.predicted_ttft_s),
-        committed=need_tokens if decodes_at else 0,
-        prompt=need_tokens if request.endless else request.prompt_tokens,
-        max_new=0 if request.endless else request.max_new_tokens,
+    claim = Claim(
+        request.request_id,
+        request.attempt,
+        request.model,
+        request.frontend_id,
+        placed.predicted_ttft_s,
+        placed.predicted_tbt_s,
+        placed.prefill,
+        decodes_at,
+        tenant=request.tenant,
+        objectives=objectives,
         curve=plan.curve,
-        generated=request.generated,
-        seen_ns=now_ns,
-        placed_ns=now_ns,
+        max_tokens=request.generated + request.max_new_tokens,
+        unwanted=unwanted,
     )
+    values = (
+        nodes.slots.item(chosen),  # prefill_node
+        slot_of(decodes_at) if decodes_at else NONE,  # decode_node
+        slot_of(plan.prefixes.best_pool) if scores.fetches.item(chosen) else NONE,  # sender
+        to_ns(plan.prefill_s),  # prefill_ns
+        NONE,  # started_ns
+        now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns
+        NONE,  # joined_ns
+        need_tokens if decodes_at else 0,  # committed
+        need_tokens if is_endless else request.prompt_tokens,  # prompt
+        0 if is_endless else request.max_new_tokens,  # max_new
+        plan.curve,  # curve
+        request.generated,  # generated
+        now_ns,  # seen_ns
+        now_ns,  # placed_ns
+    )
+    return state.requests.append(claim, values, plan.seat.numbers)
 
 
 def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:

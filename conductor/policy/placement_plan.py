@@ -65,12 +65,12 @@ class Plan:
     @property
     def queue_s(self) -> float:
         """Of the TTFT, until its turn."""
-        return float(self.scores.queue_s[self.chosen])
+        return self.scores.queue_s.item(self.scores.chosen)
 
     @property
     def prefill_s(self) -> float:
         """For which the chosen node is busy with it."""
-        return float(self.scores.prefill_s[self.chosen]) if self.group is None else self.group.prefill_s
+        return self.scores.seconds.item(1, self.scores.chosen) if self.group is None else self.group.prefill_s
 
     @property
     def ready_s(self) -> float:
@@ -101,7 +101,7 @@ def make_plan(
     curve, places = _expect(now_ns, state, request, places, model.block_tokens)
     sums = state.tally(now_ns)
     prefixes = find_prefixes(state, request, model, request.matches, places.prefill, sums)
-    seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs)
+    seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs, sums)
     queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
     # Whoever helps does so before it takes up anything new.
     help_s = state.helping.load_s(now_ns, state.nodes, state.requests) if state.helping else None
@@ -116,7 +116,7 @@ def make_plan(
     decode = _plan_decode(now_ns, state, request, places, costs, sums, scores, ttft_s)
     if decode is not None:
         # Prefill begins only once the decode node has the pages.
-        ttft_s += max(0.0, decode.wait_s - float(scores.queue_s[scores.chosen]))
+        ttft_s += max(0.0, decode.wait_s - scores.queue_s.item(scores.chosen))
     return Plan(places, curve, sums, seat, prefixes, scores, decode, group, ttft_s)
 
 
@@ -195,7 +195,7 @@ def _plan_decode(
     ttft_s: float,
 ) -> DecodePlan | None:
     nodes = places.decode
-    if places.prefill.is_aggregated[scores.chosen]:
+    if places.prefill.is_aggregated.item(scores.chosen):
         nodes = places.prefill.only(scores.chosen)
     elif request.max_new_tokens <= 1:
         return None
@@ -209,6 +209,7 @@ def _plan_decode(
         prompt_tokens=request.prompt_tokens,
         need_tokens=places.need_tokens,
     )
-    missing = places.need_tokens - choice.free_tokens
-    wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
+    missing, wait_s = places.need_tokens - choice.free_tokens, 0.0
+    if missing > 0:
+        wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
     return DecodePlan(nodes, choice, wait_s)

@@ -33,21 +33,15 @@ def find_prefixes(
     for node_id in request.excluded:
         if (slot := state.nodes.slot(node_id)) != NONE:
             slots = np.where(slots == slot, NONE, slots)
-    own, sends, limit = np.empty((2, len(prefill)), np.int64), state.copy_sends(), _limit(request, model)
-    room = np.empty((2, len(sums)), np.int64)
-    blocks, ssd_blocks = matches.blocks, matches.ssd_blocks
-    best = kernels().prefixes(blocks, ssd_blocks, slots, limit, sends, sums, pool_slots, room, own)
-    if best < 0:
-        return Prefixes(own, 0, 0, "", 0)
-    slot = int(slots[best])
-    have, on_ssd = room[:, slot].tolist()
-    return Prefixes(own, have, on_ssd, matches.roster[best], int(sums[slot, 2] + sends[slot]))
+    own = np.empty((2, len(pool_slots)), np.int64)
+    best, have, on_ssd, num_sends = kernels().prefixes(
+        matches.blocks, matches.ssd_blocks, slots, _limit(request, model), state.copy_sends(), sums, pool_slots, own
+    )
+    return Prefixes(own, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
 
 
 def replicas_used(state: ClusterState, request: RequestArrived, model: ModelNodes) -> dict[str, Replica]:
     """Per pool node: the replica whose blocks the request finds there, beside those that were there before."""
-    if not request.matches.replicas:
-        return {}
     found = ((match, state.replication.of(match.pool, match.replica)) for match in _usable(state, request, model))
     return {
         match.pool: replica

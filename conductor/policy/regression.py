@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import exp, log, sqrt
+from operator import mul
 
 __all__ = ["LONGEST_S", "CostFit"]
 
@@ -52,7 +53,7 @@ class CostFit:
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds, above 0 for non-negative features, so that errors can be relative to them."""
-        return max(_FLOOR_S, sum(c * x for c, x in zip(self.coefficients, features, strict=True)))
+        return max(_FLOOR_S, float(sum(map(mul, self.coefficients, features))))
 
     def can_learn(self, features: Sequence[float], seconds: float) -> bool:
         """Is this a credible duration of some work?"""

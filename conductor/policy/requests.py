@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from conductor.policy.charges import Charge
 from conductor.policy.decisions import Reason
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
+from conductor.policy.row_kernels import TABLE_COLUMNS, row_kernels
 from conductor.policy.turn_columns import NUM_COLUMNS
 
 __all__ = [
@@ -53,7 +54,8 @@ _COLUMNS = (
     "placed_ns",
 )
 _NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
-_NONES = (NONE,) * len(_COLUMNS)
+_NONES = (NONE,) * TABLE_COLUMNS
+_NO_TURN = (NONE,) * NUM_COLUMNS
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class RequestTable:
     """Live requests, one row each, dense: rows [0, len) of every column."""
 
     def __init__(self) -> None:
-        self.table = np.full((len(_COLUMNS), 64), NONE, np.int64)  # by column; of each, the first len(self) hold
+        self.table = np.full((TABLE_COLUMNS, 64), NONE, np.int64)  # by column; of each, the first len(self) hold
         self.turns = np.full((NUM_COLUMNS, 64), NONE, np.int64)  # likewise; who has none (revived) goes first
         self._rows: dict[str, int] = {}
         self.claims: list[Claim] = []
@@ -98,13 +100,16 @@ class RequestTable:
 
     def add(self, claim: Claim, **values: int) -> int:
         """A new row; columns not named hold NONE. Returns its number, which holds until the next `remove`."""
+        return self.append(claim, tuple(map(values.get, _COLUMNS, _NONES)), _NO_TURN)
+
+    def append(self, claim: Claim, values: tuple[int, ...], turn: tuple[int, ...]) -> int:
+        """Likewise, with a value for each column of `table` and of `turns` in their order."""
         assert claim.request_id not in self._rows
         row = len(self.claims)
         if row == self.table.shape[1]:
             self.table = np.concatenate([self.table, np.full_like(self.table, NONE)], axis=1)
             self.turns = np.concatenate([self.turns, np.full_like(self.turns, NONE)], axis=1)
-        self.table[:, row] = [*map(values.get, _COLUMNS, _NONES)]
-        self.turns[:, row] = NONE
+        row_kernels().write(self.table, self.turns, row, values, turn)
         self.claims.append(claim)
         self._rows[claim.request_id] = row
         return row
@@ -117,10 +122,10 @@ class RequestTable:
     def remove(self, row: int) -> Claim:
         """Drop a row; the last row takes its number."""
         claim, last = self.claims[row], len(self.claims) - 1
-        self.table[:, row] = self.table[:, last]
-        self.turns[:, row] = self.turns[:, last]
-        self.claims[row] = self.claims[last]
-        self._rows[self.claims[row].request_id] = row
+        if row != last:
+            row_kernels().move(self.table, self.turns, last, row)
+            self.claims[row] = self.claims[last]
+            self._rows[self.claims[row].request_id] = row
         del self._rows[claim.request_id]
         self.claims.pop()
         return claim

@@ -15,6 +15,7 @@ from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.fairness import OTHERS, Account, Shares, Usage
 from conductor.policy.line_kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.quick import quick
 from conductor.policy.requests import COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
 from conductor.policy.turn_columns import ACCOUNT
@@ -25,7 +26,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@quick
+@dataclass(frozen=True, slots=True)
 class Seat:
     """Whose request it is and what orders it. Times are ns of the policy's clock; `me` is what `line_kernels` take."""
 
@@ -40,27 +42,21 @@ class Seat:
     def turn(self) -> Turn:
         """As workers are told it."""
         now_ns, level, _, priority, due_ns, arrived_ns, ages_ns = self.me
-        return Turn(
-            level=level,
-            account=self.account.token,
-            start_ns=self.ticket_ns,
-            priority=priority,
-            waited_s=(now_ns - arrived_ns) / NS,
-            due_in_s=(due_ns - now_ns) / NS,
-            ages_in_s=(ages_ns - now_ns) / NS,
-        )
+        waited_s, due_in_s, ages_in_s = (now_ns - arrived_ns) / NS, (due_ns - now_ns) / NS, (ages_ns - now_ns) / NS
+        return Turn(level, self.account.token, self.ticket_ns, priority, waited_s, due_in_s, ages_in_s)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As a column of `RequestTable.turns`."""
+        _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
+        return level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
 
     def take(self, state: ClusterState, row: int, slot: int) -> None:
-        """The request was placed: it stands in the line of the node with this slot."""
-        _, level, account, priority, due_ns, arrived_ns, ages_ns = self.me
-        state.requests.turns[:, row] = level, account, self.ticket_ns, priority, due_ns, arrived_ns, ages_ns
+        """The request was placed, and booked in `row`: it stands in the line of the node with this slot."""
         # Only where the account has others there that do not all go before it does somebody use another ticket now.
         # Of a node that was no candidate, nothing is known.
-        if (
-            self.room[LATER, slot] < 1 << 62
-            or self.room[EARLIER, slot] > self.ticket_ns
-            or not self.room[IS_CANDIDATE, slot]
-        ):
+        room = self.room.item
+        if room(LATER, slot) < 1 << 62 or room(EARLIER, slot) > self.ticket_ns or not room(IS_CANDIDATE, slot):
             line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
 
 
@@ -72,8 +68,11 @@ def seat_of(
     reusable_tokens: int,
     nodes: Candidates,
     costs: ModelCosts,
+    sums: Ints,
 ) -> Seat:
-    """Where the request stands, and the seconds that it waits at each candidate until it is computed."""
+    """Where the request stands, and the seconds that it waits at each candidate until it is computed.
+
+    `sums` [slots, 3]: what `state.tally` found."""
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s
@@ -89,13 +88,21 @@ def seat_of(
     ages_ns = arrived_ns + round(state.config.aging_s * NS)
     due_ns = min(ages_ns, arrived_ns + to_ns(objective_s)) if objective_s else ages_ns
     me = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
-    requests, room = state.requests, np.empty((4, state.nodes.num_slots), np.int64)
-    line, rows = line_kernels(), len(requests)
-    waiting_ns = line.tickets(requests.table, requests.turns, rows, nodes.slots, me, room)
-    clock = shares.clock(wanted.priority)
-    ticket_ns = max(clock.advance(waiting_ns if waiting_ns >= 0 else None), account.finish_ns)
-    queue_s = np.empty(len(nodes))
-    line.queues(requests.table, requests.turns, rows, nodes.slots, me, ticket_ns, room, queue_s)
+    requests, clock, slots = state.requests, shares.clock(wanted.priority), nodes.slots
+    room, queue_s = np.empty((4, len(sums)), np.int64), np.empty(len(slots))
+    clock.now_ns, ticket_ns = line_kernels().line_up(
+        requests.table,
+        requests.turns,
+        len(requests.claims),
+        slots,
+        me,
+        clock.now_ns,
+        clock.started_ns,
+        account.finish_ns,
+        sums,
+        room,
+        queue_s,
+    )
     return Seat(shares, account, me, room, ticket_ns, queue_s)
 
 
@@ -110,30 +117,24 @@ def sit(
 ) -> None:
     """The request is placed, and booked in `row`: it stands in the line of its prefill node, and its tenant is
     charged."""
-    requests = state.requests
-    seat.take(state, row, int(requests.table[PREFILL_NODE, row]))
+    booked, block_tokens = state.requests.table.item, model.block_tokens
+    seat.take(state, row, booked(PREFILL_NODE, row))
     node = state.nodes.get(placed.decode or placed.prefill)
     assert node is not None
-    has_decode = requests.table[DECODE_NODE, row] != NONE
+    num_blocks = node.capacity_tokens // block_tokens if booked(DECODE_NODE, row) != NONE else 0
     prompt = request.prompt_tokens - request.generated
     charge = Charge(
         seat.shares,
         seat.account,
-        Prices(
-            costs.prefill,
-            costs.decode,
-            costs.typical_step_s,
-            max(1, node.max_batch),
-            node.capacity_tokens // model.block_tokens if has_decode else 0,
-        ),
-        prompt_tokens=prompt,
-        reused_tokens=min(placed.reuse_blocks * model.block_tokens, prompt),
-        generated=request.generated,
-        num_blocks=int(requests.table[COMMITTED, row]) // model.block_tokens,
-        is_endless=request.endless,
+        Prices(costs.prefill, costs.decode, costs.typical_step_s, max(1, node.max_batch), num_blocks),
+        prompt,
+        min(placed.reuse_blocks * block_tokens, prompt),
+        request.generated,
+        booked(COMMITTED, row) // block_tokens,
+        request.endless,
     )
     charge.open(seat.ticket_ns, request.max_new_tokens)
-    requests.claims[row].charge = charge
+    state.requests.claims[row].charge = charge
 
 
 def accrue_endless(now_ns: int, state: ClusterState) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,12 +121,14 @@ class ClusterState:
         """Add to the cluster's counter and, for a model that has been served (names come from outside), to its own."""
         self.count_all(model, ((what, by),))
 
-    def count_all(self, model: str, counts: Iterable[tuple[str, int]]) -> None:
+    def count_all(self, model: str, counts: Sequence[tuple[str, int]]) -> None:
         """Likewise to several counters."""
-        everywhere, own = self.counts, self.tally_of(model).counts if model in self.costs else None
+        everywhere = self.counts
         for what, by in counts:
             everywhere[what] += by
-            if own is not None:
+        if model in self.costs:
+            own = self.tally_of(model).counts
+            for what, by in counts:
                 own[what] += by
 
     def tally_of(self, model: str) -> ModelTally:
@@ -182,8 +184,8 @@ class ClusterState:
 
     def tally(self, now_ns: int) -> NDArray[np.int64]:
         """Per slot [slots, 3]: ns until all prefills placed there have ended, committed tokens, prefixes sent."""
-        sums = np.empty((self.nodes.num_slots, 3), np.int64)
-        kernels().tally(self.requests.table, len(self.requests), now_ns, sums)
+        sums, requests = np.empty((self.nodes.num_slots, 3), np.int64), self.requests
+        kernels().tally(requests.table, len(requests.claims), now_ns, sums)
         return sums
 
     def copy_sends(self) -> NDArray[np.int64]:

@@ -116,7 +116,7 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
             max_new_tokens=8,
             exclude_nodes=[f"{model}-prefill-0"],
         )
-        _, copy = c.send(arrived(ask, namespace, Matches(("pool-0",), np.array([[10], [0]])), keys, {}))
+        _, copy = c.send(arrived(ask, namespace, Matches(("pool-0",), np.array([[10], [0]]), 10), keys, {}))
         copies.append(copy)
     assert {(copy.source, copy.target) for copy in copies} == {("pool-0", "pool-1")}
     assert copies[0].match_key != copies[1].match_key

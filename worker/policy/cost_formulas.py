@@ -45,5 +45,7 @@ def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: in
 
 def tbt_s(fixed: float, per_sequence: float, per_token: float, batch: float, context: float, max_batch: int) -> float:
     """Seconds between tokens of `batch` sequences; beyond the largest batch they take turns."""
-    turns = max(1.0, batch / max_batch)
+    if batch <= max_batch:
+        return fixed + per_sequence * batch + per_token * context
+    turns = batch / max_batch
     return (fixed + per_sequence * (batch / turns) + per_token * (context / turns)) * turns
