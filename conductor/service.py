@@ -23,6 +23,7 @@ from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
 from conductor.tenant_samples import tenant_samples
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
+from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
 from telemetry import LoopWatch
@@ -69,7 +70,7 @@ class ConductorService(ConductorServicer):
         reading = asyncio.ensure_future(self._read(member, request_iterator))
         telling = asyncio.ensure_future(self._tell(member, context))
         try:
-            await _first_of(reading, telling, member.replaced)
+            await first_of(reading, telling, member.replaced)
         finally:
             telling.cancel()
             reading.cancel()
@@ -248,17 +249,6 @@ class ConductorService(ConductorServicer):
                 peer = self._registry.worker_of(request.model)
                 assert peer is not None
                 self._pools.start_copy(decision, peer.kv_namespace, request.chain)
-
-
-async def _first_of(reading: "asyncio.Future[None]", telling: "asyncio.Future[None]", event: asyncio.Event) -> None:
-    """Until one of the streams' sides is done or the event is set."""
-    waiting = asyncio.ensure_future(event.wait())
-    either: list[asyncio.Future[Any]] = [reading, telling, waiting]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
 
 import grpc
 import numpy as np
 
+from messenger.waiting import first_of
 from moonpool_proto.v1.worker_pb2 import (
     BeginShare,
     Enlist,
@@ -58,11 +58,11 @@ class Helping:
         )
         listening: asyncio.Task[None] | None = None
         try:
-            await _first(job, joined)
+            await first_of(job, joined)
             if joined.done():
                 await reply(HelpReply(enlisted=joined.result().enlisted()))
                 listening = asyncio.ensure_future(_listen(further, begun))
-                await _first(job, listening)
+                await first_of(job, listening)
         finally:
             is_through = job.done() and not job.cancelled()
             tasks = [job] if listening is None else [job, listening]
@@ -141,7 +141,3 @@ async def _listen(further: Further, begun: asyncio.Future[BeginShare]) -> None:
         async for message in further:
             if message.HasField("begin") and not begun.done():
                 begun.set_result(message.begin)
-
-
-async def _first(*either: asyncio.Future[Any]) -> None:
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from messenger.control import ControlServer, dialled
+from messenger.waiting import first_of
 from worker.errors import EngineBroken
 from worker.node import WorkerNode
 from worker.settle import in_thread
@@ -28,7 +29,7 @@ async def serve_until(
         await in_thread(node.warm_up)
         if await _unless(stop, _join(node, target)):
             on_ready(target)
-            await _first_of(stop, node.draining, node.broken)
+            await first_of(stop, node.draining, node.broken)
             drained = not stop.is_set() and not node.broken.done()
             node.draining.set()
             node.reporter.hurry()
@@ -41,16 +42,6 @@ async def serve_until(
     return drained
 
 
-async def _first_of(stop: asyncio.Event, draining: asyncio.Event, broken: asyncio.Future[str]) -> None:
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in (stop, draining)]
-    try:
-        await asyncio.wait([*waits, broken], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-
-
 async def _join(node: WorkerNode, target: str) -> None:
     await node.start(target)
     await node.reporter.first_join()
@@ -58,14 +49,13 @@ async def _join(node: WorkerNode, target: str) -> None:
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Whether `work` ended before `stop` was set; it is cancelled otherwise."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    working = asyncio.ensure_future(work)
     try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(working, stop)
         if not working.done():
             return False
         working.result()
         return True
     finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)

@@ -69,16 +69,12 @@ def test_time_between_tokens_grows_with_context_and_batch(batch, context, more, 
     assert least <= BUNDLED.tbt_s(batch + 1, context, max_batch) * (1 + 1e-12)
 
 
-def test_beyond_the_measured_range_a_prediction_is_lengthened_and_bounded_and_said_to_be_not_covered():
+def test_beyond_the_measured_range_a_prediction_is_lengthened_by_a_bounded_margin():
     cost = BUNDLED.prefill
     for times, margin in ((1, 1.0), (2, 1.1), (3, 1.2), (6, 1.5), (50, 1.5)):
         new = 131_072 * times
         formula = cost.fixed_s + cost.per_token_s * new + cost.per_pair_s * new * new / 2
         assert BUNDLED.prefill_s(new) == pytest.approx(formula * margin)
-        assert BUNDLED.covers_prefill(new) == (times == 1)
-    assert BUNDLED.covers_decode(128, 1000)
-    assert not BUNDLED.covers_decode(129, 1000)
-    assert not BUNDLED.covers_transfer("load", 1 << 50)
 
 
 def test_nothing_costs_nothing_to_move_and_a_busy_sender_takes_longer():

@@ -160,19 +160,6 @@ class CostProfile:
         """For a pool node, from its SSD to its memory."""
         return self.transfer_s("ssd_read", nbytes)
 
-    def covers_prefill(self, new_tokens: int, reused_tokens: int = 0) -> bool:
-        """Is `prefill_s` of these made without a margin for lying beyond what was measured?"""
-        cost = self.prefill
-        return new_tokens <= cost.new_tokens.most and new_tokens + reused_tokens <= cost.prompt_tokens.most
-
-    def covers_decode(self, batch: int, context_tokens: int) -> bool:
-        """Likewise of `decode_s`."""
-        return batch <= self.decode.batch.most and context_tokens <= self.decode.context_tokens.most
-
-    def covers_transfer(self, path: str, nbytes: int) -> bool:
-        """Was as much measured in one batch? Raises ProfileError."""
-        return nbytes <= self._path(path).nbytes.most
-
     def _path(self, path: str) -> TransferCost:
         if path not in self.transfers:
             raise ProfileError(f"cost profile {self.name!r} has no path {path!r}: it has {', '.join(self.transfers)}")
