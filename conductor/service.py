@@ -26,7 +26,7 @@ from kvpool import KvPoolError, keys_from_bytes, keys_u64
 from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
-from telemetry import LoopWatch
+from telemetry import LoopWatch, tracing
 
 __all__ = ["ConductorService"]
 
@@ -96,9 +96,15 @@ class ConductorService(ConductorServicer):
         kv_namespace = peer.kv_namespace if peer is not None else b""
         matches = self._pools.match(kv_namespace, keys) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
-        decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
-        self._carry_out(decisions, request)
-        return self._reply(decisions)
+        with tracing.begin(
+            "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
+        ) as span:
+            decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
+            self._carry_out(decisions, request)
+            reply = self._reply(decisions)
+            if span.is_on:
+                span.note(**wire.told(reply))
+        return reply
 
     async def Complete(self, request: conductor_pb2.CompleteRequest, context: Context) -> conductor_pb2.CompleteReply:
         self._core.handle(wire.completed(request))
@@ -128,6 +134,10 @@ class ConductorService(ConductorServicer):
                 sample("event_loop_lag_seconds", self._loop_watch.lag_s, process="conductor"),
                 sample("event_loop_held_seconds", self._loop_watch.own_s, process="conductor"),
                 sample("event_loop_stalls_total", self._loop_watch.num_stalls, process="conductor"),
+                *(
+                    sample("trace_spans_total", count, process="conductor", result=result)
+                    for result, count in tracing.counts().items()
+                ),
             ],
         )
 

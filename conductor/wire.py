@@ -35,6 +35,7 @@ __all__ = [
     "prefix_key",
     "rejection",
     "report",
+    "told",
     "write_placement",
 ]
 
@@ -213,3 +214,17 @@ def rejection(reject: Reject) -> conductor_pb2.Rejection:
 def node_ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
     """What others are told of a node, to find it by."""
     return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)
+
+
+def told(reply: conductor_pb2.ScheduleReply) -> dict[str, str | int | float | bool]:
+    """A decision's facts, for a trace."""
+    if reply.WhichOneof("result") == "rejection":
+        return {"rejected": reply.rejection.reason, "retry_after_s": reply.rejection.retry_after_s}
+    placement = reply.placement
+    return {
+        "prefill_node": placement.prefill.node_id,
+        "decode_node": placement.decode.node_id or placement.prefill.node_id,
+        "reuse_blocks": placement.reuse_blocks,
+        "predicted_ttft_s": placement.predicted_ttft_s,
+        "predicted_tbt_s": placement.predicted_tbt_s,
+    }

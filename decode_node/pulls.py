@@ -12,6 +12,7 @@ from decode_node.reservation import Reservation
 from kvpool import KvPoolError, Lease
 from messenger import MessengerError, Priority
 from moonpool_proto.v1.worker_pb2 import PullRange
+from telemetry.tracing import Span
 from worker.node import WorkerNode
 from worker.settle import in_thread, settled
 
@@ -24,19 +25,20 @@ class Pulls:
     def __init__(self, node: WorkerNode) -> None:
         self._node = node
 
-    async def pull(self, reservation: Reservation, pulls: list[PullRange]) -> None:
-        """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease.
+    async def pull(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
+        """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease, as parts of
+        `span`.
 
         What cannot be read, or is not right, stays missing: the prefill node is then asked to push it, but not before
         the last range is done with, since a push and a pull of one block must never overlap.
         """
         reservation.announce()
         try:
-            await self._pull_ranges(reservation, pulls)
+            await self._pull_ranges(reservation, pulls, span)
         finally:
             reservation.over()
 
-    async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange]) -> None:
+    async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
         for proto in pulls:
             try:
                 lease = Lease.from_pull_range(proto, self._node.stored.spec)
@@ -49,7 +51,9 @@ class Pulls:
             skip = max(0, reservation.held_blocks - proto.first_block)
             if skip >= lease.num_blocks:
                 continue
-            await self._pull_range(reservation, lease, proto.first_block, skip)
+            peer, blocks = lease.endpoint.node_id, lease.num_blocks - skip
+            with span.child("messenger pull", "client", peer=peer, blocks=blocks):
+                await self._pull_range(reservation, lease, proto.first_block, skip)
 
     async def _pull_range(self, reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
         memory = self._node.stored

@@ -22,11 +22,13 @@ from moonpool_proto.v1.worker_pb2 import (
     ReserveRequest,
     Timing,
 )
+from telemetry import tracing
+from telemetry.tracing import Span
 from worker.chosen import append
 from worker.errors import RequestFailed, RequestRefused
 from worker.keeping import Kept
 from worker.node import WorkerNode
-from worker.prepare import reusable_blocks
+from worker.prepare import reusable_blocks, trace_answer
 from worker.request import Request, Sequence
 from worker.settle import in_thread, settled
 
@@ -113,11 +115,17 @@ class Decode:
                 reservation.first_token.cancel()
 
     async def _serve(self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation]) -> None:
+        with tracing.begin("decode", request.traceparent, **request.about) as span:
+            await self._serve_traced(request, reserve, reserved, span)
+
+    async def _serve_traced(
+        self, request: Request, reserve: ReserveRequest, reserved: asyncio.Future[Reservation], span: Span
+    ) -> None:
         node = self.node
         node.begin_grammar(request)
         block_tokens = node.config.block_tokens
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
-        with node.in_line(request):
+        with span.child("slots"), node.in_line(request):
             most = -(-request.peak_tokens // block_tokens)
             count = _first_slots(request, block_tokens, most)
             slots, num_shared = await node.slots.take(request.key, request.keys[:cut], count, most - count)
@@ -125,9 +133,10 @@ class Decode:
         try:
             reservation = self._open_reservation(request, reserve, slots, num_shared)
             reserved.set_result(reservation)
-            first = await self._receive(reservation, reserve)
+            with span.child("receive", held_blocks=reservation.held_blocks) as receiving:
+                first = await self._receive(reservation, reserve, receiving)
             if first is not None:
-                kept = await self._decode(reservation, *first, cut)
+                kept = await self._decode(reservation, *first, cut, span)
                 if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
                     await node.pool.drop(reserve.superseded, request.placement.pool)
         finally:
@@ -157,9 +166,9 @@ class Decode:
         node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
         return reservation
 
-    async def _receive(self, reservation: Reservation, reserve: ReserveRequest) -> tuple[int, int] | None:
+    async def _receive(self, reservation: Reservation, reserve: ReserveRequest, span: Span) -> tuple[int, int] | None:
         """Pull what is to be pulled and wait for the commit. None: the writer gave up or is gone."""
-        pulling = asyncio.ensure_future(self._pulls.pull(reservation, list(reserve.pulls)))
+        pulling = asyncio.ensure_future(self._pulls.pull(reservation, list(reserve.pulls), span))
         try:
             return await asyncio.shield(reservation.first_token)
         except asyncio.CancelledError:
@@ -173,7 +182,9 @@ class Decode:
             if not pulling.cancelled():
                 pulling.result()
 
-    async def _decode(self, reservation: Reservation, first_index: int, first_token: int, cut: int | None) -> Kept:
+    async def _decode(
+        self, reservation: Reservation, first_index: int, first_token: int, cut: int | None, span: Span
+    ) -> Kept:
         """`cut`: from this block on the prompt's KV was computed anew, for parity, and replaces what is here."""
         node, request = self.node, reservation.request
         if first_index != request.generated:
@@ -197,6 +208,7 @@ class Decode:
         node.reporter.progress(request.request_id, request.attempt, PHASE_DECODE_JOINED)
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
+            trace_answer(span, sequence)
             kept = Kept.of(sequence, node.config.block_tokens)
             node.slots.index(reservation.slots, kept.keys)
             # Beside the prompt's, where the prefill node has stored that: the next turn finds all in one place.

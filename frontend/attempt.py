@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from frontend.inbox import AttemptFailed, Event, Inbox, TokenArrived, WorkerGone
 from frontend.streams import WorkerStream
 from moonpool_proto.v1 import conductor_pb2
+from telemetry.tracing import OFF, Span
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Attempt:
     first_index: int
     prefill: WorkerStream | None = None
     decode: WorkerStream | None = None  # None: the prefill worker decodes too
+    span: Span = OFF
     num_duplicates: int = 0
     next_index: int = field(init=False)
     _decode_spoke: bool = False

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from frontend.attempt import Attempt, Setback
 from frontend.avoiding import Avoided
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
+from frontend.ending import Outcome, tell_end
 from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, InvalidRequest, RequestDeadline, WorkerLost
 from frontend.inbox import Inbox, TokenArrived
 from frontend.output import FinishReason, Output, Step
@@ -21,7 +22,7 @@ from frontend.request import Facts, GenerationRequest
 from frontend.streams import WorkerStream, WorkerStreams
 from frontend.timing import Handoff, Ttft
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
-from telemetry import RequestMetrics, logs
+from telemetry import RequestMetrics
 
 _log = logging.getLogger(__name__)
 _FINISH: Final[dict[int, FinishReason]] = {
@@ -75,7 +76,7 @@ class Generation:
         )
         self._attempt: Attempt | None = None
         self._setback: Setback | None = None  # why there is no attempt now
-        self._outcome: Literal["finished", "failed", "cancelled"] = "cancelled"
+        self._outcome: Outcome = "cancelled"
         self._finish_reason: FinishReason | None = None
         self._told: list[str] = []
         self._closed = False
@@ -136,10 +137,7 @@ class Generation:
             self._attempt = None
         if self._placer.is_known:
             self._context.spawn(self._placer.complete(self._outcome))
-        if self.facts.attempts:
-            self._count()
-        with logs.request(self.request.request_id):
-            self._log_end()
+        tell_end(self.request, self.facts, self._context.metrics, self._outcome, self._finish_reason)
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
 
@@ -161,10 +159,18 @@ class Generation:
             self.facts.lost_s += monotonic() - self._placed_s
         elif self._began_s is None:
             self._began_s = monotonic()
-        placement = await self._placer.place(deadline_s=self.deadline_s)
+        span = self.request.span.child("attempt", number=self.facts.attempts, choice=self.request.sampling.choice)
+        try:
+            placement = await self._placer.place(deadline_s=self.deadline_s, span=span)
+        except BaseException as error:
+            span.end_by(error)
+            raise
         self._placed_s = monotonic()
         inbox = Inbox(self._context.config.client_buffer_tokens, self._on_overflow)
-        attempt = self._attempt = Attempt(self.facts.attempts - 1, placement, inbox, len(self.facts.token_ids))
+        attempt = self._attempt = Attempt(
+            self.facts.attempts - 1, placement, inbox, len(self.facts.token_ids), span=span
+        )
+        span.note(prefill_node=self.facts.prefill_node, decode_node=self.facts.decode_node)
         # The decode worker's stream first: it must know where to send tokens before it can have any.
         if placement.HasField("decode"):
             attempt.decode = await self._attach(attempt, placement.decode)
@@ -201,6 +207,7 @@ class Generation:
             placement=attempt.placement,
             timeout_s=max(0.001, self.deadline_s - monotonic()),
             idle_s=request.idle_s,
+            traceparent=attempt.span.traceparent,
         )
 
     async def _follow(self, attempt: Attempt) -> Step | None:
@@ -249,6 +256,7 @@ class Generation:
         if facts.last_token_s is None:
             facts.first_token_s = arrived.at_s
             facts.ttft = self._ttft(arrived)
+            self.request.span.event("first token")
             metrics.began(facts.ttft.whole_s, facts.ttft.parts())
             metrics.prompt_tokens.inc(len(self.request.prompt_ids))
         else:
@@ -307,6 +315,7 @@ class Generation:
 
     def _leave(self, attempt: Attempt, *, cancel: bool, keep_kv: bool = False, kept_tokens: int = 0) -> None:
         attempt.inbox.close()
+        attempt.span.end()
         for stream in attempt.streams:
             stream.unsubscribe(self.request.request_id, attempt.number)
             if cancel:
@@ -315,6 +324,7 @@ class Generation:
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""
         _log.warning("attempt %d ended: %s", attempt.number, setback.message, extra={"suspect": setback.suspect})
+        attempt.span.fail(setback.message)
         self._leave(attempt, cancel=True)
         self._attempt, self._setback = None, setback
         self._avoided.add(setback.suspect, attempt.incarnation_of(setback.suspect), monotonic())
@@ -346,31 +356,3 @@ class Generation:
             self._leave(self._attempt, cancel=True)
         if not self.overflowed.done():
             self.overflowed.set_result(None)
-
-    def _log_end(self) -> None:
-        facts = self.facts
-        extra = {
-            "prompt_tokens": len(self.request.prompt_ids),
-            "generated": len(facts.token_ids),
-            "cached_tokens": facts.cached_tokens,
-            "attempts": facts.attempts,
-            "prefill_node": facts.prefill_node,
-            "decode_node": facts.decode_node,
-            "seconds": round(monotonic() - self.request.arrival_s, 4),
-        }
-        _log.info("request %s", self._outcome, extra=extra)
-
-    def _count(self) -> None:
-        facts, metrics = self.facts, self._context.metrics
-        if self._outcome == "cancelled":
-            metrics.finished("abort")
-        elif self._finish_reason is None:
-            metrics.finished("error")
-        else:
-            metrics.finished(self._finish_reason)
-            assert facts.first_token_s is not None  # finished means a token came
-            assert facts.last_token_s is not None
-            metrics.e2e.observe(facts.last_token_s - self.request.arrival_s)
-            metrics.decode.observe(facts.last_token_s - facts.first_token_s)
-            metrics.request_prompt_tokens.observe(len(self.request.prompt_ids))
-            metrics.request_generation_tokens.observe(len(facts.token_ids))

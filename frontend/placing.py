@@ -18,6 +18,7 @@ from frontend.errors import (
 from frontend.request import Facts, GenerationRequest
 from moonpool_proto.v1 import conductor_pb2
 from telemetry import RequestMetrics
+from telemetry.tracing import Span
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
@@ -53,16 +54,20 @@ class Placer:
         self._line: Line | None = None  # to the conductor that answered; None while any of them may have
         self._attempt = 0  # number of the last one asked for: 0, 1, ...
 
-    async def place(self, *, deadline_s: float) -> conductor_pb2.Placement:
-        """The next attempt's placement; counts the attempt. Raises ApiError when there is none by `deadline_s` (the
-        monotonic clock), or at all."""
+    async def place(self, *, deadline_s: float, span: Span) -> conductor_pb2.Placement:
+        """The next attempt's placement, asked for within `span`; counts the attempt.
+
+        Raises ApiError when there is none by `deadline_s` (the monotonic clock), or at all.
+        """
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
         self._asked_s = started_s if self._asked_s is None else self._asked_s
         excluded = self._avoided.nodes()
         while True:
             self.is_known, self._line = True, None
-            reply, self._line = await self._conductor.schedule(self._schedule(excluded), deadline_s=deadline_s)
+            with span.child("schedule", "client") as asking:
+                asked = self._schedule(excluded, asking.traceparent)
+                reply, self._line = await self._conductor.schedule(asked, deadline_s=deadline_s)
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
@@ -103,7 +108,7 @@ class Placer:
         )
         self.is_known = False
 
-    def _schedule(self, excluded: list[str]) -> conductor_pb2.ScheduleRequest:
+    def _schedule(self, excluded: list[str], traceparent: str) -> conductor_pb2.ScheduleRequest:
         request, generated = self._request, self._facts.token_ids
         ids, chain = request.extended(generated)
         return conductor_pb2.ScheduleRequest(
@@ -123,6 +128,7 @@ class Placer:
             priority=request.priority,
             waited_s=max(0.0, monotonic() - request.arrival_s),
             endless=request.idle_s > 0,
+            traceparent=traceparent,
         )
 
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:

@@ -180,7 +180,9 @@ class Preparer:
             priority=body.priority or 0,
             idle_s=config.endless_idle_s if body.endless else 0.0,
             text=text_options(body),
+            span=arrival.span,
         )
+        arrival.span.past("tokenize", arrival.at_s, first.arrival_s + first.tokenize_s, prompt_tokens=len(prompt))
         further = range(1, body.num_choices)
         return [first, *(first.other_choice(choice) for choice in further)]
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from frontend.timing import Handoff, Ttft
 from kvpool import chain_keys
 from moonpool_proto.v1 import common_pb2, worker_pb2
+from telemetry.tracing import OFF, Span
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class GenerationRequest:
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
     dropped_messages: int = 0  # of a chat, so that it fits into the context
     text: TextOptions = TextOptions()
+    span: Span = OFF  # of the client's request
 
     @property
     def tells_prompt(self) -> bool:

@@ -19,7 +19,15 @@ from frontend.session import Session
 from frontend.streams import WorkerStreams
 from frontend.tokenizer import Tokenizer
 from frontend.work_threads import WorkThreads
-from telemetry import ConductorCollector, ConductorSample, LoopWatch, NodesCollector, RequestFamilies, new_registry
+from telemetry import (
+    ConductorCollector,
+    ConductorSample,
+    LoopWatch,
+    NodesCollector,
+    RequestFamilies,
+    new_registry,
+    tracing,
+)
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
@@ -152,6 +160,10 @@ class Service:
             ConductorSample("event_loop_lag_seconds", watch.lag_s, own),
             ConductorSample("event_loop_held_seconds", watch.own_s, own),
             ConductorSample("event_loop_stalls_total", watch.num_stalls, own),
+            *(
+                ConductorSample("trace_spans_total", n, own | {"result": result})
+                for result, n in tracing.counts().items()
+            ),
         ]
 
     async def _idle_within(self, seconds: float) -> bool:

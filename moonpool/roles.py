@@ -41,7 +41,7 @@ def run_role(role: Role, config: Any) -> int:
     """
     from messenger.control import run
     from moonpool.role_configs import node_id_of
-    from telemetry import logs
+    from telemetry import logs, tracing
 
     node_id = node_id_of(config.node, role.command)
     logs.configure(role.command, node_id, config.logs.log_level, json=config.logs.log_json)
@@ -57,12 +57,15 @@ def run_role(role: Role, config: Any) -> int:
 
     secure(config.tls)
     try:
+        tracing.configure(role.command, node_id)
         drained = run(_serve(role, config, node_id, stop, on_ready), stop=stop)
     except Exception as error:
         if isinstance(error, _configuration_errors()):
             raise ConfigError(f"{node_id}: {error}") from error
         log.exception("%s ends: %s", node_id, error)
         return 1
+    finally:
+        tracing.close()
     if drained:
         print(DRAINED_LINE, flush=True)
     return 0
@@ -133,6 +136,7 @@ _CONFIGURATION_ERRORS = {
     "kvpool.errors": ("PoolConfigError",),
     "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
     "frontend.errors": ("ConfigError", "ModelFolderError", "PortInUse"),
+    "telemetry.errors": ("BadTracing",),
 }
 
 

@@ -15,6 +15,7 @@ from messenger.control import ControlError, Refused, call
 from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.push import Pusher
+from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.node import WorkerNode
 from worker.prepare import Prepared
@@ -30,12 +31,14 @@ COMMIT_ROUNDS = 3
 class Handoff:
     """One attempt's reservation on one decode node."""
 
-    def __init__(self, node: WorkerNode, work: Prepared, channel: grpc.aio.Channel) -> None:
+    def __init__(self, node: WorkerNode, work: Prepared, channel: grpc.aio.Channel, span: Span) -> None:
+        """`span`: what it is a part of."""
         self._node = node
         self._work = work
         self._request = work.request
         self._decode = work.request.placement.decode
         self._stub = WorkerStub(channel)
+        self._span = span
         self.reservation: ReserveReply | None = None
         self._may_hold = False  # whether the decode node may hold something that is not committed
         self.is_called_off = False
@@ -54,6 +57,13 @@ class Handoff:
             if pin.first < min(pin.end, shared):
                 reserve.pulls.append(pin.lease.head(shared - pin.first).to_pull_range(pin.first))
         self._may_hold = True
+        with self._span.child("reserve", "client", decode_node=self._decode.node_id) as span:
+            # Where this node does not trace, the decode node goes on from the front door's span.
+            reserve.request.traceparent = span.traceparent or request.traceparent
+            await self._reserve(reserve)
+
+    async def _reserve(self, reserve: ReserveRequest) -> None:
+        request = self._request
         try:
             self.reservation = await call(
                 self._stub.Reserve(reserve, timeout=request.time_left_s),
@@ -91,7 +101,9 @@ class Handoff:
         """Hand the request over once every block has arrived and was verified there; push again what was not."""
         if not self.is_called_off:
             self._committing = asyncio.ensure_future(self._commit(pusher, sequence))
-            await unless_called_off(self._committing)
+            with self._span.child("commit", "client", decode_node=self._decode.node_id):
+                await unless_called_off(self._committing)
+            pusher.trace(self._span, peer=self._decode.node_id)
 
     async def _commit(self, pusher: Pusher, sequence: Sequence) -> None:
         assert self.reservation is not None

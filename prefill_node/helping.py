@@ -23,6 +23,7 @@ from moonpool_proto.v1.worker_pb2 import (
     HelpRequest,
 )
 from prefill_node.membership import Membership
+from telemetry import tracing
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.request import Request, Sequence
@@ -91,6 +92,16 @@ class Helping:
             raise RequestRefused("draining", f"{node.config.node_id} is changing its role")
 
     async def _work(
+        self,
+        request: Request,
+        enlist: Enlist,
+        joined: asyncio.Future[Membership],
+        begun: asyncio.Future[BeginShare],
+    ) -> None:
+        with tracing.begin("help", request.traceparent, **request.about):
+            await self._work_traced(request, enlist, joined, begun)
+
+    async def _work_traced(
         self,
         request: Request,
         enlist: Enlist,

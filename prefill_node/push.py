@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
+from telemetry.tracing import Span
 from worker.arrivals import KV_TAG
 from worker.engine_memory import EngineMemory
 from worker.errors import RequestFailed
@@ -59,6 +60,7 @@ class Pusher:
         self._open: set[Future[None]] = set()
         self._error: BaseException | None = None
         self._stopped = False
+        self._moved_nbytes, self._began_at, self._landed_at = 0, 0.0, 0.0  # instants of time.perf_counter()
 
     def layer_written(self, layer: int, start: int, end: int) -> None:
         """Prompt tokens [start, end) of `layer` are in the cache. Called on the engine's thread."""
@@ -125,7 +127,11 @@ class Pusher:
     def _landed(self, future: Future[TransferResult], began: float, done: Future[None]) -> None:
         error = future.exception()
         if error is None:
-            self._moved(future.result().nbytes, time.perf_counter() - began)
+            nbytes, landed_at = future.result().nbytes, time.perf_counter()
+            self._moved(nbytes, landed_at - began)
+            with self._lock:
+                self._moved_nbytes += nbytes
+                self._began_at, self._landed_at = min(self._began_at or began, began), max(self._landed_at, landed_at)
         self._finish(done, error)
 
     def _finish(self, done: Future[None], error: BaseException | None) -> None:
@@ -140,6 +146,13 @@ class Pusher:
         await self.settle()
         if self._error is not None:
             raise RequestFailed("push", f"KV could not be pushed: {self._error}")
+
+    def trace(self, span: Span, *, peer: str) -> None:
+        """Tell a span of what was pushed."""
+        if span.is_on and self._moved_nbytes:
+            to_monotonic_s = time.monotonic() - time.perf_counter()
+            start_s, end_s = self._began_at + to_monotonic_s, self._landed_at + to_monotonic_s
+            span.past("messenger push", start_s, end_s, bytes=self._moved_nbytes, peer=peer)
 
     async def stop(self) -> None:
         """Push nothing more; returns when no write is under way, whatever became of it."""

@@ -20,9 +20,11 @@ from prefill_node.helping import Helping
 from prefill_node.membership import Membership
 from prefill_node.places import Place, Places
 from prefill_node.push import Pusher
+from telemetry import tracing
+from telemetry.tracing import Span
 from worker.matchers import Matcher
 from worker.node import WorkerNode
-from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of
+from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of, trace_prompt
 from worker.request import Request, Sequence
 from worker.settle import both, settled
 
@@ -61,6 +63,10 @@ class Prefill:
             del self._taps[id(sequence)]
 
     async def serve(self, request: Request) -> None:
+        with tracing.begin("prefill", request.traceparent, **request.about) as span:
+            await self._serve(request, span)
+
+    async def _serve(self, request: Request, span: Span) -> None:
         node = self.node
         next_node = request.placement.decode.node_id
         node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
@@ -73,19 +79,20 @@ class Prefill:
                     self._places.take(request.key) as place,
                     prepared(node, request, peak_tokens=len(request.prompt)) as work,
                 ):
-                    await self._prefill_and_hand_off(work, place, matcher)
+                    await self._prefill_and_hand_off(work, place, matcher, span)
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
-    async def _prefill_and_hand_off(self, work: Prepared, place: Place, matcher: Matcher | None) -> None:
+    async def _prefill_and_hand_off(self, work: Prepared, place: Place, matcher: Matcher | None, span: Span) -> None:
         node, request = self.node, work.request
-        handoff = Handoff(node, work, self._channel(request.placement.decode.target))
+        handoff = Handoff(node, work, self._channel(request.placement.decode.target), span)
         pusher: Pusher | None = None
         try:
-            await both(load(node, work), handoff.reserve())
+            await both(load(node, work, span), handoff.reserve())
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
             sequence = await self._prefill(work, place, matcher, pusher)
+            trace_prompt(span, sequence, work)
             if sequence.finish:
                 await keep(node, work, sequence)
                 return

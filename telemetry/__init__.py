@@ -1,13 +1,14 @@
 """Metrics under vLLM's names and structured logs with request ids; knows no other package."""
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
-from telemetry.errors import TelemetryError, UnknownLogLevel
+from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel
 from telemetry.loop_lag import LoopWatch
 from telemetry.metrics import RequestFamilies, RequestMetrics, exposition, new_registry
 from telemetry.nodes import NodeSample, NodesCollector
 
 __all__ = [
     "CONDUCTOR_METRICS",
+    "BadTracing",
     "ConductorCollector",
     "ConductorSample",
     "LoopWatch",

@@ -69,6 +69,7 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "The same by tenant; beyond the first few that the record does not name: other.",
         ("tenant", "objective", "result"),
     ),
+    "trace_spans_total": ("Spans of traces that ended in a process, by what became of them.", ("process", "result")),
     "event_loop_lag_seconds": ("Longest time that an event loop did not come round of late.", ("process",)),
     "event_loop_held_seconds": ("Longest of such times that was the process's own work.", ("process",)),
     "event_loop_stalls_total": ("Times that a process's own work held its event loop for 50 ms or more.", ("process",)),

@@ -1,6 +1,7 @@
 """Every error this package raises; nothing else lives here.
 
 TelemetryError
+├── BadTracing           variables of OpenTelemetry's that cannot be followed
 └── UnknownLogLevel      a log level that is none of logging's names
 """
 
@@ -11,3 +12,7 @@ class TelemetryError(Exception):
 
 class UnknownLogLevel(TelemetryError, ValueError):
     """The level asked for is none of debug, info, warning, error, critical."""
+
+
+class BadTracing(TelemetryError, ValueError):
+    """OpenTelemetry's variables ask for what cannot be done, or make no sense."""

@@ -28,6 +28,7 @@ _LABELLED: Final = tuple(
         (rf"messenger_rail/(?P<rail>.*)/{_WAY}_(?P<unit>{_UNITS})", "messenger_rail_{unit}", 1.0),
         (rf"messenger_latency/{_WAY}", "messenger_latency", 1.0),
         (rf"messenger_rail_latency/(?P<rail>.*)/{_WAY}", "messenger_rail_latency", 1.0),
+        (r"trace_spans_(?P<result>[a-z]+)", "node_trace_spans", 1.0),
         (r"messenger_queued_(?P<priority>[a-z]+)_open", "messenger_queued_open", 1.0),
     )
 )

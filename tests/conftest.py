@@ -5,8 +5,11 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -40,6 +43,83 @@ def short_path() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="mp-"))
     yield path
     shutil.rmtree(path)
+
+
+class OtlpReceiver:
+    """A collector: takes spans over HTTP, as any of them does. While `is_silent` it answers nobody."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.is_silent = threading.Event()
+        self._over = threading.Event()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                while receiver.is_silent.is_set() and not receiver._over.wait(0.01):
+                    pass
+                receiver._take(self.path, dict(self.headers.items()), body)
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def _take(self, path: str, headers: dict[str, str], body: bytes) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        assert path == "/v1/traces"
+        self.headers.append(headers)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            about = _attributes(resource.resource.attributes)
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.append(
+                        {
+                            "name": span.name,
+                            "trace": span.trace_id.hex(),
+                            "id": span.span_id.hex(),
+                            "parent": span.parent_span_id.hex(),
+                            "node": about["service.instance.id"],
+                            "service": about["service.name"],
+                            "start_ns": span.start_time_unix_nano,
+                            "end_ns": span.end_time_unix_nano,
+                            "is_error": span.status.code == 2,
+                            "status": span.status.message,
+                            "events": [event.name for event in span.events],
+                            "about": _attributes(span.attributes),
+                        }
+                    )
+
+    def trace(self, trace_id: str) -> list[dict[str, Any]]:
+        """The spans of a trace that have come so far."""
+        return [span for span in self.spans if span["trace"] == trace_id]
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+
+
+@pytest.fixture(scope="module")
+def otlp_receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
 
 
 class RdmaMachine:

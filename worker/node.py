@@ -18,6 +18,7 @@ from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
+from telemetry import tracing
 from worker.arrivals import Arrivals
 from worker.config import WorkerConfig
 from worker.counters import Counters
@@ -265,8 +266,9 @@ class WorkerNode:
                     continue
                 timings[sequence.request.request_id] = timing
                 if timing.HasField("handoff"):
-                    began_at = sequence.first_token_at - result.seconds
-                    timing.handoff.join_s, timing.handoff.step_s = began_at - sequence.committed_at, result.seconds
+                    sequence.joined_at = sequence.first_token_at - result.seconds
+                    timing.handoff.join_s = sequence.joined_at - sequence.committed_at
+                    timing.handoff.step_s = result.seconds
                 else:
                     timing.queue_s = sequence.first_step_at - sequence.request.submitted - timing.load_s
                     timing.prefill_s = sequence.first_token_at - sequence.first_step_at
@@ -325,6 +327,8 @@ class WorkerNode:
             report.counters[name] = value
         for name, count in self.messenger.reported().items():
             report.counters[f"messenger_{name}"] = count
+        for result, count in tracing.counts().items():
+            report.counters[f"trace_spans_{result}"] = count
 
     def validate(self) -> tuple[list[str], dict[str, float]]:
         """(problems, counts): at rest there are no problems and all counts are zero."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moonpool_proto.v1.worker_pb2 import Timing
+from telemetry.tracing import Span
 from worker.keeping import Kept
 from worker.matchers import Matcher
 from worker.node import WorkerNode
@@ -100,14 +101,24 @@ async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[Pinned]], *, super
         await node.pool.unpin(pinning.result(), superseded=superseded)
 
 
-async def load(node: WorkerNode, work: Prepared) -> None:
-    """Fill the reused blocks' slots from the pool; sets `reused_tokens` to what is there and right."""
+async def load(node: WorkerNode, work: Prepared, span: Span) -> None:
+    """Fill the reused blocks' slots from the pool; sets `reused_tokens` to what is there and right. Within `span`."""
     began = time.monotonic()
+    with span.child("load") as loading:
+        await _load(node, work, loading)
+        loading.note(reused_tokens=work.reused_tokens, local_blocks=work.local_blocks, pooled_blocks=work.pooled_blocks)
+    work.load_s = time.monotonic() - began
+
+
+async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
     block_tokens = node.config.block_tokens
     local, pooled = work.local_blocks, work.pooled_blocks
     tail = work.pinned[-1].tail if work.pinned and pooled >= local else None
     wanted = max(0, pooled - local) + (tail is not None)
-    good = await node.pool.load(work.pinned, work.slots[local : local + wanted], local) if wanted else 0
+    good = 0
+    if wanted:
+        with span.child("messenger load", "client", blocks=wanted):
+            good = await node.pool.load(work.pinned, work.slots[local : local + wanted], local)
     work.store_from = pooled
     work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
     if good < wanted:
@@ -119,7 +130,25 @@ async def load(node: WorkerNode, work: Prepared) -> None:
         await _set_aside(node, work, good)
         work.reused_tokens = work.cut * block_tokens
     node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
-    work.load_s = time.monotonic() - began
+
+
+def trace_prompt(span: Span, sequence: Sequence, work: Prepared) -> None:
+    """Tell a span how the prompt came to its first token."""
+    if span.is_on:
+        queued_s = sequence.request.submitted, sequence.first_step_at
+        span.past("queue", *queued_s, load_s=work.load_s)
+        computed = {"computed_tokens": sequence.computed_tokens, "reused_tokens": sequence.reused_tokens}
+        span.past("compute", sequence.first_step_at, sequence.first_token_at, **computed)
+
+
+def trace_answer(span: Span, sequence: Sequence) -> None:
+    """Tell a span how the answer was generated, once it has left the engine."""
+    if span.is_on and sequence.first_token_at:
+        generated = sequence.num_tokens - sequence.prompt_len
+        if sequence.committed_at:
+            span.past("join", sequence.committed_at, sequence.joined_at)
+        began_at = sequence.joined_at or sequence.first_token_at
+        span.past("generate", began_at, time.monotonic(), tokens=generated)
 
 
 async def _set_aside(node: WorkerNode, work: Prepared, num_loaded: int) -> None:

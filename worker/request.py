@@ -101,6 +101,16 @@ class Request:
         return self.request_id, self.attempt
 
     @property
+    def traceparent(self) -> str:
+        """Of the sender's span; "" where it is not traced."""
+        return self.proto.traceparent
+
+    @property
+    def about(self) -> dict[str, str | int]:
+        """What a span of it is told by."""
+        return {"request_id": self.request_id, "attempt": self.attempt, "prompt_tokens": len(self.prompt)}
+
+    @property
     def peak_tokens(self) -> int:
         """The most tokens of KV this attempt can need: the last token generated is never fed back."""
         return len(self.prompt) + self.max_tokens - self.generated - 1
@@ -153,6 +163,7 @@ class Sequence:
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0  # of those generated here
     committed_at: float = 0.0  # handed over by a prefill node
+    joined_at: float = 0.0  # began the first step after that
 
     def __post_init__(self) -> None:
         self.table = np.array(self.slots, dtype=np.int32)

@@ -16,11 +16,12 @@ from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer, given_request_id
 from frontend.api.openapi import describe
 from frontend.api.stream import encode
+from frontend.api.tracing import Traced, span_of
 from frontend.arrival import Arrival
 from frontend.errors import ApiError, ClientGone
 from frontend.served import ServedModel
 from frontend.service import Service
-from telemetry import exposition
+from telemetry import exposition, tracing
 
 B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=models.GenerationBody)
@@ -55,6 +56,8 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unforeseen)
+    if tracing.is_on():
+        app.add_middleware(Traced)
     return app
 
 
@@ -125,7 +128,7 @@ class _Routes:
 
     async def _generation(self, http: Request, kind: type[G]) -> tuple[Arrival, G, ServedModel]:
         at_s = monotonic()
-        arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http))
+        arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http), span=span_of(http))
         body = await self._body(http, kind)
         return arrival, body, await self._service.admit(body.model)
 

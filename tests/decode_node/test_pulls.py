@@ -12,6 +12,7 @@ import numpy as np
 from decode_node.reservation import Reservation
 from kvpool import Lease, layer_digests
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
+from telemetry.tracing import OFF
 from worker.request import Request
 
 BLOCK = 8
@@ -61,7 +62,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
         await real(reservation, lease, first, skip)
 
     pulls._pull_range = gated
-    pulling = asyncio.ensure_future(pulls.pull(reservation, [pull_range(0, 2), pull_range(2, 2)]))
+    pulling = asyncio.ensure_future(pulls.pull(reservation, [pull_range(0, 2), pull_range(2, 2)], OFF))
     await second.wait()
     asking = asyncio.ensure_future(reservation.missing_blocks())
     await asyncio.sleep(0)

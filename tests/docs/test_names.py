@@ -75,6 +75,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
     told = [flows.flow(peer="p", transport="rdma", rail=rail, direction="read") for rail in ("", "mlx5_0/1")]
     counted |= {f"messenger_{name}" for name in reported(flows, {})} | {f"messenger_{CERTIFICATE_LEFT}"}
     assert len(told) == 2
+    counted |= {"trace_spans_exported"}
     paced = (ROOT / "worker" / "paced" / "engine.py").read_text(encoding="utf-8")
     counted |= set(re.findall(r'"(paced_[a-z_]+)": self', paced))
     some = {"digest_mismatches", "kv_push_bytes", "pool_evicted_blocks", "messenger_retries", "paced_late_seconds"}

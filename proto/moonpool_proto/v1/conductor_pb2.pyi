@@ -476,6 +476,7 @@ class ScheduleRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ENDLESS_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -499,6 +500,8 @@ class ScheduleRequest(_message.Message):
     endless: _builtins.bool
     waited_s: _builtins.float
     """since it came to the front door"""
+    traceparent: _builtins.str
+    """W3C Trace Context: the sender's span; empty: it is not traced"""
     @_builtins.property
     def exclude_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -520,10 +523,11 @@ class ScheduleRequest(_message.Message):
         priority: _builtins.int = ...,
         endless: _builtins.bool = ...,
         waited_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "endless", b"endless", "exclude_nodes", b"exclude_nodes", "frontend_id", b"frontend_id", "generated", b"generated", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "tpot_objective_s", b"tpot_objective_s", "traceparent", b"traceparent", "ttft_objective_s", b"ttft_objective_s", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

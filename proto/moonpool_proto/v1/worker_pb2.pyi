@@ -110,6 +110,7 @@ class Submit(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -126,6 +127,8 @@ class Submit(_message.Message):
     """time left until the request's deadline, or, of an endless one, that of its first token"""
     idle_s: _builtins.float
     """> 0: endless; after its first token it ends when none came for so long"""
+    traceparent: _builtins.str
+    """W3C Trace Context: the sender's span; empty: it is not traced"""
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
@@ -145,10 +148,11 @@ class Submit(_message.Message):
         placement: _conductor_pb2.Placement | None = ...,
         timeout_s: _builtins.float = ...,
         idle_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
