@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -25,21 +24,14 @@ import pytest
 
 from engine.random_model import write_random_model
 from messenger.frames import (
-    MAGIC,
-    MAX_BODY_NBYTES,
-    VERSION,
     Hello,
-    Message,
-    Offer,
     Read,
     Refused,
-    Reject,
-    Welcome,
     encode,
 )
-from messenger.framing import PREFIX
 from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
+from tests.e2e.strangers import GREETING, NOISES, answer, dialled, greeted, reason_of_rejection, rows
 
 Moonpool = Callable[..., subprocess.CompletedProcess[str]]
 AssertRefused = Callable[..., None]
@@ -190,17 +182,6 @@ def service(name: str) -> str:
     return f"/moonpool.v1.{name}"
 
 
-GREETING = Hello("stranger", 9, "elsewhere", 1, b"s" * 16, "tcp")
-KIND_OF_HELLO = encode(GREETING)[5]
-NOISES = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "random": np.random.default_rng(5).bytes(5000),
-    "another version": PREFIX.pack(MAGIC, VERSION + 1, KIND_OF_HELLO, 0, 10) + bytes(10),
-    "a body over the limit": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, MAX_BODY_NBYTES + 1),
-    "a body that is no msgpack": PREFIX.pack(MAGIC, VERSION, KIND_OF_HELLO, 0, 20) + b"\xc1" * 20,
-}
-
-
 async def incarnation(cluster: Any, node: str) -> int:
     """Of the node's present life, as its State tells."""
     kind = "Pool" if node in POOLS else "Worker"
@@ -227,42 +208,6 @@ async def wait_logged(cluster: Any, node: str, what: str, count: int) -> None:
     async with asyncio.timeout(20):
         while log_of(cluster, node).count(what) < count:
             await asyncio.sleep(0.02)
-
-
-@contextlib.contextmanager
-def dialled(address: int | str) -> Iterator[socket.socket]:
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    with socket.socket(family) as raw:
-        raw.settimeout(20)
-        raw.connect(address if isinstance(address, str) else ("127.0.0.1", address))
-        yield raw
-
-
-def greeted(raw: socket.socket, greeting: Hello) -> SocketLink:
-    link = SocketLink(raw, "node")
-    link.send(greeting._replace(transport="shm" if raw.family == socket.AF_UNIX else "tcp"))
-    assert isinstance(link.receive(), Welcome)
-    return link
-
-
-def answer(link: SocketLink) -> Message:
-    """The next message but for offers of memory."""
-    while isinstance(message := link.receive(), Offer):
-        os.close(link.take_fd())
-    return message
-
-
-def rows(offset: int, nbytes: int) -> bytes:
-    return np.array([[offset, nbytes]], dtype=np.int64).tobytes()
-
-
-def reason_of_rejection(link: SocketLink) -> str:
-    """What the node says before it closes the connection."""
-    reject = answer(link)
-    assert isinstance(reject, Reject)
-    with pytest.raises(OSError):
-        link.receive()
-    return reject.reason
 
 
 async def test_garbage_on_every_messenger_socket_ends_its_own_connection_with_a_reason(
