@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
 
+from frontend.accepting import Turnstile
 from frontend.attempt import Attempt, Setback
 from frontend.avoiding import Avoided
 from frontend.cluster import ClusterWatch
@@ -44,6 +45,7 @@ class DriverContext:
     conductor: ConductorClient
     cluster: ClusterWatch
     streams: WorkerStreams
+    turnstile: Turnstile
     metrics: RequestMetrics
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     remember: Callable[[GenerationRequest, Sequence[int], str], int]
@@ -151,6 +153,7 @@ class Generation:
 
     async def _begin(self) -> Attempt | None:
         """Place the request, attach to its workers, submit it. None when a worker cannot be reached."""
+        await self._context.turnstile.take()
         if self._setback is not None:
             self._raise_if_final(self._setback)
             self._context.metrics.retries.inc()

@@ -6,10 +6,12 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from typing import Final
+from functools import partial
+from typing import Final, cast
 
 import uvicorn
 
+from frontend.accepting import Accepting
 from frontend.api.app import build_app
 from frontend.config import FrontendConfig
 from frontend.errors import ConfigError, PortInUse
@@ -21,15 +23,21 @@ _BACKLOG: Final = 2048
 _CONNECTIONS_END_S: Final = 2
 
 
-async def serve_frontend(config: FrontendConfig, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+async def serve_frontend(
+    config: FrontendConfig,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    on_rest: Callable[[], None] = lambda: None,
+) -> None:
     """Serve HTTP until `stop` is set, then refuse new requests, let running ones finish within the grace, and return.
 
-    `on_ready` is called with the URL once connections are answered, whether or not the cluster is ready by then.
+    `on_ready` is called with the URL once connections are answered, whether or not the cluster is ready by then;
+    `on_rest` whenever the last request in flight has ended.
     Raises PortInUse, ConfigError, ModelFolderError before anything is served.
     """
     listener = bind(config.host, config.port)
     try:
-        service = Service(config, await load_tokenizers(config.models))
+        service = Service(config, await load_tokenizers(config.models), on_rest)
         try:
             await service.start()
             await _serve(service, listener, stop, on_ready)
@@ -75,6 +83,7 @@ async def _serve(
             lifespan="off",
             log_config=None,
             access_log=service.config.access_log,
+            proxy_headers=service.config.access_log,  # nobody else asks where a client is
             server_header=False,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_CONNECTIONS_END_S,
@@ -106,14 +115,18 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up, and leaves signals to whoever runs the process."""
+    """Says when it is up, takes few connections at a time, and leaves signals to whoever runs the process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        config = self.config
+        make = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+        protocol = partial(make, config, self.server_state, self.lifespan.state)
+        self.servers = [Accepting(listener, protocol) for listener in sockets or ()]  # type: ignore[misc]
         self.is_up.set()
 
     @contextlib.contextmanager

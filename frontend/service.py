@@ -4,9 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
+from frontend.accepting import Turnstile
 from frontend.auth import ApiKeys
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
@@ -36,9 +37,13 @@ _LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once
 class Service:
     """The front door without HTTP. `start` before use, `drain` then `close` after it."""
 
-    def __init__(self, config: FrontendConfig, tokenizers: Sequence[Tokenizer]) -> None:
-        """`tokenizers`: one per configured model."""
+    def __init__(
+        self, config: FrontendConfig, tokenizers: Sequence[Tokenizer], on_rest: Callable[[], None] = lambda: None
+    ) -> None:
+        """`tokenizers`: one per configured model; `on_rest` is called whenever no request is left in flight."""
         self.config = config
+        self.turnstile = Turnstile()
+        self._on_rest = on_rest
         self.keys = ApiKeys(config.api_keys)
         self.registry = new_registry()
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
@@ -93,7 +98,14 @@ class Service:
     def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest]) -> Session:
         """Start what `close_session` must end."""
         context = DriverContext(
-            self.config, self.conductor, self.cluster, self.streams, model.metrics, self._spawn, model.remember
+            self.config,
+            self.conductor,
+            self.cluster,
+            self.streams,
+            self.turnstile,
+            model.metrics,
+            self._spawn,
+            model.remember,
         )
         generations: list[Generation] = []
         for request in requests:
@@ -114,6 +126,7 @@ class Service:
             model.count_session(-1)
         if not self._sessions:
             self._is_idle.set()
+            asyncio.get_running_loop().call_soon(self._rest)
 
     async def drain(self) -> None:
         """Take no new requests, wait for the running ones for the grace, then end what still runs with an error."""
@@ -165,6 +178,10 @@ class Service:
                 for result, n in tracing.counts().items()
             ),
         ]
+
+    def _rest(self) -> None:
+        if not self._sessions:
+            self._on_rest()
 
     async def _idle_within(self, seconds: float) -> bool:
         try:

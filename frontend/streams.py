@@ -20,7 +20,7 @@ from moonpool_proto.v1 import conductor_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _CLOSE_GRACE_S: Final = 1.0
-_AT_ONCE: Final = 64  # tokens of a message for which requests are woken before the event loop comes round again
+_AT_ONCE: Final = 16  # tokens of a message for which requests are woken before the event loop comes round again
 
 AttachCall = grpc.aio.StreamStreamCall[worker_pb2.FrontendMessage, worker_pb2.WorkerMessage]
 

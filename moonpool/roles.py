@@ -4,7 +4,6 @@ The serving packages are imported by the process that becomes the role, and by n
 """
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.child import DRAINED_LINE, READY_PREFIX
+from moonpool.collecting import settle, settle_at_rest, wait_for_rest
 from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
 from moonpool.encryption import secure
 from moonpool.errors import ConfigError
@@ -48,10 +48,7 @@ def run_role(role: Role, config: Any) -> int:
     stop = asyncio.Event()
 
     def on_ready(target: str) -> None:
-        # What is there by now stays until the end. A full collection over it would stall the role for a tenth of a
-        # second, again and again.
-        gc.collect()
-        gc.freeze()
+        settle()  # what is there by now stays until the end
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
@@ -126,7 +123,8 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
     from frontend import serve_frontend
     from moonpool.role_configs import frontend_config
 
-    await serve_frontend(frontend_config(config, node_id), stop, on_ready)
+    wait_for_rest()
+    await serve_frontend(frontend_config(config, node_id), stop, on_ready, settle_at_rest)
 
 
 # What a serve function raises when trying again with the same configuration cannot help.

@@ -1,13 +1,14 @@
 """The application: routes, and how errors look. Each route decodes, calls, encodes."""
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from time import monotonic
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.api import models
 from frontend.api.body import parse_body, read_body
@@ -23,42 +24,63 @@ from frontend.served import ServedModel
 from frontend.service import Service
 from telemetry import exposition, tracing
 
+_log = logging.getLogger(__name__)
+_MODEL: Final = "/v1/models/"
+
 B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=models.GenerationBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service) -> ASGIApp:
     """The HTTP application over a started service."""
-    app = FastAPI(title="Moonpool", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(service)
-    opened: dict[str, Handler] = {
-        "/health": routes.alive,
-        "/live": routes.alive,
-        "/ready": routes.ready,
-        "/metrics": routes.metrics,
-        "/validate": routes.validate,
-        "/openapi.json": routes.openapi,
-    }
-    guarded: dict[str, tuple[str, Handler]] = {
-        "/v1/models": ("GET", routes.models),
-        "/v1/models/{name:path}": ("GET", routes.model),
-        "/v1/completions": ("POST", routes.completions),
-        "/v1/chat/completions": ("POST", routes.chat),
-        "/tokenize": ("POST", routes.tokenize),
-        "/detokenize": ("POST", routes.detokenize),
-    }
-    for path, handler in opened.items():
-        app.add_route(path, handler, methods=["GET"])
-    for path, (method, handler) in guarded.items():
-        app.add_route(path, handler, methods=[method])
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(Exception, _unforeseen)
-    if tracing.is_on():
-        app.add_middleware(Traced)
-    return app
+    app = _App(service)
+    return Traced(app) if tracing.is_on() else app
+
+
+class _App:
+    """Not a framework's: matching a request with routes and passing each piece of its answer through layers would cost
+    more than what is done for it here."""
+
+    def __init__(self, service: Service) -> None:
+        routes = _Routes(service)
+        self._turnstile = service.turnstile
+        self._any_model = routes.model
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", routes.alive),
+            "/live": ("GET", routes.alive),
+            "/ready": ("GET", routes.ready),
+            "/metrics": ("GET", routes.metrics),
+            "/validate": ("GET", routes.validate),
+            "/openapi.json": ("GET", routes.openapi),
+            "/v1/models": ("GET", routes.models),
+            "/v1/completions": ("POST", routes.completions),
+            "/v1/chat/completions": ("POST", routes.chat),
+            "/tokenize": ("POST", routes.tokenize),
+            "/detokenize": ("POST", routes.detokenize),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._turnstile.take()
+        http = Request(scope, receive)
+        try:
+            response = await self._handler(http)(http)
+        except ApiError as error:
+            response = _refusal(http, error.body(), error.status, error.headers())
+        except ClientGone:
+            response = Response(status_code=499)  # nginx's code for it; nobody reads it
+        except Exception:
+            _log.exception("%s %s failed", http.method, http.url.path)
+            response = _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})
+        await response(scope, receive, send)
+
+    def _handler(self, http: Request) -> Handler:
+        path: str = http.scope["path"]
+        method, handler = self._routes.get(path) or self._routes.get(path.rstrip("/"), ("", _no_such_path))
+        if not method and path.startswith(_MODEL):
+            method, handler = "GET", self._any_model
+        is_fitting = http.method == method or (http.method == "HEAD" and method == "GET")
+        return handler if is_fitting or not method else partial(_no_such_method, method)
 
 
 class _Routes:
@@ -104,7 +126,7 @@ class _Routes:
 
     async def model(self, http: Request) -> Response:
         self._tenant(http)
-        name = http.path_params["name"]
+        name = http.scope["path"].removeprefix(_MODEL)
         return _json(self._card(name, self._service.models.find(name)))
 
     async def alive(self, http: Request) -> Response:
@@ -163,17 +185,18 @@ def _json(value: object, *, status: int = 200) -> Response:
     return Response(encode(value), status_code=status, media_type="application/json")
 
 
-async def _api_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _refusal(http, error.body(), error.status, error.headers())
+async def _no_such_path(http: Request) -> Response:
+    return _unrouted(http, 404, "Not Found", {})
 
 
-async def _http_error(http: Request, error: Exception) -> Response:
-    """No such path, or no such method there."""
-    assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail}"
+async def _no_such_method(allowed: str, http: Request) -> Response:
+    return _unrouted(http, 405, "Method Not Allowed", {"allow": "GET, HEAD" if allowed == "GET" else allowed})
+
+
+def _unrouted(http: Request, status: int, problem: str, headers: Mapping[str, str]) -> Response:
+    message = f"{http.method} {http.url.path}: {problem}"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return _refusal(http, {"error": body}, error.status_code, error.headers or {})
+    return _refusal(http, {"error": body}, status, headers)
 
 
 def _refusal(http: Request, body: object, status: int, headers: Mapping[str, str]) -> Response:
@@ -182,12 +205,3 @@ def _refusal(http: Request, body: object, status: int, headers: Mapping[str, str
     if given := given_request_id(http):
         response.headers["x-request-id"] = given
     return response
-
-
-async def _client_gone(http: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's code for it; nobody reads it
-
-
-async def _unforeseen(http: Request, error: Exception) -> Response:
-    """A fault of ours; the server logs it with its traceback."""
-    return _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})

@@ -10,14 +10,16 @@ from starlette.responses import Response
 
 from frontend.api.formats import Format
 from frontend.api.models import GenerationBody
+from frontend.api.presence import Presence
 from frontend.api.server_timing import server_timing
-from frontend.api.stream import EventStream, encode, until_gone
+from frontend.api.stream import EventStream, encode
 from frontend.api.view import View
 from frontend.errors import ApiError
 from frontend.output import Step
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
+from frontend.session import Session
 from telemetry import logs
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ async def answer(
     headers = {"x-request-id": given_request_id(http) or requests[0].request_id}
     with logs.request(requests[0].request_id):
         session = service.open_session(model, requests)
+        presence = Presence(http.receive)
         handed_over = False
         try:
             shape = form(
@@ -53,7 +56,7 @@ async def answer(
             if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
                 await service.threads.run(session.read_prompts)
             if not body.stream:
-                steps = await until_gone(http, session.collect())
+                steps = await presence.during(session.collect())
                 prompts = requests if body.return_token_ids else []
                 headers |= server_timing(session.generations) if timing else {}
                 content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
@@ -64,12 +67,14 @@ async def answer(
                 return await _told(service, [step], lambda: shape.events(index, step))
 
             # The first step is awaited before any header is sent, so that what fails early fails with its status.
-            first = await until_gone(http, more())
+            first = await presence.during(more())
             handed_over = True
             headers |= server_timing(session.generations) if timing else {}
             return EventStream(
                 first,
                 more,
+                presence=presence,
+                request_id=requests[0].request_id,
                 is_over=lambda: session.is_over,
                 aborts=[each.overflowed for each in session.generations],
                 close=lambda: service.close_session(session),
@@ -81,7 +86,12 @@ async def answer(
             raise
         finally:
             if not handed_over:
-                await asyncio.shield(service.close_session(session))
+                await asyncio.shield(_end(service, session, presence))
+
+
+async def _end(service: Service, session: Session, presence: Presence) -> None:
+    await presence.close()
+    await service.close_session(session)
 
 
 async def _told(

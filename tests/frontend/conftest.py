@@ -104,7 +104,10 @@ async def cluster(run_dir: Path) -> AsyncIterator[ScriptedCluster]:
 class Front:
     """A running front door and an HTTP client for it."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+    def __init__(
+        self, url: str, http: aiohttp.ClientSession, stop: asyncio.Event, task: asyncio.Task[None], rests: list[None]
+    ) -> None:
+        self.rests = rests  # one for each time that the last request had ended
         self.url = url
         self.http = http
         self.stop = stop
@@ -187,13 +190,15 @@ def start_front(config: FrontendConfig) -> StartFront:
     @asynccontextmanager
     async def start(**changes: Any) -> AsyncIterator[Front]:
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(serve_frontend(replace(config, **changes), stop, url.set_result))
+        rests: list[None] = []
+        serving = serve_frontend(replace(config, **changes), stop, url.set_result, lambda: rests.append(None))
+        task = asyncio.create_task(serving)
         await asyncio.wait((task, url), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
             try:
-                yield Front(url.result(), http, stop, task)
+                yield Front(url.result(), http, stop, task, rests)
             finally:
                 stop.set()
                 await within(task)

@@ -87,7 +87,7 @@ async def test_client_that_leaves_during_placement_frees_its_place(cluster: Any,
 
 async def test_other_requests_go_on_while_one_client_does_not_read(cluster: Any, start_front: Any) -> None:
     """Its tokens are buffered up to the limit; then it is cancelled, and its connection ends."""
-    async with start_front(client_buffer_tokens=16) as front:
+    async with start_front(client_buffer_tokens=8) as front:
         host, port = front.url.removeprefix("http://").split(":")
         # A small window, so that little is buffered by the kernels.
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
