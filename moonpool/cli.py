@@ -11,7 +11,6 @@ import typer
 from moonpool.chat.command import chat
 from moonpool.config import ServeConfig
 from moonpool.demo import demo
-from moonpool.doctor.command import doctor
 from moonpool.inspection import config_keys, validate
 from moonpool.lazy_command import add_lazy
 from moonpool.options import configured_command
@@ -71,6 +70,12 @@ _LAZY = (
         "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear; measure how fast "
         "KV goes between two hosts.\n\n[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]\n\n"
         "[bold]moonpool bench messenger[/bold]",
+    ),
+    (
+        "doctor",
+        "moonpool.doctor.command",
+        "Tell what this machine offers for serving, and what to do about what is missing.\n\n"
+        "[bold]moonpool doctor --for gpu[/bold]",
     ),
     (
         "pool",
@@ -138,7 +143,6 @@ for _name, _module, _help in _LAZY:
     add_lazy(app, _name, _module, _help)
 app.command("demo")(demo)
 app.command("chat")(chat)
-app.command("doctor")(doctor)
 app.command("status")(status)
 app.command("validate")(validate)
 app.command("scale")(scale)

@@ -36,6 +36,10 @@ class Asked:
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
 def doctor(
     needed: Annotated[
         list[Purpose] | None,

@@ -18,6 +18,7 @@ from conductor.policy.record_form import parse_record, tell_record
 from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
 from moonpool.config import all_settings
+from moonpool.doctor.command import app as doctor_app
 from moonpool.explain_command import app as explain_app
 from moonpool.pool_command import app as pool_app
 from moonpool.profiling.command import app as profile_app
@@ -45,6 +46,7 @@ def commands() -> dict[str, Any]:
         for name, command in typer.main.get_command(one).commands.items()  # type: ignore[attr-defined]
     }
     handed_on = {
+        "doctor": doctor_app,
         "replay": replay_app,
         "dialogues": dialogues_app,
         "explain": explain_app,
