@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check static format proto train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
+.PHONY: help setup demo test check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -31,6 +31,7 @@ help:
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make format  apply the formatter and the safe fixes"
 	@echo "make proto   generate Python from proto/"
+	@echo "make chart   what of the Helm chart is made from settings and values: schema, table, golden renders"
 	@echo "make train   train the bundled model again, TRAIN_STEPS=$(TRAIN_STEPS), into out/model"
 	@echo "make bench   run every benchmark"
 	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
@@ -75,6 +76,9 @@ format: $(STAMP)
 
 proto: $(STAMP)
 	$(BIN)/python .ci/generate_protos.py write
+
+chart: $(STAMP)
+	$(BIN)/python .ci/generate_chart.py write
 
 train: $(STAMP)
 	$(BIN)/python -m training.prepare

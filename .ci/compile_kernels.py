@@ -7,15 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-
-BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
 
 
 def engine() -> None:
     from engine import load_model
+    from moonpool.config.slices import BUNDLED_MODEL
 
-    load_model(BUNDLED).warm_up()
+    load_model(BUNDLED_MODEL).warm_up()
 
 
 def directory() -> None:

@@ -20,7 +20,10 @@ BUILD_DEADLINE_S = 240
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, freshly built."""
-    out = tmp_path_factory.mktemp("wheel")
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def build(out: Path) -> Path:
     built = subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
         capture_output=True,
@@ -63,6 +66,10 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
         cwd=cwd,
         env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1"},
     )
+
+
+def test_the_same_sources_make_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    assert build(tmp_path).read_bytes() == wheel.read_bytes()
 
 
 def test_the_wheel_holds_model_trace_and_their_notices(wheel: Path) -> None:

@@ -1,0 +1,154 @@
+"""What of the Helm chart follows from elsewhere, written anew or checked: `generate_chart.py write | check`.
+
+From the roles' settings: the part `config` of values.schema.json. From values.yaml and its comments: the table of
+README.md. From all of it: the golden renders of the examples, tests/deploy/golden, which a change is reviewed by.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
+
+from moonpool.config import ServeConfig, Setting, all_settings, composite_settings  # noqa: E402
+from moonpool.config.sources import parse_size  # noqa: E402
+from moonpool.config.supervision import RuntimeSettings, SupervisorSettings  # noqa: E402
+
+CHART = ROOT / "deploy" / "helm" / "moonpool"
+GOLDEN = ROOT / "tests" / "deploy" / "golden"
+KUBERNETES = "v1.32.0"
+# What the chart says itself, by its own values.
+OWN = {
+    *("model", "served_model_name", "models", "host", "port", "api_key", "drain_grace", "worker_drain_grace"),
+    *("pool_bytes", "pool_hugepages", "pool_ssd_dir", "pool_ssd_bytes", "slo_file", "slo_force", "slo_dir"),
+    *("redis_url", "redis_password", "cluster_name", "state_dir", "data_host", "rdma_devices"),
+    *("tls_cert", "tls_key", "tls_ca"),
+    *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
+}
+_SERVE_ONLY = {*SupervisorSettings.__dataclass_fields__, *RuntimeSettings.__dataclass_fields__}
+_TYPES = {int: "integer", float: "number", bool: "boolean"}
+_BEFORE = "The chart's values. Made from values.yaml"
+
+
+def settable() -> dict[str, Setting]:
+    """The keys that a user of the chart may set under `config`: those that are neither a node's own nor the chart's."""
+    common = composite_settings(ServeConfig)
+    return {name: key for name, key in all_settings().items() if name in common and name not in OWN | _SERVE_ONLY}
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of `config`."""
+    properties = {name: _key_schema(declared) for name, declared in sorted(settable().items())}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _key_schema(declared: Setting) -> dict[str, Any]:
+    schema: dict[str, Any] = {"description": declared.key.help}
+    if declared.kind is tuple:
+        return {**schema, "type": "array", "items": {"type": "string"}}
+    schema["type"] = _TYPES.get(declared.kind, "string")
+    if declared.key.parse is parse_size:
+        return {**schema, "type": ["integer", "string"]}
+    if declared.key.choices:
+        schema["enum"] = list(declared.key.choices)
+    bounds = {"minimum": declared.key.low, "maximum": declared.key.high}
+    return schema | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def schema_text() -> str:
+    """values.schema.json with `config` as it is now."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    schema["properties"]["config"] = config_schema()
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def value_rows() -> Iterator[tuple[str, str, str]]:
+    """(path, default, meaning) of every value with a comment above it."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    defaults = yaml.safe_load(text)
+    path: list[tuple[int, str]] = []
+    comment = ""
+    for line in text.splitlines():
+        said = re.match(r"\s*# (.+)", line)
+        key = re.match(r"( *)([A-Za-z]\w*):", line)
+        if said:
+            comment = said[1]
+        elif key:
+            path = [*(above for above in path if above[0] < len(key[1])), (len(key[1]), key[2])]
+            names = [name for _, name in path]
+            if comment:
+                yield ".".join(names), _default_text(defaults, names), comment
+            comment = ""
+        else:
+            comment = ""
+
+
+def _default_text(defaults: Any, names: list[str]) -> str:
+    for name in names:
+        defaults = defaults[name]
+    text = json.dumps(defaults)
+    return f"`{text}`" if len(text) <= 60 else "see values.yaml"
+
+
+def readme_text() -> str:
+    """README.md with its table as it is now."""
+    text = (CHART / "README.md").read_text(encoding="utf-8")
+    start = text.index(_BEFORE)
+    table = "".join(f"| `{path}` | {default} | {meaning} |\n" for path, default, meaning in value_rows())
+    before = f"{_BEFORE} by `make chart`.\n\n| value | default | |\n|---|---|---|\n"
+    return text[:start] + before + table
+
+
+def render(values: dict[str, Any], **release: Any) -> dict[str, str]:
+    """The chart's files by name, rendered by Helm; raises what Helm says."""
+    import helm_python
+    from helm_python import _native
+
+    options = {"name": "moonpool", "namespace": "llm", "kube_version": KUBERNETES, **release}
+    with helm_python.Chart.load(CHART) as chart:
+        files = json.loads(_native.call_string("helm_render", chart._raw(), json.dumps(values), json.dumps(options)))
+    return {name.removeprefix("moonpool/templates/"): text for name, text in files.items()}
+
+
+def golden_texts() -> Iterator[tuple[Path, str]]:
+    """The golden file of every example, and what should be in it."""
+    for example in sorted((CHART / "examples").glob("values-*.yaml")):
+        files = render(yaml.safe_load(example.read_text(encoding="utf-8")))
+        parts = [f"# {name}\n{text.strip()}\n" for name, text in sorted(files.items()) if text.strip()]
+        notes = [part for part in parts if part.startswith("# NOTES.txt")]
+        manifests = "---\n".join(part for part in parts if part not in notes)
+        name = example.stem.removeprefix("values-")
+        yield GOLDEN / f"{name}.yaml", re.sub(r"\n{2,}", "\n", manifests)
+        yield GOLDEN / f"{name}.notes.txt", notes[0]
+
+
+def made() -> Iterator[tuple[Path, str]]:
+    """Every file that this makes, with what should be in it; the order matters, as renders use the schema."""
+    yield CHART / "values.schema.json", schema_text()
+    yield CHART / "README.md", readme_text()
+    yield from golden_texts()
+
+
+def main(what: str) -> int:
+    stale = []
+    for path, text in made():
+        if what == "write":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(ROOT)))
+    if stale:
+        print(f"out of date: {', '.join(stale)}; run `make chart`, and look at what changed")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in (["write"], ["check"]):
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,129 @@
+{{- /* Names, labels, and what the processes are told. */ -}}
+
+{{- define "moonpool.fullname" -}}
+{{- .Values.fullnameOverride | default .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* (root, component): what selects pods; never changes over a release's life. */ -}}
+{{- define "moonpool.selector" -}}
+app.kubernetes.io/name: moonpool
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "moonpool.labels" -}}
+{{ include "moonpool.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- /* (root, name, component): metadata of an object; the name's suffix. */ -}}
+{{- define "moonpool.metadata" -}}
+name: {{ include "moonpool.fullname" .root }}{{ with .name }}-{{ . }}{{ end }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "moonpool.labels" . | nindent 2 }}
+{{- end -}}
+
+{{- define "moonpool.image" -}}
+{{- with .Values.image -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moonpool.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "moonpool.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moonpool.tlsSecret" -}}
+{{- .Values.tls.existingSecret | default (printf "%s-tls" (include "moonpool.fullname" .)) -}}
+{{- end -}}
+
+{{- /* The conductors' addresses, in the same words everywhere, as a JSON list. */ -}}
+{{- define "moonpool.conductors" -}}
+{{- $service := printf "%s-conductor" (include "moonpool.fullname" .) -}}
+{{- $targets := list -}}
+{{- range $i := until (int .Values.conductor.replicas) -}}
+{{- $targets = append $targets (printf "%s-%d.%s.%s.svc:7000" $service $i $service $.Release.Namespace) -}}
+{{- end -}}
+{{- $targets | toJson -}}
+{{- end -}}
+
+{{- define "moonpool.redisUrl" -}}
+{{- if .Values.externalRedis.url -}}
+{{- .Values.externalRedis.url -}}
+{{- else if .Values.redis.enabled -}}
+redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- end -}}
+{{- end -}}
+
+{{- /* moonpool.yaml: one file for all roles; each passes over the keys of others. */ -}}
+{{- define "moonpool.config" -}}
+{{- $config := dict "log_json" true -}}
+{{- range $key, $value := .Values.config -}}
+{{- /* Helm reads whole numbers as floats, and would write the large ones as 2e+06. */ -}}
+{{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
+{{- $_ := set $config $key $value -}}
+{{- end -}}
+{{- $_ := set $config "conductor" (include "moonpool.conductors" . | fromJsonArray) -}}
+{{- $_ := set $config "cluster_name" (printf "%s/%s" .Release.Namespace .Release.Name) -}}
+{{- $_ := set $config "drain_grace" (int .Values.frontend.drainSeconds) -}}
+{{- $_ := set $config "worker_drain_grace" (int .Values.workerDrainSeconds) -}}
+{{- $_ := set $config "pool_bytes" .Values.pool.bytes -}}
+{{- if ne .Values.model.source "bundled" -}}{{- $_ := set $config "model" .Values.model.path -}}{{- end -}}
+{{- with .Values.model.servedNames -}}{{- $_ := set $config "served_model_name" . -}}{{- end -}}
+{{- with include "moonpool.redisUrl" . -}}{{- $_ := set $config "redis_url" . -}}{{- end -}}
+{{- if .Values.pool.ssd.hostPath -}}
+{{- $_ := set $config "pool_ssd_dir" "/var/lib/moonpool/ssd" -}}
+{{- with .Values.pool.ssd.bytes -}}{{- $_ := set $config "pool_ssd_bytes" . -}}{{- end -}}
+{{- end -}}
+{{- if .Values.pool.hugepages.amount -}}{{- $_ := set $config "pool_hugepages" "on" -}}{{- end -}}
+{{- with .Values.rdma.devices -}}{{- $_ := set $config "rdma_devices" . -}}{{- end -}}
+{{- if .Values.slo.record -}}
+{{- $_ := set $config "slo_file" "/etc/moonpool/slo/slo.yaml" -}}
+{{- $_ := set $config "slo_force" .Values.slo.force -}}
+{{- end -}}
+{{- if .Values.tls.enabled -}}
+{{- $_ := set $config "tls_cert" "/etc/moonpool/tls/tls.crt" -}}
+{{- $_ := set $config "tls_key" "/etc/moonpool/tls/tls.key" -}}
+{{- $_ := set $config "tls_ca" "/etc/moonpool/tls/ca.crt" -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{- /* What cannot be said by the schema. */ -}}
+{{- define "moonpool.check" -}}
+{{- if and .Values.externalRedis.url .Values.redis.enabled -}}
+{{- fail "externalRedis.url and redis.enabled are both set: conductors share one Redis; set redis.enabled to false" -}}
+{{- end -}}
+{{- if and .Values.externalRedis.existingSecret (not .Values.externalRedis.url) -}}
+{{- fail "externalRedis.existingSecret is set, but not externalRedis.url: say where that Redis is" -}}
+{{- end -}}
+{{- if and .Values.tls.enabled (not .Values.tls.existingSecret) (not .Values.tls.certManager.enabled) -}}
+{{- fail "tls.enabled needs certificates: name a Secret in tls.existingSecret, or set tls.certManager.enabled and its issuerRef" -}}
+{{- end -}}
+{{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) -}}
+{{- fail "tls.certManager.issuerRef.name is empty: name the Issuer of the cluster's own CA" -}}
+{{- end -}}
+{{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" -}}
+{{- with get $needed .Values.model.source -}}
+{{- if not (get $.Values.model .) -}}
+{{- fail (printf "model.source is %s, but model.%s is empty" $.Values.model.source .) -}}
+{{- end -}}
+{{- end -}}
+{{- $roles := dict -}}
+{{- range $name, $group := .Values.workers -}}
+{{- if has $name (list "conductor" "frontend" "pool" "redis" "worker" "launcher" "ray" "ray-head" "config") -}}
+{{- fail (printf "workers.%s: this name is another role's; take another one" $name) -}}
+{{- end -}}
+{{- if $group -}}{{- $_ := set $roles $group.role true -}}{{- end -}}
+{{- end -}}
+{{- if not (or $roles.aggregated (and $roles.prefill $roles.decode)) -}}
+{{- fail "workers needs a group with the role prefill and one with the role decode, or one with the role aggregated" -}}
+{{- end -}}
+{{- end -}}

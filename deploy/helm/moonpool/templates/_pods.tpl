@@ -1,0 +1,250 @@
+{{- /* What pods of all roles are made of. Each template is given a dict with root (the chart's scope) and pod (values as
+frontend.pod); moves (whether KV is moved: workers and pool nodes). */ -}}
+
+{{- define "moonpool.podMetadata" -}}
+labels:
+  {{- /* Without versions: a new chart alone restarts nobody. */}}
+  {{- include "moonpool.selector" . | nindent 2 }}
+  {{- with .role }}
+  llm-d.ai/role: {{ . }}
+  {{- end }}
+  {{- with .pod.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  {{- /* The record of objectives is left out: its versions are changed in a running cluster. */}}
+  checksum/config: {{ include "moonpool.config" .root | sha256sum }}
+  {{- with .pod.annotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if and .moves .root.Values.rdma.enabled }}
+  {{- with .root.Values.rdma.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- end }}
+{{- end -}}
+
+{{- define "moonpool.podSpec" -}}
+{{- $rdma := and .moves .root.Values.rdma.enabled -}}
+{{- $root := and $rdma .root.Values.rdma.runAsRoot -}}
+serviceAccountName: {{ include "moonpool.serviceAccount" .root }}
+automountServiceAccountToken: false
+{{- /* Kubernetes would set MOONPOOL_... variables for a service of that name, which the roles do not know and refuse. */}}
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: {{ not $root }}
+  runAsUser: {{ ternary 0 (int .root.Values.runAsUser) (not (not $root)) }}
+  runAsGroup: {{ int .root.Values.runAsUser }}
+  fsGroup: {{ int .root.Values.runAsUser }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- if and $rdma .root.Values.rdma.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with .pod.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .pod.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml .pod.topologySpreadConstraints | nindent 2 }}
+{{- else if .spread }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "moonpool.selector" . | nindent 8 }}
+{{- end }}
+{{- with .pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .pod.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Of a container: image, rights, variables, resources. env: further variables. */ -}}
+{{- define "moonpool.container" -}}
+{{- $rdma := and .moves .root.Values.rdma.enabled -}}
+image: {{ include "moonpool.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+    {{- if $rdma }}
+    add: [IPC_LOCK]
+    {{- end }}
+env:
+  - name: POD_NAME
+    valueFrom: {fieldRef: {fieldPath: metadata.name}}
+  - name: POD_IP
+    valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  - name: NODE_NAME
+    valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+  - name: MOONPOOL_CONFIG
+    value: /etc/moonpool/moonpool.yaml
+  {{- with .env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with .pod.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+resources:
+  {{- include "moonpool.resources" . | nindent 2 }}
+{{- end -}}
+
+{{- /* The pod's resources, and of those that move KV the RDMA devices; pool: huge pages, too. */ -}}
+{{- define "moonpool.resources" -}}
+{{- $resources := deepCopy (.pod.resources | default dict) -}}
+{{- $further := dict -}}
+{{- if and .moves .root.Values.rdma.enabled -}}{{- $further = deepCopy .root.Values.rdma.resources -}}{{- end -}}
+{{- with .root.Values.pool.hugepages -}}
+{{- if and $.pool .amount -}}{{- $_ := set $further (printf "hugepages-%s" .size) .amount -}}{{- end -}}
+{{- end -}}
+{{- if $further -}}
+{{- range list "limits" "requests" -}}
+{{- $_ := set $resources . (merge (deepCopy $further) (get $resources . | default dict)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- /* Probes over HTTP: port, and how many seconds it may take until started answers 200. */ -}}
+{{- define "moonpool.probes" -}}
+startupProbe:
+  httpGet: {path: {{ .started }}, port: {{ .port }}}
+  periodSeconds: 5
+  failureThreshold: {{ div (add .startSeconds 4) 5 }}
+readinessProbe:
+  httpGet: {path: /ready, port: {{ .port }}}
+  periodSeconds: 5
+  timeoutSeconds: 5
+livenessProbe:
+  httpGet: {path: /live, port: {{ .port }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- define "moonpool.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: config, mountPath: /etc/moonpool/moonpool.yaml, subPath: moonpool.yaml, readOnly: true}
+{{- if .root.Values.tls.enabled }}
+- {name: tls, mountPath: /etc/moonpool/tls, readOnly: true}
+{{- end }}
+{{- if and .model (has .root.Values.model.source (list "pvc" "hostPath" "imageVolume")) }}
+- {name: model, mountPath: {{ .root.Values.model.path }}, readOnly: true{{ with .root.Values.model.subPath }}, subPath: {{ . }}{{ end }}}
+{{- end }}
+{{- if and .moves .root.Values.pool.sharedMemory.enabled (eq .root.Values.mode "statefulset") }}
+- {name: sockets, mountPath: /run/moonpool}
+{{- end }}
+{{- if and .pool .root.Values.pool.ssd.hostPath }}
+- {name: ssd, mountPath: /var/lib/moonpool/ssd}
+{{- end }}
+{{- end -}}
+
+{{- define "moonpool.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: config
+  configMap: {name: {{ include "moonpool.fullname" .root }}-config}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ include "moonpool.tlsSecret" .root }}, defaultMode: 0440}
+{{- end }}
+{{- with .root.Values.model }}
+{{- if and $.model (has .source (list "pvc" "hostPath" "imageVolume")) }}
+- name: model
+  {{- if eq .source "pvc" }}
+  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: true}
+  {{- else if eq .source "hostPath" }}
+  hostPath: {path: {{ .hostPath }}, type: Directory}
+  {{- else }}
+  image: {reference: {{ .reference | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
+  {{- end }}
+{{- end }}
+{{- end }}
+{{- if and .moves .root.Values.pool.sharedMemory.enabled (eq .root.Values.mode "statefulset") }}
+- name: sockets
+  hostPath: {path: {{ include "moonpool.socketPath" .root }}, type: DirectoryOrCreate}
+{{- end }}
+{{- if and .pool .root.Values.pool.ssd.hostPath }}
+- name: ssd
+  hostPath: {path: {{ .root.Values.pool.ssd.hostPath }}, type: Directory}
+{{- end }}
+{{- end -}}
+
+{{- /* A folder of the host for this release alone. */ -}}
+{{- define "moonpool.socketPath" -}}
+{{ .Values.pool.sharedMemory.hostPath }}/{{ .Release.Namespace }}-{{ include "moonpool.fullname" . }}
+{{- end -}}
+
+{{- /* Kubernetes makes folders of hosts for root; this gives one to the user of the processes. */ -}}
+{{- define "moonpool.prepareSockets" -}}
+{{- if and .root.Values.pool.sharedMemory.enabled .root.Values.pool.sharedMemory.prepare -}}
+initContainers:
+  - name: sockets
+    image: {{ include "moonpool.image" .root }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: [chown, {{ printf "%d:%d" (ternary 0 (int .root.Values.runAsUser) (and .root.Values.rdma.enabled .root.Values.rdma.runAsRoot)) (int .root.Values.runAsUser) | quote }}, /run/moonpool]
+    securityContext:
+      runAsUser: 0
+      runAsNonRoot: false
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: {drop: [ALL], add: [CHOWN]}
+    resources:
+      requests: {cpu: 10m, memory: 16Mi}
+      limits: {memory: 64Mi}
+    volumeMounts:
+      - {name: sockets, mountPath: /run/moonpool}
+{{- end -}}
+{{- end -}}
+
+{{- /* (root, name, component, kind, target, autoscaling) */ -}}
+{{- define "moonpool.autoscaler" -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "moonpool.metadata" . | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: {{ .kind }}
+    name: {{ include "moonpool.fullname" .root }}-{{ .name }}
+  minReplicas: {{ int .autoscaling.minReplicas }}
+  maxReplicas: {{ int .autoscaling.maxReplicas }}
+  metrics:
+    {{- toYaml .autoscaling.metrics | nindent 4 }}
+{{- end -}}
+
+{{- /* (root, name, component, budget) */ -}}
+{{- define "moonpool.disruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "moonpool.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: {{ .budget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "moonpool.selector" . | nindent 6 }}
+{{- end -}}

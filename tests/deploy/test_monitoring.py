@@ -1,0 +1,62 @@
+"""Alerts and dashboards: what the chart's files hold reaches the cluster as it is, and names metrics that exist."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+_METRIC = re.compile(r"\b(?:vllm|moonpool):[a-z_]*[a-z]\b")
+
+
+def rules(chart: Path) -> list[dict[str, Any]]:
+    return [
+        rule
+        for path in sorted((chart / "files" / "rules").glob("*.yaml"))
+        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
+
+
+def test_the_rules_arrive_as_they_are_written(render: Any, chart: Path) -> None:
+    release = render({"monitoring": {"prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}}})
+    (found,) = release.kind("PrometheusRule")
+    assert found["metadata"]["labels"]["release"] == "prometheus"
+    assert [rule for group in found["spec"]["groups"] for rule in group["rules"]] == rules(chart)
+    assert len(rules(chart)) >= 5
+
+
+def test_alerts_ask_for_metrics_that_the_documentation_lists(chart: Path) -> None:
+    documented = (ROOT / "docs" / "slo.md").read_text(encoding="utf-8")
+    named = {name for rule in rules(chart) for name in _METRIC.findall(rule["expr"])}
+    assert named
+    assert [name for name in named if f"`{name}`" not in documented and not name.endswith("_")] == []
+
+
+@pytest.fixture
+def with_a_dashboard(chart: Path, generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its text, in a copy of the chart that is rendered from now on."""
+    text = json.dumps({"title": "Fleet", "panels": [{"targets": [{"legendFormat": "{{node}}"}]}]}, indent=2)
+    copy = tmp_path / "moonpool"
+    shutil.copytree(chart, copy)
+    (copy / "files" / "dashboards").mkdir(exist_ok=True)
+    (copy / "files" / "dashboards" / "fleet.json").write_text(text)
+    monkeypatch.setattr(generator, "CHART", copy)
+    return text
+
+
+def test_a_dashboard_becomes_a_config_map_that_grafana_finds(render: Any, with_a_dashboard: str) -> None:
+    release = render({"monitoring": {"dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}}}})
+    found = release.one("ConfigMap", "moonpool-dashboard-fleet")
+    assert found["data"] == {"fleet.json": with_a_dashboard}
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "yes"
+
+
+def test_nothing_of_it_is_made_unasked(render: Any) -> None:
+    kinds = {one["kind"] for one in render().objects}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule", "Ingress", "HorizontalPodAutoscaler", "Certificate"}

@@ -1,0 +1,133 @@
+"""Wrong values are refused with words that name the place; what is made from elsewhere is up to date."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from moonpool.config import ServeConfig, all_settings, load
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"mode": "compose"}, "'/mode': value must be one of 'statefulset', 'kuberay'"),
+        ({"frontend": {"replica": 3}}, "'/frontend': additional properties 'replica' not allowed"),
+        ({"frontend": {"replicas": "3"}}, "'/frontend/replicas': got string, want integer"),
+        ({"frontend": {"drainSeconds": -1}}, "'/frontend/drainSeconds': minimum: got -1, want 0"),
+        ({"frontend": {"ingress": {"enabled": True}}}, "'/frontend/ingress/hosts': minItems: got 0, want 1"),
+        ({"frontend": {"pod": {"extraArgs": "--x"}}}, "'/frontend/pod/extraArgs': got string, want array"),
+        ({"frontend": {"pod": {"nodeSelector": {"a": True}}}}, "'/frontend/pod/nodeSelector/a': got boolean"),
+        ({"conductor": {"replicas": 0}}, "'/conductor/replicas': minimum: got 0, want 1"),
+        ({"workers": {"Prefill!": {"role": "prefill"}}}, "invalid propertyName 'Prefill!'"),
+        ({"workers": {"conductor": {"role": "prefill"}}}, "workers.conductor: this name is another role's"),
+        ({"workers": {"x": {"role": "both"}}}, "'/workers/x/role': value must be one of 'prefill', 'decode'"),
+        ({"workers": {"prefill": None}}, "workers needs a group with the role prefill and one with the role decode"),
+        ({"config": {"blocktokens": 8}}, "'/config': additional properties 'blocktokens' not allowed"),
+        ({"config": {"api_key": ["x"]}}, "'/config': additional properties 'api_key' not allowed"),
+        ({"config": {"block_tokens": 0}}, "'/config/block_tokens': minimum: got 0, want 1"),
+        ({"config": {"transport": "pigeon"}}, "'/config/transport': value must be one of 'auto', 'rdma', 'tcp', 'shm'"),
+        ({"image": {"digest": "latest"}}, "'/image/digest': 'latest' does not match pattern"),
+        ({"pool": {"bytes": 64}}, "'/pool/bytes': got number, want string"),
+        ({"pool": {"bytes": "64 elephants"}}, "'/pool/bytes': '64 elephants' does not match pattern"),
+        ({"externalRedis": {"url": "redis://:secret@h"}}, "'/externalRedis/url': "),
+        ({"externalRedis": {"url": "redis://h"}}, "externalRedis.url and redis.enabled are both set"),
+        ({"redis": {"enabled": False}, "externalRedis": {"existingSecret": "s"}}, "but not externalRedis.url"),
+        ({"tls": {"enabled": True}}, "tls.enabled needs certificates: name a Secret"),
+        ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name is empty"),
+        ({"model": {"source": "pvc"}}, "model.source is pvc, but model.existingClaim is empty"),
+        ({"model": {"source": "hostPath", "hostPath": "models"}}, "'/model/hostPath': 'models' does not match pattern"),
+        ({"runAsUser": 0}, "'/runAsUser': minimum: got 0, want 1"),
+        ({"nonsense": {}}, "additional properties 'nonsense' not allowed"),
+    ],
+)
+def test_wrong_values_are_refused_by_their_place(render: Any, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception) as error:
+        render(values)
+    assert type(error.value).__name__.startswith("Helm")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['"; rm -rf /"', "$(POD_IP)", "{{ .Release.Name }}", "a: b\nc: d", "'", "#", "x" * 5000, "ünïcödé"]
+)
+def test_a_text_stays_the_text_that_it_is(render: Any, text: str) -> None:
+    release = render(
+        {
+            "model": {"servedNames": [text]},
+            "frontend": {"pod": {"extraArgs": [text], "annotations": {"a": text}}},
+            "workerPod": {"extraEnv": [{"name": "X", "value": text}]},
+        }
+    )
+    assert release.settings["served_model_name"] == [text]
+    front = release.pod("moonpool-frontend")
+    assert front.container["args"][-1] == text
+    assert front.template["metadata"]["annotations"]["a"] == text
+    assert {"name": "X", "value": text} in release.pod("moonpool-decode").container["env"]
+
+
+def test_a_group_takes_the_place_of_another(render: Any) -> None:
+    release = render({"workers": {"prefill": None, "decode": None, "both": {"role": "aggregated", "replicas": 2}}})
+    workers = [pod for pod in release.pods if "moonpool/kind" in pod.labels]
+    assert [pod.name for pod in workers] == ["moonpool-both"]
+    assert workers[0].labels["llm-d.ai/role"] == "both"
+
+
+def test_a_group_says_otherwise_for_itself_alone(render: Any) -> None:
+    own = {"resources": {"limits": {"memory": "9Gi"}}, "nodeSelector": {"gpu": "big"}}
+    release = render({"workers": {"decode": {"pod": own}}, "workerPod": {"nodeSelector": {"zone": "a"}}})
+    decode, prefill = release.pod("moonpool-decode"), release.pod("moonpool-prefill")
+    assert decode.container["resources"]["limits"]["memory"] == "9Gi"
+    assert decode.spec["nodeSelector"] == {"gpu": "big", "zone": "a"}
+    assert prefill.spec["nodeSelector"] == {"zone": "a"}
+    assert prefill.container["resources"]["limits"]["memory"] == "4Gi"
+
+
+def test_everything_that_the_schema_lets_through_a_role_takes(generator: ModuleType) -> None:
+    for name, declared in generator.settable().items():
+        default = () if declared.default in (None, ()) else (declared.default,)
+        for value in (*declared.key.choices, *default):
+            load(ServeConfig, flags={name: str(value)}, environ={}, config_file=None, known=all_settings())
+
+
+def test_the_schema_tells_of_every_value_and_of_no_other(chart: Path) -> None:
+    """Values and schema are two lists of the same names."""
+    schema = yaml.safe_load((chart / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
+
+    def names(part: Any, inside: Any, path: str) -> set[str]:
+        part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        if "properties" not in part or path == "/config":
+            return set()
+        assert isinstance(inside, dict), path
+        missing = {f"{path}/{name}" for name in part["properties"].keys() - inside.keys()}
+        missing |= {f"{path}/{name} (schema)" for name in inside.keys() - part["properties"].keys()}
+        return missing.union(*(names(part["properties"][name], inside[name], f"{path}/{name}") for name in inside))
+
+    assert names(schema, values, "") == {"/global", "/tls/certManager/issuerRef/group"}
+
+
+def test_schema_table_and_golden_renders_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "generate_chart.py"), "check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_helm_finds_nothing_to_complain_of(chart: Path) -> None:
+    import helm_python
+
+    assert helm_python.lint(chart, strict=True)
+
+
+def test_the_chart_is_small_and_brings_no_resource_definitions(chart: Path, render: Any) -> None:
+    with __import__("helm_python").Chart.load(chart) as loaded:
+        assert loaded.crds == []
+        assert loaded.dependencies == []
+        assert sum(len(one["data"]) for one in loaded.templates) < 60_000
+    assert not render({"mode": "kuberay"}).kind("CustomResourceDefinition")
