@@ -21,12 +21,14 @@ def directory() -> None:
     from conductor.policy.kernels import kernels
     from conductor.policy.length_kernels import length_kernels
     from conductor.policy.line_kernels import line_kernels
+    from conductor.policy.reach_kernels import reach_kernels
     from conductor.policy.row_kernels import row_kernels
     from kvpool import directory_table
 
     directory_table.warm_up()
     kernels()
     line_kernels()
+    reach_kernels()
     row_kernels()
     decode_kernels()
     length_kernels()

@@ -22,7 +22,7 @@ from conductor.registry import Member, Registry
 from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
 from conductor.tenant_samples import tenant_samples
-from kvpool import KvPoolError, keys_from_bytes, keys_u64
+from kvpool import KvPoolError, short_keys_from_bytes
 from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
@@ -86,7 +86,7 @@ class ConductorService(ConductorServicer):
 
     async def Schedule(self, request: conductor_pb2.ScheduleRequest, context: Context) -> conductor_pb2.ScheduleReply:
         try:
-            keys = keys_u64(keys_from_bytes(request.chain))
+            keys = short_keys_from_bytes(request.chain)
         except KvPoolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._registry.worker_of(request.model)
@@ -264,8 +264,9 @@ class ConductorService(ConductorServicer):
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:
     if not request.request_id:
         return "request_id is empty"
-    if request.prompt_tokens < 1 or request.max_new_tokens < 1:
-        return f"prompt_tokens {request.prompt_tokens} and max_new_tokens {request.max_new_tokens} must be positive"
-    if num_keys * block_tokens > request.prompt_tokens:
-        return f"{num_keys} keys of blocks of {block_tokens} tokens: more than {request.prompt_tokens} prompt tokens"
+    prompt_tokens, max_new_tokens = request.prompt_tokens, request.max_new_tokens
+    if prompt_tokens < 1 or max_new_tokens < 1:
+        return f"prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens} must be positive"
+    if num_keys * block_tokens > prompt_tokens:
+        return f"{num_keys} keys of blocks of {block_tokens} tokens: more than {prompt_tokens} prompt tokens"
     return ""

@@ -12,6 +12,7 @@ from kvpool.address import (
     keys_u64,
     kv_namespace,
     parent_keys,
+    short_keys_from_bytes,
     tail_key,
     tail_keys,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "layer_digests_at",
     "parent_keys",
     "seal_digest",
+    "short_keys_from_bytes",
     "tail_key",
     "tail_keys",
 ]

@@ -37,6 +37,7 @@ __all__ = [
     "keys_u64",
     "kv_namespace",
     "parent_keys",
+    "short_keys_from_bytes",
     "tail_key",
     "tail_keys",
 ]
@@ -139,9 +140,19 @@ def keys_u64(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def keys_from_bytes(data: bytes) -> NDArray[np.uint8]:
     """The wire's concatenated keys as uint8 [n, 16]. Raises AddressError when the length is no multiple of 16."""
+    _check_length(data)
+    return np.frombuffer(data, np.uint8).reshape(-1, KEY_NBYTES)
+
+
+def short_keys_from_bytes(data: bytes) -> NDArray[np.uint64]:
+    """The same in their short form, as `keys_u64` has it."""
+    _check_length(data)
+    return np.frombuffer(data, _HALF)[::2].astype(np.uint64)
+
+
+def _check_length(data: bytes) -> None:
     if len(data) % KEY_NBYTES:
         raise AddressError(f"a chain of {len(data)} bytes: expected a multiple of {KEY_NBYTES}")
-    return np.frombuffer(data, np.uint8).reshape(-1, KEY_NBYTES)
 
 
 def check_chain(chain: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ per change. It is proof against errors, not against forgery.
 
 import numpy as np
 
-from kvpool.address import KEY_NBYTES, Namespace, keys_from_bytes, keys_u64
+from kvpool.address import KEY_NBYTES, Namespace, short_keys_from_bytes
 from kvpool.errors import AddressError
 from kvpool.tiers import Tier
 
@@ -31,7 +31,7 @@ def contents_sum(kv_namespace: Namespace, chain: bytes, tier: Tier) -> int:
     """What the blocks of `chain` (16 bytes each) add to the number."""
     if len(chain) <= _FEW * KEY_NBYTES and len(chain) % KEY_NBYTES == 0:
         return _sum_of_few(fold_of(kv_namespace), chain, _GAMMA * int(tier))
-    keys = keys_u64(keys_from_bytes(chain)) ^ np.uint64(fold_of(kv_namespace))
+    keys = short_keys_from_bytes(chain) ^ np.uint64(fold_of(kv_namespace))
     x = keys + np.uint64(_GAMMA * int(tier) % 2**64)
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.address import Namespace, keys_from_bytes, keys_u64
+from kvpool.address import Namespace, short_keys_from_bytes
 from kvpool.contents import fold_of
 from kvpool.directory_matches import Match, Matches
 from kvpool.directory_nodes import DirectoryState, FollowedNode, NodeNumbers, Position
@@ -254,14 +254,14 @@ class Directory:
 
     def _take(self, number: int, events: PoolEvents) -> None:
         for run in events.removed:
-            self._table.remove(number, keys_u64(keys_from_bytes(run.chain)), fold_of(run.kv_namespace))
+            self._table.remove(number, short_keys_from_bytes(run.chain), fold_of(run.kv_namespace))
         for run in events.stored:
             self._store(number, run)
         if self._numbers.dying:
             self.purge(1)
 
     def _store(self, number: int, run: BlockRun) -> None:
-        keys = keys_u64(keys_from_bytes(run.chain))
+        keys = short_keys_from_bytes(run.chain)
         codes = np.full(len(keys), code_of(number, run.tier), np.uint32)
         self._table.store(keys, codes, fold_of(run.kv_namespace))
 

@@ -38,6 +38,7 @@ from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.paces import DECODE, PREFILL
 from conductor.policy.placement import place
 from conductor.policy.prediction_errors import ERROR_BOUNDS, PredictionErrors
+from conductor.policy.reach_kernels import reach_kernels
 from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
@@ -62,7 +63,7 @@ class Conductor:
         self.loads = Loads()
         self._now_ns = 0
         kernels(), decode_kernels()  # compiled or loaded now: a first decision is as quick as the next
-        line_kernels(), row_kernels()
+        line_kernels(), row_kernels(), reach_kernels()
 
     def on_event(self, now_ns: int, event: Event) -> list[Decision]:
         """Take in one event. `now_ns` has any origin; one before that of the last event counts as the same."""

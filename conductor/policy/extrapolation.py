@@ -28,6 +28,10 @@ def extrapolated(
         own, own_ssd = prefixes.held.item(0, chosen), prefixes.held.item(1, chosen)
         missing = reuse - own
         on_ssd = own_ssd + min(missing, prefixes.best_ssd)
-        moved = (("load", own), ("fetch", missing), ("ssd_read", on_ssd))
-        found += [path for path, blocks in moved if blocks and not transfers.covers(path, blocks * block_nbytes)]
+        if own and not transfers.covers("load", own * block_nbytes):
+            found.append("load")
+        if missing and not transfers.covers("fetch", missing * block_nbytes):
+            found.append("fetch")
+        if on_ssd and not transfers.covers("ssd_read", on_ssd * block_nbytes):
+            found.append("ssd_read")
     return tuple(found)

@@ -24,7 +24,7 @@ from conductor.policy.requests import (
 )
 from worker.policy import cost_formulas
 
-__all__ = ["Kernels", "kernels"]
+__all__ = ["Kernels", "kernels", "prefixes", "score_prefill", "tally_row"]
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
@@ -32,24 +32,34 @@ _margin: Any = numba.njit(cost_formulas.margin)
 _prefill_s: Any = numba.njit(cost_formulas.prefill_s)
 
 
+def tally_row(table: Any, row: Any, now_ns: Any, sums: Any) -> Any:
+    """`tally`'s part in one row; returns the ns that its prefill still takes, 0 where it has ended."""
+    left = 0
+    slot = table[PREFILL_NODE, row]
+    if slot != NONE:
+        started = table[STARTED, row]
+        left = table[PREFILL_NS, row]
+        if started != NONE:
+            left -= now_ns - started
+        left = max(left, 0)
+        sums[slot, 0] += left
+    slot = table[DECODE_NODE, row]
+    if slot != NONE:
+        sums[slot, 1] += table[COMMITTED, row]
+    slot = table[SENDER, row]
+    if slot != NONE:
+        sums[slot, 2] += 1
+    return left
+
+
+_tally_row: Any = numba.njit(tally_row)
+
+
 def tally(table: Any, rows: Any, now_ns: Any, sums: Any) -> None:
     """Per slot into `sums` [slots, 3]: predicted ns until its prefills have ended, committed tokens, prefixes sent."""
     sums[:] = 0
     for row in range(rows):
-        slot = table[PREFILL_NODE, row]
-        if slot != NONE:
-            started = table[STARTED, row]
-            left = table[PREFILL_NS, row]
-            if started != NONE:
-                left -= now_ns - started
-            if left > 0:
-                sums[slot, 0] += left
-        slot = table[DECODE_NODE, row]
-        if slot != NONE:
-            sums[slot, 1] += table[COMMITTED, row]
-        slot = table[SENDER, row]
-        if slot != NONE:
-            sums[slot, 2] += 1
+        _tally_row(table, row, now_ns, sums)
 
 
 def prefixes(

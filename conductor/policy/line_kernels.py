@@ -11,10 +11,11 @@ from numba import types
 
 from conductor.policy.compiling import decision_kernel
 from conductor.policy.fairness import advanced_ns
+from conductor.policy.kernels import tally_row
 from conductor.policy.requests import NONE, PREFILL_NODE, PREFILL_NS, STARTED
 from conductor.policy.turn_columns import ACCOUNT, AGES, ARRIVED, DUE, LEVEL, PRIORITY, TICKET
 
-__all__ = ["EARLIER", "IS_CANDIDATE", "LATER", "LineKernels", "line_kernels"]
+__all__ = ["EARLIER", "IS_CANDIDATE", "LATER", "LineKernels", "line_kernels", "line_up"]
 
 WORK, EARLIER, LATER, IS_CANDIDATE = range(4)  # rows of `room`
 _LEAST, _MOST = -(1 << 62), 1 << 62
@@ -30,6 +31,7 @@ def _before(turns: Any, row: Any, priority: Any, due: Any, arrived: Any) -> Any:
 
 
 _goes_before: Any = numba.njit(_before)
+_tally_row: Any = numba.njit(tally_row)
 _advanced_ns: Any = numba.njit(advanced_ns)
 
 
@@ -49,8 +51,9 @@ def line_up(
     """(virtual time, the newcomer's ticket), and into `queue_s` seconds of prefills that go before it, per candidate.
 
     `me`: now, level, account, priority, due, arrived, ages. `clock_ns`, `started_ns`: its class's `VirtualClock`.
-    `finish_ns`: of its account. `sums` [slots, 3]: what `tally` found. Into `room` [4, slots]: of the account's own
-    that go before it, the largest ticket, and of those that go after it, the smallest.
+    `finish_ns`: of its account. Into `sums` [slots, 3] what `tally` finds, since this looks at every row, too. Into
+    `room` [4, slots]: of the account's own that go before it, the largest ticket, and of those that go after it, the
+    smallest.
     """
     now, level, account, priority, due, arrived, ages = me
     room[EARLIER, :] = _LEAST
@@ -61,12 +64,11 @@ def line_up(
     has_aged = now >= ages
     least, waiting, in_order = -1, 0, not has_aged
     line, left_ns = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    sums[:] = 0
     for row in range(rows):
-        slot = table[PREFILL_NODE, row]
+        left, slot = _tally_row(table, row, now, sums), table[PREFILL_NODE, row]
         if slot == NONE or not room[IS_CANDIDATE, slot]:
             continue
-        planned, started = table[PREFILL_NS, row], table[STARTED, row]
-        left = planned if started == NONE else planned - (now - started)
         same_level, is_own, goes_before = turns[LEVEL, row] == level, turns[ACCOUNT, row] == account, False
         if same_level and is_own:
             goes_before = _goes_before(turns, row, priority, due, arrived)
@@ -74,10 +76,10 @@ def line_up(
             line[waiting], left_ns[waiting] = row, left
             waiting += 1
             in_order &= goes_before and now < turns[AGES, row]
-        if planned <= 0 or not same_level:
+        if table[PREFILL_NS, row] <= 0 or not same_level:
             continue
         ticket = turns[TICKET, row]
-        if started == NONE and ticket >= 0 and (least < 0 or ticket < least):
+        if table[STARTED, row] == NONE and ticket >= 0 and (least < 0 or ticket < least):
             least = ticket
         if not is_own:
             continue
@@ -161,20 +163,14 @@ def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
 
 
 class LineKernels(NamedTuple):
-    """See the functions of the same names."""
+    """See the function of the same name. `line_up` is compiled with what goes before and after it (`reach_kernels`)."""
 
-    line_up: Any
     share: Any
 
 
 @functools.cache
 def line_kernels() -> LineKernels:
-    """Both, compiled or loaded at the first call."""
-    signatures: Any = types
+    """Compiled or loaded at the first call."""
     n = types.int64
-    ints, wide = types.Array(n, 1, "C"), types.Array(n, 2, "C")
-    floats, seven = types.Array(types.float64, 1, "C"), signatures.UniTuple(n, 7)
-    return LineKernels(
-        decision_kernel(line_up, signatures.UniTuple(n, 2)(wide, wide, n, ints, seven, n, n, n, wide, wide, floats)),
-        decision_kernel(share, types.void(wide, wide, n, n)),
-    )
+    wide = types.Array(n, 2, "C")
+    return LineKernels(decision_kernel(share, types.void(wide, wide, n, n)))

@@ -18,8 +18,9 @@ from conductor.policy.matches import PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement_prefixes import find_prefixes
 from conductor.policy.quick import quick
+from conductor.policy.reach import reach
 from conductor.policy.requests import Claim
-from conductor.policy.seats import Seat, seat_of
+from conductor.policy.seats import Seat
 from conductor.policy.state import ClusterState
 
 __all__ = ["DecodePlan", "Plan", "make_plan", "ttft_with_s"]
@@ -99,15 +100,16 @@ def make_plan(
 ) -> Plan:
     """`former`: what an earlier attempt claimed."""
     curve, places = _expect(now_ns, state, request, places, model.block_tokens)
-    sums = state.tally(now_ns)
-    prefixes = find_prefixes(state, request, model, request.matches, places.prefill, sums)
-    seat = seat_of(now_ns, state, request, former, prefixes.best * model.block_tokens, places.prefill, costs, sums)
-    queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
-    # Whoever helps does so before it takes up anything new.
-    help_s = state.helping.load_s(now_ns, state.nodes, state.requests) if state.helping else None
-    if help_s is not None:
-        queue_s += help_s[places.prefill.slots]
-    scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
+    found = reach(now_ns, state, request, places.prefill, model, former, costs)
+    sums, seat, prefixes, scores = found.sums, found.seat, found.prefixes, found.scores
+    help_s: Floats | None = None
+    if places.prefill.has_aggregated or state.helping:
+        queue_s = _queue_s(now_ns, state, places, costs, sums, seat)
+        # Whoever helps does so before it takes up anything new.
+        help_s = state.helping.load_s(now_ns, state.nodes, state.requests) if state.helping else None
+        if help_s is not None:
+            queue_s += help_s[places.prefill.slots]
+        scores = _score(state, request, model, places.prefill, prefixes, queue_s, costs)
     group: PrefillGroup | None = None
     if state.config.prefill_group_size > 1:
         work_s = work_at_hand_s(places, sums, help_s)

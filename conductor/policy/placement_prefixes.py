@@ -15,7 +15,7 @@ from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState
 
-__all__ = ["find_prefixes", "replicas_used", "without_replicas"]
+__all__ = ["find_prefixes", "most_reused", "replicas_used", "usable_slots", "without_replicas"]
 
 Ints = NDArray[np.int64]
 
@@ -29,15 +29,26 @@ def find_prefixes(
     sums: Ints,
 ) -> Prefixes:
     """What pool nodes that answer and are not excluded hold. `sums` [slots, 3]: what `state.tally` found."""
-    slots, pool_slots = state.nodes.answering_slots(matches.roster), prefill.pool_slots
+    slots, pool_slots = usable_slots(state, request, matches), prefill.pool_slots
+    own, limit = np.empty((2, len(pool_slots)), np.int64), most_reused(request, model)
+    best, have, on_ssd, num_sends = kernels().prefixes(
+        matches.blocks, matches.ssd_blocks, slots, limit, state.copy_sends(), sums, pool_slots, own
+    )
+    return Prefixes(own, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
+
+
+def usable_slots(state: ClusterState, request: RequestArrived, matches: PoolMatches) -> Ints:
+    """Of each pool node of the roster its slot; NONE for those that do not answer or are excluded."""
+    slots = state.nodes.answering_slots(matches.roster)
     for node_id in request.excluded:
         if (slot := state.nodes.slot(node_id)) != NONE:
             slots = np.where(slots == slot, NONE, slots)
-    own = np.empty((2, len(pool_slots)), np.int64)
-    best, have, on_ssd, num_sends = kernels().prefixes(
-        matches.blocks, matches.ssd_blocks, slots, _limit(request, model), state.copy_sends(), sums, pool_slots, own
-    )
-    return Prefixes(own, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
+    return slots
+
+
+def most_reused(request: RequestArrived, model: ModelNodes) -> int:
+    """Blocks; never the whole prompt, so that at least one token is computed."""
+    return (request.prompt_tokens - 1) // model.block_tokens
 
 
 def replicas_used(state: ClusterState, request: RequestArrived, model: ModelNodes) -> dict[str, Replica]:
@@ -67,14 +78,9 @@ def without_replicas(
     return PoolMatches.of(*without.values())
 
 
-def _limit(request: RequestArrived, model: ModelNodes) -> int:
-    """Never the whole prompt is reused, so that at least one token is computed."""
-    return (request.prompt_tokens - 1) // model.block_tokens
-
-
 def _usable(state: ClusterState, request: RequestArrived, model: ModelNodes) -> list[PoolMatch]:
     """What `find_prefixes` goes by, one by one."""
-    limit = _limit(request, model)
+    limit = most_reused(request, model)
     return [
         match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
         for match in request.matches

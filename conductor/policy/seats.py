@@ -1,6 +1,6 @@
 """A request's place among those that wait: its turn, the work that goes before it, what its tenant is charged."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +12,15 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import RequestArrived, Turn
-from conductor.policy.fairness import OTHERS, Account, Shares, Usage
+from conductor.policy.fairness import OTHERS, Account, Shares, Usage, VirtualClock
 from conductor.policy.line_kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
-from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.nodes import ModelNodes
 from conductor.policy.quick import quick
 from conductor.policy.requests import COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
 from conductor.policy.turn_columns import ACCOUNT
 
-__all__ = ["Seat", "accounts", "accrue_endless", "begun", "endless_refused", "revived_turn", "seat_of", "sit"]
+__all__ = ["Seat", "accounts", "accrue_endless", "begun", "endless_refused", "revived_turn", "sit", "standing"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,50 +60,32 @@ class Seat:
             line_kernels().share(state.requests.table, state.requests.turns, len(state.requests), row)
 
 
-def seat_of(
+def standing(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
     former: Claim | None,
-    reusable_tokens: int,
-    nodes: Candidates,
     costs: ModelCosts,
-    sums: Ints,
-) -> Seat:
-    """Where the request stands, and the seconds that it waits at each candidate until it is computed.
-
-    `sums` [slots, 3]: what `state.tally` found."""
+    reusable_tokens: Callable[[], int],
+) -> tuple[Shares, Account, VirtualClock, tuple[int, int, int, int, int, int, int]]:
+    """Whose request it is, the clock of its class, and what orders it among others (`Seat.me`). `reusable_tokens` of
+    its prompt are asked for only where its objective depends on them."""
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
     if former is not None and not former.is_revived:
         objective_s = former.objectives.ttft_s
     elif not request.ttft_objective_s and not wanted.ttft.times:
         objective_s = wanted.ttft.seconds
     else:
-        reused = min(reusable_tokens, request.prompt_tokens - 1)
+        reused = min(reusable_tokens(), request.prompt_tokens - 1) if wanted.ttft.times else 0
         unloaded_s = costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
         objective_s = wanted.effective(request.ttft_objective_s, 0.0, unloaded_s, 0.0).ttft_s
     shares = state.shares_of(request.model)
     account = shares.account(request.tenant, state.is_charged)
-    arrived_ns = now_ns - to_ns(request.waited_s)
-    ages_ns = arrived_ns + round(state.config.aging_s * NS)
+    arrived_ns = now_ns - to_ns(request.waited_s) if request.waited_s else now_ns
+    ages_ns = arrived_ns + state.aging_ns
     due_ns = min(ages_ns, arrived_ns + to_ns(objective_s)) if objective_s else ages_ns
     me = now_ns, wanted.priority, account.number, request.priority, due_ns, arrived_ns, ages_ns
-    requests, clock, slots = state.requests, shares.clock(wanted.priority), nodes.slots
-    room, queue_s = np.empty((4, len(sums)), np.int64), np.empty(len(slots))
-    clock.now_ns, ticket_ns = line_kernels().line_up(
-        requests.table,
-        requests.turns,
-        len(requests.claims),
-        slots,
-        me,
-        clock.now_ns,
-        clock.started_ns,
-        account.finish_ns,
-        sums,
-        room,
-        queue_s,
-    )
-    return Seat(shares, account, me, room, ticket_ns, queue_s)
+    return shares, account, shares.clock(wanted.priority), me
 
 
 def sit(

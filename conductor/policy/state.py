@@ -83,6 +83,7 @@ class ClusterState:
     liveness: Liveness = field(init=False)
     slo: ObjectiveBook = field(init=False)
     attainment: Attainment = field(init=False)
+    aging_ns: int = field(init=False)  # after which a request goes before everything newer
     _orphan_timeout_ns: int = field(init=False)
     _account_numbers: Iterator[int] = field(default_factory=itertools.count)
     _now_ns: int | None = None
@@ -96,6 +97,7 @@ class ClusterState:
         self.replication = Replication(self.config.replica_idle_s)
         self.liveness = Liveness(round(self.config.report_timeout_s * NS))
         self._orphan_timeout_ns = round(self.config.orphan_timeout_s * NS)
+        self.aging_ns = round(self.config.aging_s * NS)
         self.counts["suspected"] = 0
 
     def costs_of(self, model: str) -> ModelCosts:

@@ -23,6 +23,7 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "conductor/policy/kernels.py",
     "conductor/policy/length_kernels.py",
     "conductor/policy/line_kernels.py",
+    "conductor/policy/reach_kernels.py",
     "conductor/policy/row_kernels.py",
     "engine/kernels.py",
     "engine/sampling_kernels.py",

@@ -6,10 +6,11 @@ from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.kernels import kernels
 from conductor.policy.length_kernels import length_kernels
 from conductor.policy.line_kernels import line_kernels
+from conductor.policy.reach_kernels import reach_kernels
 from conductor.policy.row_kernels import row_kernels
 
 
-@pytest.mark.parametrize("family", [kernels, decode_kernels, length_kernels, line_kernels, row_kernels])
+@pytest.mark.parametrize("family", [kernels, decode_kernels, length_kernels, line_kernels, reach_kernels, row_kernels])
 def test_kernels_keep_the_interpreter_and_are_compiled_for_one_signature(family):
     for kernel in family():
         assert not kernel.targetoptions["nogil"]
