@@ -26,7 +26,7 @@ from kvpool import KvPoolError, short_keys_from_bytes
 from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
-from telemetry import LoopWatch, tracing
+from telemetry import LoopWatch, logs, tracing
 
 __all__ = ["ConductorService"]
 
@@ -85,6 +85,7 @@ class ConductorService(ConductorServicer):
             await context.abort(grpc.StatusCode.ABORTED, text)
 
     async def Schedule(self, request: conductor_pb2.ScheduleRequest, context: Context) -> conductor_pb2.ScheduleReply:
+        logs.attempt(request.request_id, request.attempt)
         try:
             keys = short_keys_from_bytes(request.chain)
         except KvPoolError as error:
@@ -104,10 +105,14 @@ class ConductorService(ConductorServicer):
             reply = self._reply(decisions)
             if span.is_on:
                 span.note(**wire.told(reply))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decided", extra=wire.told(reply))
         return reply
 
     async def Complete(self, request: conductor_pb2.CompleteRequest, context: Context) -> conductor_pb2.CompleteReply:
+        logs.attempt(request.request_id, request.attempt)
         self._core.handle(wire.completed(request))
+        log.debug("request %s", request.outcome)
         return conductor_pb2.CompleteReply()
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:

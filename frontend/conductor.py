@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from frontend.errors import GenerationFailed, RequestDeadline
 from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call, open_channel
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from telemetry import logs
 
 _log = logging.getLogger(__name__)
 _CALL_S: Final = 5.0  # one try of one call
@@ -172,6 +173,7 @@ def _void(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteReque
 
 
 async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
+    logs.attempt(request.request_id, request.attempt)
     try:
         await call(
             line.stub.Complete(request, wait_for_ready=True),
@@ -180,7 +182,7 @@ async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
             deadline_s=_COMPLETE_S,
         )
     except ControlError as error:
-        _log.warning("outcome %s of %s not delivered: %s", request.outcome, request.request_id, error)
+        _log.warning("outcome %s not delivered: %s", request.outcome, error)
 
 
 async def _answer(line: Line, asking: Awaitable[T], *, is_patient: bool = True) -> T:

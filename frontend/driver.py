@@ -23,7 +23,7 @@ from frontend.request import Facts, GenerationRequest
 from frontend.streams import WorkerStream, WorkerStreams
 from frontend.timing import Handoff, Ttft
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
-from telemetry import RequestMetrics
+from telemetry import RequestMetrics, logs
 
 _log = logging.getLogger(__name__)
 _FINISH: Final[dict[int, FinishReason]] = {
@@ -162,6 +162,7 @@ class Generation:
             self.facts.lost_s += monotonic() - self._placed_s
         elif self._began_s is None:
             self._began_s = monotonic()
+        logs.attempt(self.request.request_id, self.facts.attempts)
         span = self.request.span.child("attempt", number=self.facts.attempts, choice=self.request.sampling.choice)
         try:
             placement = await self._placer.place(deadline_s=self.deadline_s, span=span)
@@ -326,7 +327,7 @@ class Generation:
 
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""
-        _log.warning("attempt %d ended: %s", attempt.number, setback.message, extra={"suspect": setback.suspect})
+        _log.warning("attempt ended: %s", setback.message, extra={"suspect": setback.suspect})
         attempt.span.fail(setback.message)
         self._leave(attempt, cancel=True)
         self._attempt, self._setback = None, setback

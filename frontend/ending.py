@@ -26,7 +26,7 @@ def tell_end(
         _count(request, facts, metrics, outcome, finish_reason)
     if request.span.is_on and not request.sampling.choice:
         _trace(request, facts, outcome)
-    with logs.request(request.request_id):
+    with logs.request(request.request_id, facts.attempts - 1 if facts.attempts else None):
         _log.info("request %s", outcome, extra=_said(request, facts))
 
 

@@ -120,7 +120,7 @@ class Group:
             await node.run_in_engine(sequence)
             return True
         except GroupLost as lost:
-            log.warning("request %s: its group is lost, it goes on alone: %s", sequence.request.request_id, lost)
+            log.warning("its group is lost, the request goes on alone: %s", lost)
         node.counters.add("lost_groups", 1)
         node.timings[id(sequence)] = timing
         sequence.share = sequence.error = None
@@ -241,7 +241,7 @@ async def _enlisted(
         if isinstance(answer, Enlisted):
             found.append((helper, answer))
         elif isinstance(answer, ControlError):
-            log.info("request %s is computed without %s: %s", request.request_id, helper.node_id, answer)
+            log.info("computed without %s: %s", helper.node_id, answer)
             node.counters.add("helpers_refused", 1)
         else:
             raise answer

@@ -1,4 +1,7 @@
-"""Structured logging: one line per event, as JSON or for people, with role, node and the request being served."""
+"""Structured logging: one line per event, as JSON or for people, with role, node and the request being served.
+
+What a client wrote is no part of any line: ids, counts and reasons are.
+"""
 
 import json as json_format
 import logging
@@ -11,7 +14,7 @@ from typing import Any, Final, TextIO
 
 from telemetry.errors import UnknownLogLevel
 
-_REQUEST_ID: ContextVar[str] = ContextVar("moonpool_request_id", default="")
+_REQUEST: ContextVar[tuple[str, int | None]] = ContextVar("moonpool_request", default=("", None))
 _LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _GRPC: Final = "grpc._cython.cygrpc"
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
@@ -42,18 +45,31 @@ def configure(
 
 
 @contextmanager
-def request(request_id: str) -> Iterator[None]:
-    """Records made inside, and in tasks started inside, carry this request id."""
-    token = _REQUEST_ID.set(request_id)
+def request(request_id: str, attempt: int | None = None) -> Iterator[None]:
+    """Records made inside, and in tasks started inside, carry this request id, and the attempt's number, if given."""
+    token = _REQUEST.set((request_id, attempt))
     try:
         yield
     finally:
-        _REQUEST_ID.reset(token)
+        _REQUEST.reset(token)
+
+
+def attempt(request_id: str, number: int) -> None:
+    """From now on this task works on this attempt of the request, until it says otherwise."""
+    _REQUEST.set((request_id, number))
 
 
 def current_request_id() -> str:
     """The request being served here; empty outside of `request`."""
-    return _REQUEST_ID.get()
+    return _REQUEST.get()[0]
+
+
+def _served() -> dict[str, Any]:
+    """What a record says of the request being served; nothing where there is none."""
+    request_id, number = _REQUEST.get()
+    if not request_id:
+        return {}
+    return {"request_id": request_id} if number is None else {"request_id": request_id, "attempt": number}
 
 
 def _malformed_call(record: logging.LogRecord) -> bool:
@@ -84,8 +100,7 @@ class _JsonFormatter(logging.Formatter):
             "role": self._role,
             "node": self._node_id,
         }
-        if request_id := _REQUEST_ID.get():
-            line["request_id"] = request_id
+        line |= _served()
         line |= {key: value for key, value in _extra(record).items() if key not in line}
         line["message"] = record.getMessage()
         if record.exc_info:
@@ -101,7 +116,7 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields = {"request_id": _REQUEST_ID.get(), **_extra(record)}
+        fields = {**_served(), **_extra(record)}
         shown = "".join(f" {key}={value}" for key, value in fields.items() if value != "")
         # A line break inside a client's text must not look like a record of its own.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")

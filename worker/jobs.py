@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from moonpool_proto.v1.worker_pb2 import Failure
+from telemetry import logs
 from worker.errors import RequestFailed, RequestRefused
 from worker.request import Request
 from worker.settle import settled
@@ -115,6 +117,16 @@ class Jobs:
             await asyncio.wait(tasks, timeout=grace_s)
 
     async def _run(self, request: Request, work: Work, previous: Job | None, told: OnFailure) -> None:
+        with logs.request(request.request_id, request.attempt):
+            outcome = "cancelled"
+            try:
+                outcome = await self._outcome(request, work, previous, told)
+            finally:
+                seconds = round(time.monotonic() - request.submitted, 4)
+                said = {"outcome": outcome, "prompt_tokens": len(request.prompt), "seconds": seconds}
+                log.info("request over here", extra=said)
+
+    async def _outcome(self, request: Request, work: Work, previous: Job | None, told: OnFailure) -> str:
         try:
             if previous is not None:
                 await _cancelled([previous])
@@ -122,6 +134,7 @@ class Jobs:
                 if request.idle_s:
                     self._limits[request.key] = limit
                 await work
+            return "finished"
         except RequestRefused as error:
             _fail(told, request, error.code, str(error), retryable=False)
         except RequestFailed as error:
@@ -129,10 +142,11 @@ class Jobs:
         except TimeoutError:
             _fail(told, request, "deadline", "the request's deadline has passed", retryable=False)
         except asyncio.CancelledError:
-            pass
+            return "cancelled"
         except Exception as error:
-            log.exception("request %s failed", request.request_id)
+            log.exception("request failed")
             _fail(told, request, "internal", f"{type(error).__name__}: {error}", retryable=True)
+        return "failed"
 
     def _over(self, request: Request, work: Work) -> None:
         work.close()  # not begun, if the job was cancelled early
@@ -144,7 +158,7 @@ class Jobs:
 
 
 def _fail(told: OnFailure, request: Request, code: str, message: str, *, retryable: bool, suspect: str = "") -> None:
-    log.warning("request %s attempt %d failed (%s): %s", request.request_id, request.attempt, code, message)
+    log.warning("request failed (%s): %s", code, message)
     failure = Failure(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -106,6 +106,11 @@ class Request:
         return self.proto.traceparent
 
     @property
+    def said(self) -> dict[str, str | int]:
+        """What a line of the log is told where it is not the request's own task that writes it."""
+        return {"request_id": self.request_id, "attempt": self.attempt}
+
+    @property
     def about(self) -> dict[str, str | int]:
         """What a span of it is told by."""
         return {"request_id": self.request_id, "attempt": self.attempt, "prompt_tokens": len(self.prompt)}

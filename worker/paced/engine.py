@@ -228,7 +228,7 @@ class PacedSteps:
             sequence.error = RequestFailed(
                 "kv", f"blocks {wrong[:8]} of {len(sequence.table)} hold KV that is not that of the request's ids"
             )
-            log.error("request %s: %s", sequence.request.request_id, sequence.error)
+            log.error("%s", sequence.error, extra=sequence.request.said)
         return not wrong
 
     def _write(self, sequence: Sequence, start: int, end: int, layer: int | None) -> None:
