@@ -364,7 +364,7 @@ async def test_what_is_logged_of_a_stream_names_its_request(
     second_pair[1].send(second, told + 1, IDS[told + 1 :], finish=LENGTH)
     await streaming
     lines = {line["message"]: line for line in log_lines() if "request_id" in line}
-    ended = next(line for message, line in lines.items() if message.startswith("attempt 0 ended"))
-    assert (ended["request_id"], ended["suspect"]) == (first.request_id, "d0")
+    ended = next(line for message, line in lines.items() if message.startswith("attempt ended"))
+    assert (ended["request_id"], ended["attempt"], ended["suspect"]) == (first.request_id, 0, "d0")
     last = lines["request finished"]
     assert (last["request_id"], last["attempts"], last["generated"]) == (first.request_id, 2, 4)
