@@ -327,6 +327,7 @@ class Generation:
 
     def _set_back(self, attempt: Attempt, setback: Setback) -> None:
         """The attempt is over; `next` decides about another one after the tokens that came before are told."""
+        logs.attempt(self.request.request_id, attempt.number)  # it may have begun in another task
         _log.warning("attempt ended: %s", setback.message, extra={"suspect": setback.suspect})
         attempt.span.fail(setback.message)
         self._leave(attempt, cancel=True)
