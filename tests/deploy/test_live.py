@@ -1,0 +1,114 @@
+"""The processes of a rendered release, run as the chart says, with an address of this machine for each pod: they find
+each other, answer the probes, serve a request, and end when told to.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT_S = 240
+
+
+class Machine:
+    """Stands for the cluster: gives each pod an address, and names to them, and starts containers."""
+
+    def __init__(self, release: Any, folder: Path) -> None:
+        self.release = release
+        self._folder = folder
+        self.addresses = {pod.name: f"127.0.3.{number}" for number, pod in enumerate(release.pods, start=1)}
+        (folder / "moonpool.yaml").write_text(self._resolved(release.file("moonpool-config", "moonpool.yaml")))
+
+    def _resolved(self, text: str) -> str:
+        """DNS: a conductor's own name, and that of the pool node of the host."""
+        text = re.sub(r"moonpool-conductor-0\.[\w.-]+", self.addresses["moonpool-conductor"], text)
+        return re.sub(r"moonpool-pool\.[\w.-]+", self.addresses["moonpool-pool"], text)
+
+    @contextmanager
+    def running(self, pod: Any) -> Iterator[Callable[[], None]]:
+        """Its process, ended like a pod's; what waits until its start is over."""
+        own = {"POD_NAME": pod.name, "POD_IP": self.addresses[pod.name], "NODE_NAME": "host"}
+        arguments = [
+            re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], self._resolved(argument)).replace(
+                "0.0.0.0",
+                own["POD_IP"],  # all pods share this machine's ports
+            )
+            for argument in pod.container["args"]
+        ]
+        arguments = [argument.replace("/var/lib/moonpool", str(self._folder)) for argument in arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
+        environment |= {"MOONPOOL_CONFIG": str(self._folder / "moonpool.yaml"), "OMP_NUM_THREADS": "1"}
+        environment |= {"TMPDIR": str(self._folder)}
+        log = self._folder / f"{pod.name}.log"
+        with (
+            log.open("w") as output,
+            subprocess.Popen(
+                [sys.executable, "-m", "moonpool", *arguments], env=environment, stdout=output, stderr=output
+            ) as process,
+        ):
+            try:
+                yield lambda: self._wait_started(pod, process, log)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(LIMIT_S) == 0, log.read_text()
+
+    def _wait_started(self, pod: Any, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.probe(pod, "startupProbe") != 200:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    def probe(self, pod: Any, which: str) -> int:
+        """The status that Kubernetes would get; 0 for no answer."""
+        get = pod.container[which]["httpGet"]
+        (port,) = [one["containerPort"] for one in pod.container["ports"] if one["name"] == get["port"]]
+        try:
+            with urllib.request.urlopen(f"http://{self.addresses[pod.name]}:{port}{get['path']}", timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+        except OSError:
+            return 0
+
+
+@pytest.fixture
+def machine(render: Any, example_values: Callable[[str], dict[str, Any]], tmp_path_factory: Any) -> Machine:
+    values = example_values("cpu-trial")
+    config = values["config"] | {"threads": 1, "engine": "paced"}  # what computes is another test's
+    release = render(values | {"redis": {"enabled": False}, "config": config})
+    return Machine(release, tmp_path_factory.mktemp("m"))
+
+
+def test_the_processes_of_a_release_make_a_cluster_that_serves(machine: Machine) -> None:
+    pods = {pod.name.removeprefix("moonpool-"): pod for pod in machine.release.pods}
+    with ExitStack() as stack:
+        # The front door last, as it ends first.
+        names = ("conductor", "pool", "prefill", "decode", "frontend")
+        for wait_started in [stack.enter_context(machine.running(pods[name])) for name in names]:
+            wait_started()
+        deadline = time.monotonic() + LIMIT_S
+        while any(machine.probe(pod, "readinessProbe") != 200 for pod in pods.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert {machine.probe(pod, "livenessProbe") for pod in pods.values()} == {200}
+        url = f"http://{machine.addresses['moonpool-frontend']}:8000/v1/completions"
+        body = json.dumps({"prompt": "In the beginning", "max_tokens": 8, "ignore_eos": True}).encode()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            told = json.load(answer)
+        assert told["usage"]["completion_tokens"] == 8
+        assert told["moonpool"]["prefill_node"] == "moonpool-prefill"
+        assert told["moonpool"]["decode_node"] == "moonpool-decode"
