@@ -7,7 +7,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,12 +48,33 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
         from moonpool.runtime.ray_runtime import RayRuntime
 
         here = ray.util.get_node_ip_address() if given else _LOOPBACK
-        gpus = _takes_gpus(config, hosts(ray.nodes()).values())
-        check_offer(_bundles(config, gpus=gpus), hosts(ray.nodes()))
+        gpus = wait_for_offer(config, ray.nodes)
         conductor = config.runtime.join[0] if config.runtime.join else _own_conductor(here)
         runtime = RayRuntime(run_dir, conductor=conductor, gpus=gpus, only_address="" if given else _LOOPBACK)
         stack.callback(_bounded, runtime.close)
         yield runtime
+
+
+def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str, Any]]], every_s: float = 1.0) -> bool:
+    """Until the hosts among Ray's `nodes()` can hold the workers: whether each takes a GPU. Raises RayUnusable.
+
+    Who joins a cluster was started together with Ray's hosts, and waits for them for as long as a start may take.
+    """
+    until_s = time.monotonic() + (config.supervisor.startup_timeout if config.runtime.join else 0.0)
+    said = ""
+    while True:
+        found = hosts(nodes())
+        gpus = _takes_gpus(config, found.values())
+        try:
+            check_offer(_bundles(config, gpus=gpus), found)
+            return gpus
+        except RayUnusable as lack:
+            if time.monotonic() >= until_s:
+                raise
+            if str(lack) != said:
+                print(f"Waiting for hosts: {lack}", file=sys.stderr, flush=True)
+            said = str(lack)
+        time.sleep(every_s)
 
 
 def _own_conductor(here: str) -> str:

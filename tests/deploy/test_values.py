@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,6 +118,14 @@ def test_schema_table_and_golden_renders_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / ".ci" / "generate_chart.py"), "check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_versions_are_those_of_what_the_image_holds(chart: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    about = yaml.safe_load((chart / "Chart.yaml").read_text(encoding="utf-8"))
+    assert about["appVersion"] == project["version"]
+    values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
+    assert f"ray=={values['ray']['version']}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_helm_finds_nothing_to_complain_of(chart: Path) -> None:

@@ -11,6 +11,7 @@ from moonpool.http_port import claim_port
 from moonpool.plan import Planner, RolePlan
 from moonpool.runtime.choice import chosen_runtime
 from moonpool.runtime.ray_hosts import Host, bundle_of, check_offer, environment, hosts, local_resources, located
+from moonpool.runtime.ray_session import wait_for_offer
 
 NODES = [
     {
@@ -41,6 +42,18 @@ def test_dead_hosts_offer_nothing_and_the_missing_resource_is_named_with_what_to
     assert "moonpool_prefill" not in said.split(";")[0]
     assert "10.0.0.2 offers moonpool_prefill=2" in said
     assert "ray start --address=HEAD:6379 --resources=" in said
+
+
+def test_who_joins_a_cluster_waits_for_the_hosts_and_nobody_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+    offer = {"moonpool_prefill": 1.0, "moonpool_decode": 1.0, "moonpool_pool": 1.0}
+    late = [NODES, NODES, [{**NODES[0], "Resources": offer | {"GPU": 2.0}}]]
+    waits = iter(late)
+    assert wait_for_offer(config(join="c:1", runtime="ray"), lambda: next(waits), every_s=0.0)  # a GPU for each
+    told = capsys.readouterr().err
+    assert told.count("Waiting for hosts: the Ray cluster lacks resources") == 1
+    with pytest.raises(RayUnusable, match="lacks resources"):
+        wait_for_offer(config(runtime="ray"), lambda: NODES)
+    assert not wait_for_offer(config(runtime="ray"), lambda: [{**NODES[0], "Resources": offer}])
 
 
 def test_a_host_that_takes_workers_must_take_a_pool_node() -> None:
