@@ -20,6 +20,19 @@ EXAMPLES = sorted(path.stem.removeprefix("values-") for path in (CHART / "exampl
 _WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
 
+def _check_library() -> None:
+    """Before anything can load it."""
+    (library,) = [
+        path.locate() for path in importlib.metadata.files("helm-python-sdk") or () if path.name == "libhelm_c.so"
+    ]
+    found = hashlib.sha256(Path(str(library)).read_bytes()).hexdigest()
+    if found != HELM_LIBRARY:
+        raise ImportError(f"{library} has the SHA-256 {found}, expected {HELM_LIBRARY}: what is that?")
+
+
+_check_library()
+
+
 @dataclass(frozen=True)
 class Pod:
     """A pod template, and the object that holds it."""
@@ -84,11 +97,7 @@ Render = Callable[..., Release]
 
 @pytest.fixture(scope="session")
 def generator() -> ModuleType:
-    """.ci/generate_chart.py; Helm's library is what it should be."""
-    (library,) = [
-        path.locate() for path in importlib.metadata.files("helm-python-sdk") or () if path.name == "libhelm_c.so"
-    ]
-    assert hashlib.sha256(Path(str(library)).read_bytes()).hexdigest() == HELM_LIBRARY
+    """.ci/generate_chart.py."""
     spec = importlib.util.spec_from_file_location("generate_chart", ROOT / ".ci" / "generate_chart.py")
     assert spec is not None
     assert spec.loader is not None
