@@ -1,5 +1,6 @@
 """Wrong values are refused with words that name the place; what is made from elsewhere is up to date."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,32 @@ def test_a_group_says_otherwise_for_itself_alone(render: Any) -> None:
     assert decode.spec["nodeSelector"] == {"gpu": "big", "zone": "a"}
     assert prefill.spec["nodeSelector"] == {"zone": "a"}
     assert prefill.container["resources"]["limits"]["memory"] == "4Gi"
+
+
+@pytest.mark.parametrize(("told", "made"), [({}, 1), ({"replicas": 0}, 0), ({"replicas": 3}, 3)])
+def test_a_group_has_one_worker_unless_it_says_otherwise(render: Any, told: dict[str, int], made: int) -> None:
+    values = {"workers": {"more": {"role": "decode", **told}}}
+    assert render(values).one("StatefulSet", "moonpool-more")["spec"]["replicas"] == made
+    (ray,) = render({"mode": "kuberay", **values}).kind("RayCluster")
+    (group,) = [one for one in ray["spec"]["workerGroupSpecs"] if one["groupName"] == "more"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (made, made, made)
+
+
+def test_what_the_installation_guide_names_is_there(chart: Path) -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
+    named = set(re.findall(r"`([a-z]\w*(?:\.[a-zA-Z]+)*)`", text)) | set(re.findall(r"`([\w.]+): ", text))
+    paths = [path for path in named - {"tls.crt", "tls.key"} if path.partition(".")[0] in values]
+    assert len(paths) >= 15
+    for path in paths:
+        inside = values
+        for name in path.split("."):
+            assert name in inside, path
+            inside = inside[name]
+    files = set(re.findall(r"deploy/[\w./-]+", text))
+    files |= {f"deploy/helm/moonpool/{path}" for path in re.findall(r"`(examples/[\w.-]+)`", text)}
+    assert len(files) >= 4
+    assert [path for path in files if not (ROOT / path.rstrip("/.")).exists()] == []
 
 
 def test_everything_that_the_schema_lets_through_a_role_takes(generator: ModuleType) -> None:

@@ -26,6 +26,11 @@ labels:
   {{- include "moonpool.labels" . | nindent 2 }}
 {{- end -}}
 
+{{- /* A group's workers: one, where it does not say how many. */ -}}
+{{- define "moonpool.replicas" -}}
+{{- if hasKey . "replicas" }}{{ int .replicas }}{{ else }}1{{ end -}}
+{{- end -}}
+
 {{- define "moonpool.image" -}}
 {{- with .Values.image -}}
 {{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end -}}
