@@ -7,8 +7,9 @@ each, ten million blocks, the conversation trace's prompts; a decision is a whol
 the reply's, but for gRPC, and the Complete of an earlier request.
 
 Peers take turns with ours, round by round; a ratio is the median of the rounds' ratios. Times are CPU time, Dynamo's of
-all threads, and `_wall` says where they are not. Dynamo takes part where `ai-dynamo-runtime` is importable; --peer-path
-adds a folder to look in. The last line is JSON.
+all threads, and `_wall` says where they are not. On a machine with other work both are longer than on an idle one: its
+load average is told, and `decision_p10_us` is disturbed least. Dynamo takes part where `ai-dynamo-runtime` is
+importable; --peer-path adds a folder to look in. The last line is JSON.
 
     python benchmarks/conductor.py [--blocks 10000000] [--nodes 1000] [--live 4000] [--peer-path DIR]
 """
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -132,21 +134,22 @@ async def measure_scale(block_tokens: int, args: argparse.Namespace) -> dict[str
     result["snapshot_blocks_per_s"] = sum(map(directory.num_blocks, directory.nodes)) / longest.seconds["snapshot_part"]
     prompts, _ = prompts_of_trace(block_tokens)
     took: list[float] = []
+    passed: list[float] = []
     settle()
     for i in range(args.live + args.decisions):
         keys_i, prompt, output = prompts[i % len(prompts)]
         message = bench.request(chain_bytes(keys_i), prompt, output).SerializeToString()
-        began = time.thread_time()
+        wall, began = time.perf_counter(), time.thread_time()
         bench.schedule(message)
         took.append(time.thread_time() - began)
+        passed.append(time.perf_counter() - wall)
     gc.unfreeze()
-    took = sorted(took[args.live :])
-    result |= {
-        "decisions_per_s": len(took) / sum(took),
-        "decision_p50_us": 1e6 * took[len(took) // 2],
-        "decision_p99_us": 1e6 * took[len(took) * 99 // 100],
-        "decision_longest_us": 1e6 * took[-1],
-    }
+    for times, clock in ((took, ""), (passed, "_wall")):
+        times[:] = sorted(times[args.live :])
+        result[f"decisions_per_s{clock}"] = len(times) / sum(times)
+        for share in (10, 50, 99):
+            result[f"decision_p{share}_us{clock}"] = 1e6 * times[len(times) * share // 100]
+    result["decision_longest_us"] = 1e6 * took[-1]
     result |= measure_directory(directory, longest)
     await bench.pools.close()
     return result
@@ -165,7 +168,7 @@ async def main() -> None:
     parser.add_argument("--block-tokens", type=int, nargs="*", default=[TRACE_BLOCK, 16], help="block sizes at scale")
     parser.add_argument("--peer-path", default="", help="folder where ai-dynamo-runtime is installed")
     args = parser.parse_args()
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"cores": os.cpu_count(), "load_average_before": os.getloadavg()[0]}
     if args.rounds:
         result |= measure_index(args.rounds, args.peer_path)
         result |= await measure_selector(args.rounds, args.per_round, 64, args.peer_path)
@@ -174,6 +177,7 @@ async def main() -> None:
         found = await measure_scale(block_tokens, args)
         result |= {key if block_tokens == TRACE_BLOCK else f"{key}_at_{block_tokens}": found[key] for key in found}
         gc.collect()
+    result["load_average_after"] = os.getloadavg()[0]
     for key, value in result.items():
         print(f"{key:40} {value:,.2f}" if isinstance(value, float) else f"{key:40} {value}")
     print(json.dumps(result))

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from conductor.decision_log.lines import json_line
 from conductor.errors import LogFormatError
 from conductor.policy import PolicyConfig
 from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
@@ -38,17 +39,17 @@ class Row(NamedTuple):
 
 
 def head_line(head: Head) -> bytes:
-    return _line(
+    return json_line(
         {"version": EVENTS_VERSION, "life": head.life, "part": head.part, "config": config_to_json(head.config)}
     )
 
 
 def event_line(now_ns: int, event: Event, decisions: Sequence[Decision]) -> bytes:
-    return _line({"now_ns": now_ns, "event": to_json(event), "decisions": [to_json(one) for one in decisions]})
+    return json_line({"now_ns": now_ns, "event": to_json(event), "decisions": [to_json(one) for one in decisions]})
 
 
 def dropped_line(count: int) -> bytes:
-    return _line({"dropped": count})
+    return json_line({"dropped": count})
 
 
 def read_head(line: bytes) -> Head:
@@ -95,7 +96,3 @@ def _number(row: Mapping[str, Any], name: str) -> int:
     if type(value) is not int:
         raise LogFormatError(f"{name}: expected a whole number, got {str(value)[:80]}")
     return value
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, separators=(",", ":")).encode("ascii") + b"\n"

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from conductor.decision_log.files import read_lines
+from conductor.decision_log.lines import json_line
 from conductor.decision_log.records import Change, Record
 
 __all__ = ["Journal", "read_journal"]
@@ -96,7 +97,7 @@ def read_journal(folder: Path) -> dict[str, Record]:
 
 
 def _line(kind: str, value: Record | str) -> bytes:
-    return json.dumps({kind: value}, separators=(",", ":")).encode("ascii") + b"\n"
+    return json_line({kind: value})
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -21,7 +21,8 @@ from conductor.decision_log.event_lines import Head, dropped_line, event_line, h
 from conductor.decision_log.files import LineFiles, LinesLost
 from conductor.decision_log.hashing import Hashes
 from conductor.decision_log.journal import Journal, read_journal
-from conductor.decision_log.records import RECORD_VERSION, Change, Record, Records
+from conductor.decision_log.lines import json_line
+from conductor.decision_log.records import RECORD_VERSION, Change, Records
 from conductor.decision_log.replaying import EVENTS_STEM
 from conductor.decision_log.searching import DECISIONS_STEM, Found, search
 from conductor.decision_log.settings import DecisionLogConfig
@@ -175,7 +176,7 @@ class DecisionLog:
             if self._events is not None:
                 events.append(event_line(now_ns, event, decisions))
             self._taken_nbytes += _nbytes(event, keys)
-        over = [_line(change.record) for change in changes if change.is_over]
+        over = [json_line(change.record) for change in changes if change.is_over]
         self._try("decisions", len(over), lambda: self._decisions.write(over))
         if self._journal.is_stale:
             self._try("journal", len(changes), lambda: self._journal.rewrite(self._records.under_way()))
@@ -219,10 +220,6 @@ def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:
         parts = (event.held, event.progress, event.prefills, event.decodes, event.transfers)
         nbytes += _ITEM_NBYTES * sum(map(len, parts))
     return nbytes
-
-
-def _line(record: Record) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def _lock(folder: Path) -> int:

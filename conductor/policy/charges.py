@@ -40,10 +40,8 @@ class Prices:
         if not self.num_blocks:
             return 0.0
         batch = self.max_batch
-        return (
-            generated_tokens * tbt_s(*self.decode, batch, batch * context_tokens, batch) / batch
-            + kv_block_s / self.num_blocks
-        )
+        step_s = tbt_s(*self.decode, batch, batch * context_tokens, batch)
+        return generated_tokens * step_s / batch + kv_block_s / self.num_blocks
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from conductor.errors import LogFormatError
 from conductor.policy.config import PolicyConfig
@@ -13,6 +13,9 @@ from conductor.policy.events import Event
 from conductor.policy.matches import PoolMatch, PoolMatches
 
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
+
+
+_PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # what JSON takes as it is
 
 
 def to_json(value: Event | Decision) -> dict[str, Any]:
@@ -42,11 +45,17 @@ def config_from_json(row: Any) -> PolicyConfig:
 
 def _fields_to_json(value: Any) -> dict[str, Any]:
     kind: type = type(value)
-    pairs = ((name, default, getattr(value, name)) for name, default in _defaults(kind))
-    return {name: _value_to_json(item) for name, default, item in pairs if item != default}
+    found = {}
+    for name, default in _defaults(kind):
+        item = getattr(value, name)
+        if item is not default and item != default:
+            found[name] = item if type(item) in _PLAIN else _value_to_json(item)
+    return found
 
 
 def _value_to_json(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, tuple | PoolMatches):
         return [_value_to_json(item) for item in value]
     if isinstance(value, Mapping):

@@ -3,6 +3,7 @@
 from conductor.policy.algorithm1 import PrefillScores, Prefixes
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decode_choice import DecodeChoice
+from conductor.policy.nodes import ModelNodes
 
 __all__ = ["extrapolated"]
 
@@ -11,23 +12,22 @@ def extrapolated(
     prefixes: Prefixes,
     scores: PrefillScores,
     choice: DecodeChoice | None,
-    *,
     prompt_tokens: int,
-    block_tokens: int,
-    block_nbytes: int,
+    model: ModelNodes,
     costs: ModelCosts,
     transfers: TransferCosts,
 ) -> tuple[str, ...]:
     """Of "prefill", "decode", "load", "fetch" and "ssd_read", for the candidates chosen."""
-    chosen = scores.chosen
+    chosen, block_nbytes, found = scores.chosen, model.block_nbytes, []
     reuse = scores.reuse_blocks.item(chosen)
-    found = [] if costs.covers_prefill(prompt_tokens - reuse * block_tokens, prompt_tokens) else ["prefill"]
+    if not costs.covers_prefill(prompt_tokens - reuse * model.block_tokens, prompt_tokens):
+        found.append("prefill")
     if choice is not None and not choice.is_covered:
         found.append("decode")
     if reuse:
-        own, own_ssd = prefixes.held.item(0, chosen), prefixes.held.item(1, chosen)
+        own = prefixes.held.item(0, chosen)
         missing = reuse - own
-        on_ssd = own_ssd + min(missing, prefixes.best_ssd)
+        on_ssd = prefixes.held.item(1, chosen) + min(missing, prefixes.best_ssd)
         if own and not transfers.covers("load", own * block_nbytes):
             found.append("load")
         if missing and not transfers.covers("fetch", missing * block_nbytes):

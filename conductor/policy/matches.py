@@ -63,7 +63,7 @@ class PoolMatches:
         return int(np.count_nonzero(self.blocks))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PoolMatches) and tuple(self) == tuple(other)
+        return isinstance(other, PoolMatches) and len(self) == len(other) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))

@@ -42,11 +42,10 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         plan.prefixes,
         plan.scores,
         plan.decode.choice if plan.decode is not None else None,
-        prompt_tokens=request.prompt_tokens,
-        block_tokens=model.block_tokens,
-        block_nbytes=model.block_nbytes,
-        costs=costs,
-        transfers=state.transfers,
+        request.prompt_tokens,
+        model,
+        costs,
+        state.transfers,
     )
     judgement = judge(now_ns, state, request, plan, objectives, costs)
     if request.attempt == 0 and not request.endless:

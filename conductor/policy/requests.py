@@ -53,6 +53,7 @@ _COLUMNS = (
     "seen_ns",  # when last placed, or held by a worker
     "placed_ns",
 )
+_SKEW = 8  # columns of 2**n numbers would lie in each other's way in a processor's cache
 _NUMBERS = {name: number for number, name in enumerate(_COLUMNS)}
 _NONES = (NONE,) * TABLE_COLUMNS
 _NO_TURN = (NONE,) * NUM_COLUMNS
@@ -86,8 +87,9 @@ class RequestTable:
     """Live requests, one row each, dense: rows [0, len) of every column."""
 
     def __init__(self) -> None:
-        self.table = np.full((TABLE_COLUMNS, 64), NONE, np.int64)  # by column; of each, the first len(self) hold
-        self.turns = np.full((NUM_COLUMNS, 64), NONE, np.int64)  # likewise; who has none (revived) goes first
+        room = 64 + _SKEW
+        self.table = np.full((TABLE_COLUMNS, room), NONE, np.int64)  # by column; of each, the first len(self) hold
+        self.turns = np.full((NUM_COLUMNS, room), NONE, np.int64)  # likewise; who has none (revived) goes first
         self._rows: dict[str, int] = {}
         self.claims: list[Claim] = []
 
@@ -107,8 +109,7 @@ class RequestTable:
         assert claim.request_id not in self._rows
         row = len(self.claims)
         if row == self.table.shape[1]:
-            self.table = np.concatenate([self.table, np.full_like(self.table, NONE)], axis=1)
-            self.turns = np.concatenate([self.turns, np.full_like(self.turns, NONE)], axis=1)
+            self.table, self.turns = _widened(self.table), _widened(self.turns)
         row_kernels().write(self.table, self.turns, row, values, turn)
         self.claims.append(claim)
         self._rows[claim.request_id] = row
@@ -139,3 +140,11 @@ class RequestTable:
         """The pool node sends nothing any more."""
         sender = self.column("sender")
         sender[sender == slot] = NONE
+
+
+def _widened(table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same with about twice the room."""
+    columns, rows = table.shape
+    wide = np.full((columns, 2 * rows - _SKEW), NONE, np.int64)
+    wide[:, :rows] = table
+    return wide
