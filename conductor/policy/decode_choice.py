@@ -22,6 +22,7 @@ __all__ = [
     "DecodeChoice",
     "choose_decode",
     "peak_tokens",
+    "tbt_each_s",
     "tbt_now_s",
     "wait_for_room_s",
     "wait_for_tbt_s",
@@ -121,6 +122,42 @@ def _scores(
     )
     rows = zip(best.tolist(), seconds[best].tolist(), free[best].tolist(), strict=True)
     return tuple(DecodeScore(nodes.ids[index], *terms) for index, *terms in rows)
+
+
+def tbt_each_s(
+    nodes: Candidates,
+    state: ClusterState,
+    costs: ModelCosts,
+    sums: NDArray[np.int64],
+    *,
+    now_ns: int,
+    at_ns: int,
+    prompt_tokens: int,
+) -> NDArray[np.float64]:
+    """[2, candidates]: what `choose_decode` predicts of each, and the same as of now; `sums` as there."""
+    sees, kernels = _SEES[state.config.admission_mode], decode_kernels()
+    load, seconds, free = np.empty((len(sums), 3)), np.empty((2, len(nodes))), np.empty(len(nodes), np.int64)
+    columns, none = (nodes.slots, nodes.capacity_tokens, nodes.max_batch, costs.paces.slowdown), np.empty(0, np.int64)
+    for row, (when_ns, how) in enumerate(((at_ns, sees), (now_ns, NOW))):
+        kernels.choose_decode(
+            state.requests.table,
+            len(state.requests),
+            now_ns,
+            now_ns if how == NOW else when_ns,
+            how,
+            _decode_ns(costs),
+            _step_ns(costs),
+            state.lengths.curves,
+            sums,
+            load,
+            *columns,
+            prompt_tokens,
+            0,
+            costs.terms.decode_terms,
+        )
+        terms = costs.terms.decode_terms
+        kernels.best_decode(sums, load, *columns, prompt_tokens, 0, terms, seconds[row], free, none)
+    return seconds
 
 
 def tbt_now_s(nodes: Candidates, index: int, state: ClusterState, costs: ModelCosts, now_ns: int, row: int) -> float:

@@ -94,6 +94,34 @@ def test_nobody_is_made_to_miss_the_objective_for_its_time_between_tokens(
     assert score.step_s == pytest.approx(0.12, rel=0.1)  # its prompt's one chunk, and the step of two
 
 
+def test_another_decode_node_does_it_where_the_least_loaded_one_may_not(cluster: Any, make: Any) -> None:
+    c = small(cluster, make)
+    for name, node_id, objective_s in (("strict", "decode-0", 0.05), ("a", "decode-1", 1.0), ("b", "decode-1", 1.0)):
+        excluded = tuple({"decode-0", "decode-1"} - {node_id})
+        c.send(make.request(name, prompt=64, new=2000, excluded=excluded, tbt_objective_s=objective_s))
+        for phase in ("prefill_started", "prefill_ended", "ended"):
+            c.progress("prefill-0", phase, name)
+        c.progress(node_id, "decode_joined", name)
+    c.send(make.request("first", prompt=4000, new=1))
+    placed = ask(c, make, excluded=())
+    assert [score.node_id for score in placed.considered.decode] == ["decode-0", "decode-1"]
+    assert (placed.prefill, placed.decode) == ("decode-1", "")
+    assert placed.considered.undivided is not None
+    assert placed.considered.undivided.node_id == "decode-1"
+    assert placed.predicted_tbt_s == pytest.approx(placed.considered.decode[1].tbt_s)
+
+
+def test_of_decode_nodes_that_are_alike_the_one_whose_host_has_the_prefix_does_it(cluster: Any, make: Any) -> None:
+    nodes = [make.node(f"decode-{i}", "decode", host=f"h{i}", chunk_tokens=CHUNK) for i in (0, 1)]
+    pools = [make.node(f"pool-h{i}", "pool", host=f"h{i}") for i in (0, 1)]
+    c = cluster(*pools, make.node("prefill-0", "prefill"), *nodes, undivided="act", explain=4)
+    c.learn("prefill-0", per_token_s=1e-3)
+    c.learn("decode-0", per_token_s=1e-3, step_s=0.01)
+    c.send(make.request("first", prompt=4000, new=1))
+    placed = ask(c, make, prompt=800, excluded=(), matches=(("pool-h1", 40),))
+    assert (placed.prefill, placed.reuse_blocks, placed.holders[0].pool) == ("decode-1", 40, "pool-h1")
+
+
 def test_its_own_objective_counts_too_where_others_decode(cluster: Any, make: Any) -> None:
     c = small(cluster, make)
     decoding(c, make)
