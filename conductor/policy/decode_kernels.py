@@ -2,7 +2,8 @@
 
 Three views of the future, `sees`: NOW is what decodes at this moment. UNIFORM (Mooncake, section 6.3) adds those whose
 prefill will have ended, and takes away those that will have decoded for longer than `decode_ns`. LEARNED takes each for
-as likely to be there as its length curve says, given how far it has come: sums are expected values. They only compute.
+as likely to be there as its length curve says, given how far it has come: sums are expected values; and those whose
+prefill ends later, in full: they are admitted, and decode beside whoever was there first. They only compute.
 """
 
 import functools
@@ -53,8 +54,8 @@ def expect(
 ) -> Any:
     """What decodes at `at_ns`, into `load` [slots, 3]: sequences, tokens of context, committed tokens.
 
-    A request adds a token every `step_ns`. `holding`: those that have yet to come count too, since they have their
-    pages; committed tokens are summed up only then.
+    A request adds a token every `step_ns`. `holding`: those that have yet to come count however it `sees`, since
+    they have their pages; committed tokens are summed up only then.
     """
     # One loop without calls that return several values: they would take three times as long.
     load[:] = 0.0
@@ -69,7 +70,7 @@ def expect(
         limit = float(table[MAX_NEW, row])  # 0: not known
         share, grown = 1.0, 0.0
         if since > at_ns:
-            if not holding:
+            if not holding and sees != LEARNED:
                 continue
         elif sees == LEARNED:
             begin = max(since, now_ns)

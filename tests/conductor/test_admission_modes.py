@@ -52,6 +52,18 @@ def test_the_load_of_now_does_not_see_whose_prefill_will_have_ended(pair, make):
     assert reasons == {"early": None, "predicted": "tbt", "predicted-uniform": "tbt"}
 
 
+def test_learned_lengths_count_who_is_admitted_and_joins_later_than_the_one_judged(cluster, make):
+    reasons = {}
+    for mode in ("predicted", "predicted-uniform"):
+        nodes = [make.node(name, "prefill") for name in ("p", "q", "r")]
+        c = cluster(*nodes, make.node("d", "decode"), tbt_objective_s=0.025, admission_mode=mode)
+        c.learn("p", per_token_s=1e-3, step_s=0.01)
+        for name in ("long", "longer"):  # prompts of a second and more, each on a node of its own
+            assert isinstance(c.send(make.request(name, prompt=1000, new=200))[0], Place)
+        reasons[mode] = reason(c.send(make.request("short", prompt=64, new=200)))
+    assert reasons == {"predicted": "tbt", "predicted-uniform": None}
+
+
 def test_the_load_of_now_counts_who_will_have_ended(pair, make):
     reasons = {}
     for mode in ("early", "predicted"):

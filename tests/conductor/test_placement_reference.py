@@ -112,7 +112,7 @@ class Plain:
         at_ns = self.now_ns if mode == "early" else at_ns
         since = max(row.ready_ns, self.now_ns) if row.joined_ns == NONE else row.joined_ns
         if since > at_ns:
-            return 0.0, 0
+            return float(mode == "predicted"), 0  # it is admitted, and comes later
         per_ns = 1.0 / step_ns
         grown = (at_ns - since) * per_ns
         if mode == "early":
