@@ -85,6 +85,7 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
             "both": {"role": "aggregated", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3}},
         },
         "serviceAccount": {"annotations": {"e": "f"}},
+        "monitoring": {"tracing": {"endpoint": "http://collector:4318"}},
         "ray": {"existingTokenSecret": "ray-token", "head": pod, "launcher": pod},
     }
     values["workers"]["both"]["autoscaling"]["metrics"] = [  # type: ignore[index]

@@ -60,3 +60,14 @@ def test_a_dashboard_becomes_a_config_map_that_grafana_finds(render: Any, with_a
 def test_nothing_of_it_is_made_unasked(render: Any) -> None:
     kinds = {one["kind"] for one in render().objects}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "Ingress", "HorizontalPodAutoscaler", "Certificate"}
+
+
+def test_every_role_sends_its_spans_where_it_is_told_to_and_nowhere_unasked(render: Any) -> None:
+    release = render({"monitoring": {"tracing": {"endpoint": "http://collector:4318", "share": 0.25}}})
+    roles = [pod for pod in release.pods if pod.name != "moonpool-redis"]
+    assert len(roles) == 5
+    for pod in roles:
+        told = {one["name"]: one.get("value") for one in pod.container["env"]}
+        assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
+        assert (told["OTEL_TRACES_SAMPLER"], told["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.25")
+    assert "OTEL" not in json.dumps(render().objects)

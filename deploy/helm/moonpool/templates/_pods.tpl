@@ -101,6 +101,18 @@ env:
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
   - name: MOONPOOL_CONFIG
     value: /etc/moonpool/moonpool.yaml
+  {{- with .root.Values.monitoring.tracing }}
+  {{- if .endpoint }}
+  - name: OTEL_EXPORTER_OTLP_ENDPOINT
+    value: {{ .endpoint | quote }}
+  - name: OTEL_TRACES_SAMPLER
+    value: parentbased_traceidratio
+  - name: OTEL_TRACES_SAMPLER_ARG
+    value: {{ .share | quote }}
+  - name: OTEL_RESOURCE_ATTRIBUTES
+    value: k8s.namespace.name={{ $.root.Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.node.name=$(NODE_NAME)
+  {{- end }}
+  {{- end }}
   {{- with .env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
