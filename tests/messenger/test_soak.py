@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.transports("auto", "rdma")
 def test_a_short_soak_finds_nothing(transport: str, patience: float) -> None:
-    options = {"--transport": transport, "--seconds": 10 * patience, "--seed": 11, "--trouble-every-s": 0.5 * patience}
+    options = {"--transport": transport, "--seconds": 5 * patience, "--seed": 11, "--trouble-every-s": 0.5 * patience}
     options |= {"--peers": 4}
     if transport == "rdma":
         options |= {"--seconds": 45, "--slot-kib": 64, "--peers": 2, "--workers": 1, "--patience": patience}

@@ -42,10 +42,10 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_p
 
 
 def test_training_lowers_the_loss(make_plan: Callable[..., Plan]) -> None:
-    plan = make_plan("run", steps=40)
+    plan = make_plan("run", steps=20)
     train(plan)
     rows = runlog.read(plan.run / "log.jsonl")
-    assert [row.step for row in rows] == [10, 20, 30, 40]
+    assert [row.step for row in rows] == [10, 20]
     assert rows[-1].loss < rows[0].loss - 0.3
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-KILLS = 200
+KILLS = 80
 PROCESS = Path(__file__).parent / "ssd_writer_process.py"
 
 
