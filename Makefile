@@ -9,8 +9,9 @@ VENV ?= .venv
 TORCH_INDEX ?=
 # 4,096 tokens each.
 TRAIN_STEPS ?= 4000
-# Tests wait for processes more than they compute. A file's tests stay together: they share a cluster.
-TEST_PROCESSES ?= 2
+# Tests wait for processes more than they compute. A file's tests stay together: they share a cluster. Files begin in
+# the order of tests/order.py.
+TEST_PROCESSES ?= 3
 SOAK_SECONDS ?= 600
 # Drawn, and told, if empty.
 SOAK_SEED ?=
@@ -51,7 +52,7 @@ demo: $(STAMP)
 	$(BIN)/python -m moonpool demo
 
 test: $(STAMP) static
-	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-rdma: $(STAMP)
 	$(BIN)/python -m rdma_bed test

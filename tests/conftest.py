@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from soak.namespaces import what_is_missing
+from tests.order import order_of
 
 # Machines are shared and noisy: no example is judged by its time. Failures must come back when they are looked into.
 settings.register_profile("moonpool", deadline=None, derandomize=True)
@@ -24,7 +25,16 @@ settings.load_profile("moonpool")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-CERTIFICATES = Path(__file__).parent / "data" / "tls"
+TESTS = Path(__file__).parent
+CERTIFICATES = TESTS / "data" / "tls"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within a file the order stays."""
+    files = {item: str(item.path.relative_to(TESTS)) for item in items}
+    order = order_of(files.values())
+    items.sort(key=lambda item: (order[files[item]], files[item]))
 
 
 @pytest.fixture(scope="session")
