@@ -27,7 +27,10 @@ class Machine:
     def __init__(self, release: Any, folder: Path) -> None:
         self.release = release
         self._folder = folder
-        self.addresses = {pod.name: f"127.0.3.{number}" for number, pod in enumerate(release.pods, start=1)}
+        # Loopback addresses that no other run of this test has: the ports are those of the chart.
+        run = os.getpid() % 32000
+        network = f"127.{64 + run // 250}.{run % 250}"
+        self.addresses = {pod.name: f"{network}.{number}" for number, pod in enumerate(release.pods, start=1)}
         (folder / "moonpool.yaml").write_text(self._resolved(release.file("moonpool-config", "moonpool.yaml")))
 
     def _resolved(self, text: str) -> str:
@@ -85,11 +88,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(render: Any, example_values: Callable[[str], dict[str, Any]], tmp_path_factory: Any) -> Machine:
+def machine(render: Any, example_values: Callable[[str], dict[str, Any]], short_path: Path) -> Machine:
     values = example_values("cpu-trial")
     config = values["config"] | {"threads": 1, "engine": "paced"}  # what computes is another test's
     release = render(values | {"redis": {"enabled": False}, "config": config})
-    return Machine(release, tmp_path_factory.mktemp("m"))
+    return Machine(release, short_path)
 
 
 def test_the_processes_of_a_release_make_a_cluster_that_serves(machine: Machine) -> None:

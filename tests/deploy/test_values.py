@@ -92,6 +92,29 @@ def test_a_group_says_otherwise_for_itself_alone(render: Any) -> None:
     assert prefill.container["resources"]["limits"]["memory"] == "4Gi"
 
 
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({}, "The bundled model is for trials only"),
+        ({}, "No API key is asked for"),
+        ({}, "neither encrypted nor authenticated"),
+        ({}, "The bundled Redis is a single one"),
+        ({"tls": {"enabled": True, "existingSecret": "s"}, "rdma": {"enabled": True}}, "RDMA does not encrypt"),
+        ({"slo": {"record": {"headers": "any"}}, "redis": {"enabled": False}}, "in the conductors' pods alone"),
+    ],
+)
+def test_what_is_not_for_production_is_said(render: Any, values: dict[str, Any], warning: str) -> None:
+    assert warning in render(values).notes
+    fit = {
+        "model": {"source": "image"},
+        "frontend": {"apiKeys": {"existingSecret": "keys"}},
+        "tls": {"enabled": True, "existingSecret": "tls"},
+        "redis": {"enabled": False},
+        "externalRedis": {"url": "redis://h"},
+    }
+    assert "!" not in render(fit).notes
+
+
 @pytest.mark.parametrize(("told", "made"), [({}, 1), ({"replicas": 0}, 0), ({"replicas": 3}, 3)])
 def test_a_group_has_one_worker_unless_it_says_otherwise(render: Any, told: dict[str, int], made: int) -> None:
     values = {"workers": {"more": {"role": "decode", **told}}}

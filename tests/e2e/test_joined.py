@@ -60,22 +60,22 @@ def wait_ready(url: str) -> None:
             time.sleep(0.1)
 
 
-def test_workers_join_a_running_cluster_and_leave_it_running(random_model: Path, tmp_path: Path) -> None:
-    conductor, common = f"unix:{tmp_path}/c.sock", ["--block-tokens", "8", "--model", str(random_model)]
-    ready_file = tmp_path / "ready.json"
+def test_workers_join_a_running_cluster_and_leave_it_running(random_model: Path, short_path: Path) -> None:
+    conductor, common = f"unix:{short_path}/c.sock", ["--block-tokens", "8", "--model", str(random_model)]
+    ready_file = short_path / "ready.json"
     with ExitStack() as stack:
         head, head_says = stack.enter_context(
-            running(tmp_path / "c.log", "conductor", "--listen", conductor, "--socket-dir", str(tmp_path / "s"))
+            running(short_path / "c.log", "conductor", "--listen", conductor, "--socket-dir", str(short_path / "s"))
         )
         head_says(READY_PREFIX)
         _, door_says = stack.enter_context(
-            running(tmp_path / "f.log", "frontend", "--conductor", conductor, "--port", "0", *common)
+            running(short_path / "f.log", "frontend", "--conductor", conductor, "--port", "0", *common)
         )
         url = json.loads(door_says(READY_PREFIX))["target"]
         serve = ["serve", str(random_model), "--block-tokens", "8", "--join", conductor]
-        serve += ["--run-dir", str(tmp_path / "r"), "--ready-file", str(ready_file), "--threads", "1"]
+        serve += ["--run-dir", str(short_path / "r"), "--ready-file", str(ready_file), "--threads", "1"]
         serve += ["--capacity-tokens", "4096"]
-        with running(tmp_path / "w.log", *serve) as (_, workers_say):
+        with running(short_path / "w.log", *serve) as (_, workers_say):
             assert workers_say("Moonpool is ready: in the cluster of ").startswith(conductor)
             told = json.loads(ready_file.read_text())
             assert set(told["nodes"]) == {"pool-0", "prefill-0", "decode-0"}
@@ -88,4 +88,4 @@ def test_workers_join_a_running_cluster_and_leave_it_running(random_model: Path,
         assert head.poll() is None
         assert ask(url, "/live")["status"]
         assert not ready_file.exists()
-    assert os.path.exists(tmp_path / "c.log")
+    assert os.path.exists(short_path / "c.log")

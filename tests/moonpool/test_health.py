@@ -65,11 +65,11 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
         HealthSettings(wrong)
 
 
-def test_a_role_answers_once_it_can_be_called(tmp_path: Path) -> None:
+def test_a_role_answers_once_it_can_be_called(short_path: Path) -> None:
     port = claim_port("127.0.0.1", 0)
-    command = [sys.executable, "-m", "moonpool", "conductor", "--listen", f"unix:{tmp_path}/c.sock"]
+    command = [sys.executable, "-m", "moonpool", "conductor", "--listen", f"unix:{short_path}/c.sock"]
     with subprocess.Popen(
-        [*command, "--health", f"127.0.0.1:{port}", "--socket-dir", str(tmp_path)],
+        [*command, "--health", f"127.0.0.1:{port}", "--socket-dir", str(short_path)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
