@@ -15,18 +15,17 @@ from conductor.core import Core
 from conductor.cost_reporting import cost_samples
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.following import sample
-from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
 from conductor.registry import Member, Registry
+from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
 from conductor.tenant_samples import tenant_samples
-from kvpool import KvPoolError, short_keys_from_bytes
 from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
-from telemetry import LoopWatch, logs, tracing
+from telemetry import LoopWatch, tracing
 
 __all__ = ["ConductorService"]
 
@@ -35,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ConductorService(ConductorServicer):
-    """One conductor's RPCs. Schedule awaits nothing: a decision is made in one go."""
+    """One conductor's RPCs."""
 
     def __init__(
         self,
@@ -54,6 +53,7 @@ class ConductorService(ConductorServicer):
         self._slo = SloCalls(slo, core.policy)
         self._incarnation = incarnation
         self._loop_watch = loop_watch
+        self.scheduling = Scheduling(core, registry, pools)
 
     async def Join(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self, request_iterator: AsyncIterator[conductor_pb2.NodeReport], context: Context
@@ -84,36 +84,10 @@ class ConductorService(ConductorServicer):
             text = f"another stream has joined as {member.node.node_id!r}: node ids must be unique"
             await context.abort(grpc.StatusCode.ABORTED, text)
 
-    async def Schedule(self, request: conductor_pb2.ScheduleRequest, context: Context) -> conductor_pb2.ScheduleReply:
-        logs.attempt(request.request_id, request.attempt)
-        try:
-            keys = short_keys_from_bytes(request.chain)
-        except KvPoolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        peer = self._registry.worker_of(request.model)
-        problem = _malformed(request, len(keys), peer.spec.block_tokens if peer is not None else 1)
-        if problem:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        kv_namespace = peer.kv_namespace if peer is not None else b""
-        matches = self._pools.match(kv_namespace, keys) if peer is not None else None
-        replicas = self._pools.replicas.within(kv_namespace, keys)
-        with tracing.begin(
-            "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
-        ) as span:
-            decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
-            self._carry_out(decisions, request)
-            reply = self._reply(decisions)
-            if span.is_on:
-                span.note(**wire.told(reply))
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("decided", extra=wire.told(reply))
-        return reply
-
-    async def Complete(self, request: conductor_pb2.CompleteRequest, context: Context) -> conductor_pb2.CompleteReply:
-        logs.attempt(request.request_id, request.attempt)
-        self._core.handle(wire.completed(request))
-        log.debug("request %s", request.outcome)
-        return conductor_pb2.CompleteReply()
+    async def Schedule(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
+        self, request_iterator: AsyncIterator[conductor_pb2.FrontendCalls], context: Context
+    ) -> None:
+        await self.scheduling.serve(request_iterator, context.write)
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
         self._slo.keeper.front_doors.hear(request.frontend_id, request.tenants)
@@ -247,31 +221,3 @@ class ConductorService(ConductorServicer):
         self._core.handle(NodeLost(node.node_id, node.incarnation))
         if wire.ROLES[node.role] == "pool":
             self._pools.remove(node.node_id)
-
-    def _reply(self, decisions: list[Decision]) -> conductor_pb2.ScheduleReply:
-        match decisions[0]:
-            case Place() as place:
-                reply = conductor_pb2.ScheduleReply()
-                wire.write_placement(reply.placement, place, self._registry.nodes, self._registry.refs)
-                return reply
-            case Reject() as reject:
-                return conductor_pb2.ScheduleReply(rejection=wire.rejection(reject))
-        raise AssertionError(f"no answer to a request in {decisions}")
-
-    def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
-        for decision in decisions:
-            if isinstance(decision, Copy):
-                peer = self._registry.worker_of(request.model)
-                assert peer is not None
-                self._pools.start_copy(decision, peer.kv_namespace, request.chain)
-
-
-def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:
-    if not request.request_id:
-        return "request_id is empty"
-    prompt_tokens, max_new_tokens = request.prompt_tokens, request.max_new_tokens
-    if prompt_tokens < 1 or max_new_tokens < 1:
-        return f"prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens} must be positive"
-    if num_keys * block_tokens > prompt_tokens:
-        return f"{num_keys} keys of blocks of {block_tokens} tokens: more than {prompt_tokens} prompt tokens"
-    return ""

@@ -11,8 +11,9 @@ from time import monotonic
 from typing import Final, TypeVar
 
 from frontend.errors import GenerationFailed, RequestDeadline
-from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call, open_channel
-from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from frontend.line import Line
+from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call
+from moonpool_proto.v1 import conductor_pb2
 from telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -27,16 +28,6 @@ _STAY_AWAY_S: Final = 5.0  # from a conductor that failed, before it is asked ag
 _ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})  # a conductor cut off from the nodes says so, too
 
 T = TypeVar("T")
-
-
-class Line:
-    """One channel to one conductor."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.channel = open_channel(target)
-        self.stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self.channel)
-        self.failed_s: float | None = None  # when it last failed a call; None since it answered
 
 
 class ConductorClient:
@@ -72,11 +63,10 @@ class ConductorClient:
                 if left_s <= 0:
                     break
                 try:
-                    asked = line.stub.Schedule(request, wait_for_ready=self._is_only)
                     limit_s = min(left_s, self._patience_s)
                     reply = await _answer(
                         line,
-                        call(asked, what="Conductor.Schedule", target=line.target, deadline_s=limit_s),
+                        line.schedule(request, waits=self._is_only, deadline_s=limit_s),
                         is_patient=limit_s >= self._patience_s,
                     )
                 except Refused as error:
@@ -133,12 +123,12 @@ class ConductorClient:
         raise trouble
 
     async def close(self) -> None:
-        """Close the channels; running calls fail."""
+        """Close the lines; running calls fail."""
         for telling in self._telling:
             telling.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)
         for line in self._lines:
-            await line.channel.close()
+            await line.close()
 
     @property
     def _is_only(self) -> bool:
@@ -175,12 +165,7 @@ def _void(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteReque
 async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
     logs.attempt(request.request_id, request.attempt)
     try:
-        await call(
-            line.stub.Complete(request, wait_for_ready=True),
-            what="Conductor.Complete",
-            target=line.target,
-            deadline_s=_COMPLETE_S,
-        )
+        await line.complete(request, deadline_s=_COMPLETE_S)
     except ControlError as error:
         _log.warning("outcome %s not delivered: %s", request.outcome, error)
 

@@ -5,7 +5,7 @@ from time import monotonic
 from typing import Final
 
 from frontend.avoiding import Avoided
-from frontend.conductor import ConductorClient, Line
+from frontend.conductor import ConductorClient
 from frontend.errors import (
     ApiError,
     ContextLengthExceeded,
@@ -15,6 +15,7 @@ from frontend.errors import (
     Overloaded,
     ServiceUnavailable,
 )
+from frontend.line import Line
 from frontend.request import Facts, GenerationRequest
 from moonpool_proto.v1 import conductor_pb2
 from telemetry import RequestMetrics

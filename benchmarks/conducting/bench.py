@@ -1,7 +1,6 @@
 """A conductor as a server has it, but for the network."""
 
 import itertools
-from typing import Any
 
 from benchmarks.conducting.chains import NAMESPACE, Keys, name
 from conductor import wire
@@ -58,7 +57,8 @@ class Bench:
     def schedule(self, message: bytes) -> None:
         """From the message's bytes to the reply's; the request placed `live` requests ago completes."""
         request = conductor_pb2.ScheduleRequest.FromString(message)
-        reply = run_to_end(self.service.Schedule(request, None))  # type: ignore[arg-type]
+        reply = conductor_pb2.ScheduleReply()
+        self.service.scheduling.schedule(request, reply)
         reply.SerializeToString()
         assert reply.HasField("placement"), reply
         self.complete(request.request_id)
@@ -87,12 +87,3 @@ class Bench:
         self.core.handle(NodeJoined(wire.node_view(member.node)))
         if not pool:
             self.pools.add(member.node)
-
-
-def run_to_end(coroutine: Any) -> Any:
-    """Run a coroutine that awaits nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("Schedule awaited something")

@@ -23,6 +23,8 @@ import psutil
 import pytest
 
 from engine.random_model import write_random_model
+from frontend.line import Line
+from messenger.control import Refused as CallRefused
 from messenger.frames import (
     Hello,
     Read,
@@ -253,8 +255,7 @@ async def test_a_stranger_without_the_key_reads_nothing(cluster: Any, undisturbe
 
 SCHEDULE = conductor_pb2.ScheduleRequest(request_id="r", model="gpt-4", prompt_tokens=10, max_new_tokens=5)
 CALLS: list[tuple[str, str, bytes, bool, set[str], str]] = [
-    ("conductor", service("Conductor/Schedule"), b"\xff garbage", False, {"UNKNOWN", "INTERNAL"}, "ScheduleRequest"),
-    ("conductor", service("Conductor/Schedule"), b"", False, {"INVALID_ARGUMENT"}, "request_id is empty"),
+    ("conductor", service("Conductor/Schedule"), b"\xff garbage", True, {"UNKNOWN", "INTERNAL"}, ""),
     ("conductor", service("Conductor/Join"), b"", True, {"INVALID_ARGUMENT"}, "must name the node"),
     ("conductor", service("Conductor/Nope"), b"", False, {"UNIMPLEMENTED"}, "not found"),
     ("prefill-0", service("Worker/Attach"), b"\xff garbage", True, {"UNKNOWN", "INTERNAL"}, "FrontendMessage"),
@@ -286,7 +287,8 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
     async def call(target: str, method: str, message: bytes, is_stream: bool) -> None:
         async with grpc.aio.insecure_channel(target) as channel:
             if is_stream:
-                await channel.stream_stream(method)(iter([message]), timeout=20).read()
+                async for _ in channel.stream_stream(method)(iter([message]), timeout=20):
+                    pass
             else:
                 await channel.unary_unary(method)(message, timeout=20)
 
@@ -300,12 +302,16 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
     assert not [node for node in ("conductor", *WORKERS, *POOLS) if "Traceback" in log_of(cluster, node)]
 
 
-async def test_an_unknown_model_is_rejected_by_the_conductor(cluster: Any, undisturbed: None) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{cluster.ready['run_dir']}/conductor.sock") as channel:
-        call = channel.unary_unary(service("Conductor/Schedule"))
-        reply = conductor_pb2.ScheduleReply.FromString(await call(SCHEDULE.SerializeToString(), timeout=20))
+async def test_an_unknown_model_is_rejected_by_the_conductor_and_a_request_without_id_refused(
+    cluster: Any, undisturbed: None
+) -> None:
+    line = Line(f"unix:{cluster.ready['run_dir']}/conductor.sock")
+    reply = await line.schedule(SCHEDULE, waits=False, deadline_s=20)
     assert reply.rejection.reason == "unknown_model"
     assert "gpt-4" in reply.rejection.message
+    with pytest.raises(CallRefused, match="request_id is empty"):
+        await line.schedule(conductor_pb2.ScheduleRequest(), waits=False, deadline_s=20)
+    await line.close()
 
 
 async def test_garbage_on_every_grpc_socket_ends_its_own_connection_only(cluster: Any, undisturbed: None) -> None:

@@ -13,6 +13,35 @@ from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc, worker_pb2, wor
 WAIT_S = 10.0
 
 
+async def answer_calls(
+    messages: AsyncIterator[conductor_pb2.FrontendCalls],
+    context: Any,
+    schedule: Callable[[conductor_pb2.ScheduleRequest], Awaitable[conductor_pb2.ScheduleReply]],
+    complete: Callable[[conductor_pb2.CompleteRequest], None],
+) -> None:
+    """A front door's stream as a conductor serves it, but that calls may be answered in any order."""
+    await context.write(conductor_pb2.ConductorAnswers())
+    one_at_a_time, tasks = asyncio.Lock(), set()
+
+    async def answered(call: conductor_pb2.FrontendCall) -> None:
+        answer = conductor_pb2.ConductorAnswer(number=call.number)
+        if call.HasField("schedule"):
+            answer.schedule.CopyFrom(await schedule(call.schedule))
+        else:
+            complete(call.complete)
+            answer.complete.SetInParent()
+        async with one_at_a_time:
+            await context.write(conductor_pb2.ConductorAnswers(answers=[answer]))
+
+    try:
+        async for message in messages:
+            tasks |= {asyncio.create_task(answered(call)) for call in message.calls}
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
     """Places where `place` says; keeps what it was asked and told."""
 
@@ -22,13 +51,12 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         self.completed: asyncio.Queue[conductor_pb2.CompleteRequest] = asyncio.Queue()
         self.cluster = conductor_pb2.ClusterReply(ready_models=["tiny"])
 
-    async def Schedule(self, request: Any, context: Any) -> conductor_pb2.ScheduleReply:
+    async def Schedule(self, request_iterator: Any, context: Any) -> None:
+        await answer_calls(request_iterator, context, self.schedule, self.completed.put_nowait)
+
+    async def schedule(self, request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
         self.scheduled.append(request)
         return self.place(request)
-
-    async def Complete(self, request: Any, context: Any) -> conductor_pb2.CompleteReply:
-        self.completed.put_nowait(request)
-        return conductor_pb2.CompleteReply()
 
     async def Cluster(self, request: Any, context: Any) -> conductor_pb2.ClusterReply:
         return self.cluster

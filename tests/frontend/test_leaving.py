@@ -66,15 +66,15 @@ async def test_client_that_leaves_a_batch_cancels_all_of_it(cluster: Any, front:
 
 async def test_client_that_leaves_during_placement_frees_its_place(cluster: Any, front: Any) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
-    schedule = cluster.conductor.Schedule
+    schedule = cluster.conductor.schedule
 
-    async def slow(request: Any, context: Any) -> Any:
+    async def slow(request: Any) -> Any:
         asked.set()
         await go_on.wait()
-        return await schedule(request, context)
+        return await schedule(request)
 
     await cluster.stop_conductor()
-    cluster.conductor.Schedule = slow
+    cluster.conductor.schedule = slow
     await cluster.start_conductor()
     waiting = asyncio.create_task(front.post(COMPLETIONS, BODY))
     await asked.wait()

@@ -13,6 +13,7 @@ from frontend.conductor import ConductorClient
 from frontend.errors import RequestDeadline
 from messenger.control import ControlServer, start_server
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from tests.frontend.scripted import answer_calls
 
 ASKED_BY = next(name for name in map(str, range(100)) if zlib.crc32(name.encode()) % 2 == 0)  # prefers the first
 REQUEST = conductor_pb2.ScheduleRequest(request_id="r", attempt=0, model="m")
@@ -40,15 +41,17 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
             await self.server.stop(0)
         self.server = None
 
-    async def Schedule(self, request: Any, context: Any) -> conductor_pb2.ScheduleReply:
+    async def Schedule(self, request_iterator: Any, context: Any) -> None:
+        await answer_calls(request_iterator, context, self._schedule, self._complete)
+
+    async def _schedule(self, request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
         self.heard.append(f"schedule {request.attempt}")
         await self.may.wait()
         node = conductor_pb2.NodeRef(node_id=self.name)
         return conductor_pb2.ScheduleReply(placement=conductor_pb2.Placement(prefill=node))
 
-    async def Complete(self, request: Any, context: Any) -> conductor_pb2.CompleteReply:
+    def _complete(self, request: conductor_pb2.CompleteRequest) -> None:
         self.heard.append(f"{request.outcome} {request.attempt}")
-        return conductor_pb2.CompleteReply()
 
 
 @pytest.fixture

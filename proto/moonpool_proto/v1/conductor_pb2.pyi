@@ -809,6 +809,113 @@ class CompleteReply(_message.Message):
 Global___CompleteReply: _TypeAlias = CompleteReply  # noqa: Y015
 
 @_typing.final
+class FrontendCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """the answer's, too"""
+    @_builtins.property
+    def schedule(self) -> Global___ScheduleRequest:
+        """place or reject one request (or one further attempt of it)"""
+
+    @_builtins.property
+    def complete(self) -> Global___CompleteRequest:
+        """the last word on a request: finished, failed, cancelled; or on one failed attempt"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        schedule: Global___ScheduleRequest | None = ...,
+        complete: Global___CompleteRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "complete", b"complete", "schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "complete", b"complete", "number", b"number", "schedule", b"schedule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["schedule", "complete"]  # noqa: Y015
+    _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
+
+Global___FrontendCall: _TypeAlias = FrontendCall  # noqa: Y015
+
+@_typing.final
+class FrontendCalls(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrontendCall]: ...
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___FrontendCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrontendCalls: _TypeAlias = FrontendCalls  # noqa: Y015
+
+@_typing.final
+class ConductorAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    refused: _builtins.str
+    """what is wrong with the call"""
+    @_builtins.property
+    def schedule(self) -> Global___ScheduleReply: ...
+    @_builtins.property
+    def complete(self) -> Global___CompleteReply: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        schedule: Global___ScheduleReply | None = ...,
+        complete: Global___CompleteReply | None = ...,
+        refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "complete", b"complete", "refused", b"refused", "schedule", b"schedule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "complete", b"complete", "number", b"number", "refused", b"refused", "schedule", b"schedule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["schedule", "complete", "refused"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___ConductorAnswer: _TypeAlias = ConductorAnswer  # noqa: Y015
+
+@_typing.final
+class ConductorAnswers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConductorAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___ConductorAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConductorAnswers: _TypeAlias = ConductorAnswers  # noqa: Y015
+
+@_typing.final
 class DrainNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

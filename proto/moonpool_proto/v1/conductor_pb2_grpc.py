@@ -40,15 +40,10 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.NodeReport.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.NodeCommand.FromString,
                 _registered_method=True)
-        self.Schedule = channel.unary_unary(
+        self.Schedule = channel.stream_stream(
                 '/moonpool.v1.Conductor/Schedule',
-                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
-                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleReply.FromString,
-                _registered_method=True)
-        self.Complete = channel.unary_unary(
-                '/moonpool.v1.Conductor/Complete',
-                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.CompleteRequest.SerializeToString,
-                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.CompleteReply.FromString,
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.FromString,
                 _registered_method=True)
         self.Cluster = channel.unary_unary(
                 '/moonpool.v1.Conductor/Cluster',
@@ -102,15 +97,9 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Schedule(self, request, context):
-        """Place or reject one request (or one further attempt of it).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Complete(self, request, context):
-        """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt.
+    def Schedule(self, request_iterator, context):
+        """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
+        message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,15 +166,10 @@ def add_ConductorServicer_to_server(servicer, server):
                     request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.NodeReport.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.NodeCommand.SerializeToString,
             ),
-            'Schedule': grpc.unary_unary_rpc_method_handler(
+            'Schedule': grpc.stream_stream_rpc_method_handler(
                     servicer.Schedule,
-                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.FromString,
-                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleReply.SerializeToString,
-            ),
-            'Complete': grpc.unary_unary_rpc_method_handler(
-                    servicer.Complete,
-                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.CompleteRequest.FromString,
-                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.CompleteReply.SerializeToString,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.SerializeToString,
             ),
             'Cluster': grpc.unary_unary_rpc_method_handler(
                     servicer.Cluster,
@@ -266,7 +250,7 @@ class Conductor:
             _registered_method=True)
 
     @staticmethod
-    def Schedule(request,
+    def Schedule(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -276,39 +260,12 @@ class Conductor:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/moonpool.v1.Conductor/Schedule',
-            moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
-            moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Complete(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/moonpool.v1.Conductor/Complete',
-            moonpool__proto_dot_v1_dot_conductor__pb2.CompleteRequest.SerializeToString,
-            moonpool__proto_dot_v1_dot_conductor__pb2.CompleteReply.FromString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,10 +34,10 @@ class ConductorStub:
     def __new__(cls, channel: _aio.Channel) -> ConductorAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_conductor_pb2.NodeReport, _conductor_pb2.NodeCommand]
     """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost."""
-    Schedule: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleReply]
-    """Place or reject one request (or one further attempt of it)."""
-    Complete: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CompleteRequest, _conductor_pb2.CompleteReply]
-    """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt."""
+    Schedule: _grpc.StreamStreamMultiCallable[_conductor_pb2.FrontendCalls, _conductor_pb2.ConductorAnswers]
+    """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
+    message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+    """
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
     """Ask a node to take no new work, finish what it has and leave."""
@@ -57,10 +57,10 @@ class ConductorAsyncStub(ConductorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_conductor_pb2.NodeReport, _conductor_pb2.NodeCommand]  # type: ignore[assignment]
     """One stream per node, open as long as the node lives. First message: `node`. The stream's end means the node is lost."""
-    Schedule: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleReply]  # type: ignore[assignment]
-    """Place or reject one request (or one further attempt of it)."""
-    Complete: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CompleteRequest, _conductor_pb2.CompleteReply]  # type: ignore[assignment]
-    """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt."""
+    Schedule: _aio.StreamStreamMultiCallable[_conductor_pb2.FrontendCalls, _conductor_pb2.ConductorAnswers]  # type: ignore[assignment]
+    """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
+    message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+    """
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
     """Ask a node to take no new work, finish what it has and leave."""
@@ -87,18 +87,12 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Schedule(
         self,
-        request: _conductor_pb2.ScheduleRequest,
+        request_iterator: _MaybeAsyncIterator[_conductor_pb2.FrontendCalls],
         context: _ServicerContext,
-    ) -> _typing.Union[_conductor_pb2.ScheduleReply, _abc.Awaitable[_conductor_pb2.ScheduleReply]]:
-        """Place or reject one request (or one further attempt of it)."""
-
-    @_abc_1.abstractmethod
-    def Complete(
-        self,
-        request: _conductor_pb2.CompleteRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_conductor_pb2.CompleteReply, _abc.Awaitable[_conductor_pb2.CompleteReply]]:
-        """The frontend's last word on a request: finished, failed, cancelled; or on one failed attempt."""
+    ) -> _typing.Union[_abc.Iterator[_conductor_pb2.ConductorAnswers], _abc.AsyncIterator[_conductor_pb2.ConductorAnswers]]:
+        """One stream per frontend, for all its requests: several calls and several answers go in one message. The first
+        message, without an answer, says that the stream is open. Each call is answered, in order, or the stream ends.
+        """
 
     @_abc_1.abstractmethod
     def Cluster(

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from conductor.server import ConductorConfig, serve_conductor
+from frontend.line import Line
 from kvpool import KvGroup, KvSpec
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node
@@ -81,6 +82,7 @@ class Client:
     def __init__(self, target):
         self.channel = open_channel(target)
         self.stub = conductor_pb2_grpc.ConductorStub(self.channel)
+        self.line = Line(target)
         self.workers = []
 
     async def join(self, node_id, role, *, pool="pool-0", **fields):
@@ -115,10 +117,11 @@ class Client:
         request = conductor_pb2.ScheduleRequest(
             request_id=request_id, frontend_id="f", model=model, prompt_tokens=prompt, max_new_tokens=new, **fields
         )
-        return await self.stub.Schedule(request, timeout=10)
+        return await self.line.schedule(request, waits=False, deadline_s=10)
 
     async def complete(self, request_id="r", outcome="finished"):
-        await self.stub.Complete(conductor_pb2.CompleteRequest(request_id=request_id, outcome=outcome), timeout=10)
+        ended = conductor_pb2.CompleteRequest(request_id=request_id, outcome=outcome)
+        await self.line.complete(ended, deadline_s=10)
 
     async def cluster(self):
         return await self.stub.Cluster(conductor_pb2.ClusterRequest(), timeout=10)
@@ -147,6 +150,7 @@ class Client:
     async def close(self):
         for worker in self.workers:
             worker.leave()
+        await self.line.close()
         await self.channel.close()
 
 

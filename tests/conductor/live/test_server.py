@@ -2,14 +2,13 @@
 
 import asyncio
 
-import grpc
 import numpy as np
 import pytest
 
 from conductor.decision_log import DecisionLogConfig, lives, replay, search
 from conductor.policy.decisions import Place
 from conductor.server import ConductorConfig, serve_conductor
-from messenger.control import AddressInUse
+from messenger.control import AddressInUse, Refused
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 
@@ -43,11 +42,42 @@ async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
 async def test_a_malformed_request_is_refused_and_disturbs_nothing(conductor, fields, said):
     _, client = await conductor()
     await client.join_pair()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(Refused, match=said) as caught:
         await client.schedule(**fields)
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert said in caught.value.details()
+    assert caught.value.code == "INVALID_ARGUMENT"
     assert (await client.schedule("good")).HasField("placement")
+
+
+async def test_calls_of_one_message_are_answered_in_order_and_a_wrong_one_fails_alone(conductor):
+    _, client = await conductor()
+    await client.join_pair()
+    good = {"model": "m", "prompt_tokens": 64, "max_new_tokens": 4, "frontend_id": "f"}
+    calls = [
+        conductor_pb2.FrontendCall(number=7, schedule=conductor_pb2.ScheduleRequest(request_id="a", **good)),
+        conductor_pb2.FrontendCall(number=8, schedule=conductor_pb2.ScheduleRequest(**good)),
+        conductor_pb2.FrontendCall(number=9),
+        conductor_pb2.FrontendCall(
+            number=10, complete=conductor_pb2.CompleteRequest(request_id="a", outcome="finished")
+        ),
+        *(
+            conductor_pb2.FrontendCall(
+                number=number, schedule=conductor_pb2.ScheduleRequest(request_id=f"r{number}", **good)
+            )
+            for number in range(11, 60)
+        ),
+    ]
+    stream = client.stub.Schedule()
+    assert not (await stream.read()).answers
+    await stream.write(conductor_pb2.FrontendCalls(calls=calls))
+    answers = []
+    while len(answers) < len(calls):
+        answers += (await asyncio.wait_for(stream.read(), 20)).answers
+    assert [answer.number for answer in answers] == list(range(7, 60))
+    kinds = [answer.WhichOneof("answer") for answer in answers]
+    assert kinds == ["schedule", "refused", "refused", "complete", *["schedule"] * 49]
+    assert "request_id is empty" in answers[1].refused
+    assert all(answer.schedule.HasField("placement") for answer in answers[4:])
+    stream.cancel()
 
 
 async def test_a_restarted_conductor_learns_the_ledger_from_what_workers_hold(conductor, tmp_path):

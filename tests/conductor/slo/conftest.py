@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from conductor.server import ConductorConfig, serve_conductor
+from frontend.line import Line
 from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
@@ -23,10 +24,12 @@ class Operator:
         self._task = asyncio.create_task(serve_conductor(config, self._stop, self._ready.set_result))
         self._channel = open_channel(config.listen)
         self.stub = conductor_pb2_grpc.ConductorStub(self._channel)
+        self._line = Line(config.listen)
 
     async def up(self) -> "Operator":
         await asyncio.wait([self._ready, self._task], return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
+            await self._line.close()
             await self._channel.close()
             await self._task
         return self
@@ -50,11 +53,15 @@ class Operator:
             await asked
         return caught.value.code(), caught.value.details() or ""
 
+    async def schedule(self, request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        return await self._line.schedule(request, waits=False, deadline_s=20)
+
     async def numbers(self, frontend_id: str = "", tenants: tuple[str, ...] = ()) -> dict[str, float]:
         request = conductor_pb2.ClusterRequest(frontend_id=frontend_id, tenants=tenants)
         return {sample.name: sample.value for sample in (await self.stub.Cluster(request)).samples}
 
     async def end(self) -> None:
+        await self._line.close()
         await self._channel.close()
         self._stop.set()
         async with asyncio.timeout(60):

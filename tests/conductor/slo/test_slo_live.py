@@ -177,7 +177,7 @@ async def test_a_log_with_changes_of_objectives_replays_to_the_same_decisions(st
             request = conductor_pb2.ScheduleRequest(
                 request_id=f"r{number}{slo_class}", model="m", prompt_tokens=100, max_new_tokens=4, slo_class=slo_class
             )
-            reply = await c.stub.Schedule(request)
+            reply = await c.schedule(request)
             said.append(reply.rejection.reason)
         await c.set(objectives)
     assert said == ["", "unknown_class", "ttft", "unknown_class", "", ""]

@@ -1,0 +1,119 @@
+"""What front doors ask of a conductor, over one stream each: to place requests, and to hear what became of them."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+from conductor import wire
+from conductor.core import Core
+from conductor.errors import MalformedCall
+from conductor.policy.decisions import Copy, Decision, Place, Reject
+from conductor.pools import Pools
+from conductor.registry import Registry
+from kvpool import KvPoolError, short_keys_from_bytes
+from moonpool_proto.v1 import conductor_pb2
+from telemetry import logs, tracing
+
+__all__ = ["Scheduling"]
+
+log = logging.getLogger(__name__)
+_AT_ONCE: Final = 16  # calls that are answered before the event loop comes round again
+
+
+class Scheduling:
+    """Answers calls. A decision awaits nothing: it is made in one go."""
+
+    def __init__(self, core: Core, registry: Registry, pools: Pools) -> None:
+        self._core = core
+        self._registry = registry
+        self._pools = pools
+
+    async def serve(
+        self,
+        calls: AsyncIterator[conductor_pb2.FrontendCalls],
+        write: Callable[[conductor_pb2.ConductorAnswers], Awaitable[None]],
+    ) -> None:
+        """One stream, to its end."""
+        await write(conductor_pb2.ConductorAnswers())
+        async for message in calls:
+            answers = conductor_pb2.ConductorAnswers()
+            for call in message.calls:
+                if len(answers.answers) == _AT_ONCE:
+                    await write(answers)
+                    answers = conductor_pb2.ConductorAnswers()
+                self._answer(call, answers.answers.add(number=call.number))
+            await write(answers)
+
+    def schedule(self, request: conductor_pb2.ScheduleRequest, reply: conductor_pb2.ScheduleReply) -> None:
+        """Decide on a request, into an empty reply. Raises MalformedCall."""
+        logs.attempt(request.request_id, request.attempt)
+        try:
+            keys = short_keys_from_bytes(request.chain)
+        except KvPoolError as error:
+            raise MalformedCall(str(error)) from error
+        peer = self._registry.worker_of(request.model)
+        problem = _malformed(request, len(keys), peer.spec.block_tokens if peer is not None else 1)
+        if problem:
+            raise MalformedCall(problem)
+        kv_namespace = peer.kv_namespace if peer is not None else b""
+        matches = self._pools.match(kv_namespace, keys) if peer is not None else None
+        replicas = self._pools.replicas.within(kv_namespace, keys)
+        with tracing.begin(
+            "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
+        ) as span:
+            decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
+            self._carry_out(decisions, request)
+            self._write(decisions, reply)
+            if span.is_on:
+                span.note(**wire.told(reply))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decided", extra=wire.told(reply))
+
+    def _complete(self, request: conductor_pb2.CompleteRequest) -> None:
+        logs.attempt(request.request_id, request.attempt)
+        self._core.handle(wire.completed(request))
+        log.debug("request %s", request.outcome)
+
+    def _answer(self, call: conductor_pb2.FrontendCall, answer: conductor_pb2.ConductorAnswer) -> None:
+        """One call's fault, or a fault of ours in answering it, is no other call's."""
+        kind = call.WhichOneof("call")
+        try:
+            if kind == "schedule":
+                self.schedule(call.schedule, answer.schedule)
+            elif kind == "complete":
+                self._complete(call.complete)
+                answer.complete.SetInParent()
+            else:
+                raise MalformedCall("it asks for nothing that this version knows")
+        except MalformedCall as error:
+            answer.refused = str(error)
+        except Exception as error:
+            log.exception("a call cannot be answered")
+            answer.refused = f"internal error: {type(error).__name__}"
+
+    def _write(self, decisions: list[Decision], reply: conductor_pb2.ScheduleReply) -> None:
+        match decisions[0]:
+            case Place() as place:
+                wire.write_placement(reply.placement, place, self._registry.nodes, self._registry.refs)
+            case Reject() as reject:
+                reply.rejection.CopyFrom(wire.rejection(reject))
+            case other:
+                raise AssertionError(f"{other} is no answer to a request")
+
+    def _carry_out(self, decisions: list[Decision], request: conductor_pb2.ScheduleRequest) -> None:
+        for decision in decisions:
+            if isinstance(decision, Copy):
+                peer = self._registry.worker_of(request.model)
+                assert peer is not None
+                self._pools.start_copy(decision, peer.kv_namespace, request.chain)
+
+
+def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:
+    if not request.request_id:
+        return "request_id is empty"
+    prompt_tokens, max_new_tokens = request.prompt_tokens, request.max_new_tokens
+    if prompt_tokens < 1 or max_new_tokens < 1:
+        return f"prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens} must be positive"
+    if num_keys * block_tokens > prompt_tokens:
+        return f"{num_keys} keys of blocks of {block_tokens} tokens: more than {prompt_tokens} prompt tokens"
+    return ""
