@@ -1,18 +1,21 @@
 """What HTTP and the conductor cost in front of nodes that take no time, and whether anything stops their event loops.
 
-    python -m benchmarks.frontend [--requests N] [--streams N] [--seconds S] [--rounds N]
+    python -m benchmarks.frontend [--requests N] [--streams N] [--rounds N]
 
-Beside a bare uvicorn that streams events of the same size from nothing (the floor), in turns:
+The conductor, with its decision log, and the front door are the real ones; the nodes join, take submits and tell tokens
+over the real protocol and compute nothing. Beside a bare uvicorn that streams events of the same size from nothing (the
+floor), in turns:
 
-- requests: short ones, 16 at a time, instant engines: requests/s, CPU time per request of each process, and alone, one
-  after another, the time to the first token;
-- streams: 1,000 at once whose tokens come one per paced step: tokens/s, and by how much an interval between two of them
-  is longer than the step; memory, and answers that did not come whole;
-- stalls: prompts of 128k tokens as ids, as text and as a chat, alone and several at once, while short requests run: the
-  longest that each event loop was held by its process's own work, and the time of a decision by prompt length.
+- requests: short ones, 16 at a time: requests/s, CPU time per request of each process, and alone, one after another,
+  the time to the first token;
+- burst: 500 that arrive at once;
+- streams: 1,000 at once whose tokens come one per step: tokens/s, and by how much an interval between two of them is
+  longer than the step; memory, and answers that did not come whole;
+- long: prompts of 128k tokens as ids, as text and as a chat, alone and several at once, while short requests run, and
+  the time that scheduling takes by prompt length.
 
-Wall times are of the machine as it is; CPU time and what is held by own work do not depend on what else it does. One
-JSON line at the end.
+For each, how long the event loops did not come round. Wall times are of the machine as it is; CPU time and what is held
+by own work do not depend on what else it does. One JSON line at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +27,14 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.front_door.load import Stream, ask, gaps, many, percentile
-from benchmarks.front_door.processes import Served, cluster, floor, long_folder
-from worker.paced.profiles import profile_of
-from worker.policy.cost_profile import save_profile
+from benchmarks.front_door.processes import Served, door, floor, long_folder
 
 Figures = dict[str, Any]
 LONG = 128_000
@@ -62,6 +63,16 @@ async def requests(served: Served, count: int, seed: int) -> Figures:
     }
 
 
+async def burst(served: Served, count: int, seed: int) -> Figures:
+    """Short requests that all arrive at once."""
+    began = time.monotonic()
+    answers = await many(served.url, [short(served.model, 8, seed + i) for i in range(count)], count)
+    took_s = time.monotonic() - began
+    check(answers)
+    last_s = max(one.at[0] - one.began for one in answers)
+    return {"took_s": took_s, "last_first_token_s": last_s, "held_ms": await held(served, began)}
+
+
 async def streams(served: Served, count: int, tokens: int, step_s: float) -> Figures:
     """All at once, each with `tokens` tokens, one per step."""
     await many(served.url, [short(served.model, 2, i) for i in range(8)], 8)
@@ -77,17 +88,16 @@ async def streams(served: Served, count: int, tokens: int, step_s: float) -> Fig
         "added_ms_p99": 1e3 * percentile(added, 0.99),
         "cpu_us_per_token": {name: 1e6 * (after[name] - cpu[name]) / (count * tokens) for name in after},
         "frontend_kib_per_stream": (served.rss("frontend") - before) / 1024 / count,
-        "event_loop_held_ms": {name: 1e3 * s for name, s in await held(served)} if "conductor" in served.pids else {},
+        "held_ms": await held(served, began),
     }
 
 
-async def held(served: Served) -> list[tuple[str, float]]:
-    """The longest that each loop was held by own work of late; the conductor's is told once a second."""
-    await asyncio.sleep(3)
-    return sorted((await asyncio.to_thread(served.metric, "event_loop_held_seconds")).items())
+async def held(served: Served, since_s: float) -> Figures:
+    """How long each watched loop was held."""
+    return {name: asdict(each) for name, each in (await asyncio.to_thread(served.held, since_s)).items()}
 
 
-async def stalls(served: Served, each: int) -> Figures:
+async def long_prompts(served: Served, each: int) -> Figures:
     """Long prompts beside short requests."""
     found: Figures = {}
     rng = random.Random(7)
@@ -112,14 +122,14 @@ async def stalls(served: Served, each: int) -> Figures:
             taken = [await long("ids", tokens) for _ in range(5)]
             found.setdefault("schedule_ms", {})[str(tokens)] = 1e3 * statistics.median(taken)
         for kind in ("ids", "text", "chat"):
+            began = time.monotonic()
             beside = asyncio.create_task(many(served.url, [short(served.model, 32, i) for i in range(200)], 4))
             for _ in range(each):
                 await long(kind)
             await asyncio.gather(*(long(kind) for _ in range(3)))
             check(await beside)
-            found.setdefault("held_ms", {})[kind] = {name: 1e3 * s for name, s in await held(served)}
-    counted = await asyncio.to_thread(served.metric, "event_loop_stalls_total")
-    return found | {"stalls_of_50_ms": counted}
+            found.setdefault("held_ms", {})[kind] = await held(served, began)
+    return found
 
 
 def check(answers: list[Stream]) -> None:
@@ -132,6 +142,7 @@ def check(answers: list[Stream]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--burst", type=int, default=500)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=24, help="of each stream")
     parser.add_argument("--step", type=float, default=0.5, help="seconds between two tokens of a stream")
@@ -142,11 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = long_folder(work / "long", 262_144)
-        small = ["--paced-kv-bytes", "64", "--pool-bytes", "256MiB", "--max-queue", "600"]
-        with (
-            cluster(folder, work / "instant", *small, "--capacity-tokens", "1200000") as served,
-            floor(0) as bare,
-        ):
+        with door(folder, work / "instant", 0) as served, floor(0) as bare:
             rounds = []
             for turn in range(args.rounds):
                 ours = asyncio.run(requests(served, args.requests, 10_000 * turn))
@@ -158,14 +165,12 @@ def main() -> None:
             ours_cpu = [a["cpu_ms_per_request"]["frontend"] / b["cpu_ms_per_request"]["frontend"] for a, b in rounds]
             result["requests"]["frontend_cpu_over_floor"] = statistics.median(ours_cpu)
             print(json.dumps(result), flush=True)
-            result["stalls"] = asyncio.run(stalls(served, args.long))
-            print(json.dumps(result["stalls"]), flush=True)
-        instant = profile_of("instant")
-        profile = replace(instant, name="steps", decode=replace(instant.decode, fixed_s=args.step))
-        save_profile(profile, work / "steps.json")
-        flags = [*small, "--paced-profile", str(work / "steps.json"), "--max-batch", str(args.streams)]
-        capacity = str((args.streams + 16) * 112)
-        with cluster(folder, work / "steps", *flags, "--capacity-tokens", capacity) as served, floor(args.step) as bare:
+            bursts = [asyncio.run(burst(served, args.burst, 100_000 * turn)) for turn in range(args.rounds)]
+            result["burst"] = max(bursts, key=lambda one: float(one["held_ms"]["frontend"]["held_max"]))
+            print(json.dumps(result["burst"]), flush=True)
+            result["long"] = asyncio.run(long_prompts(served, args.long))
+            print(json.dumps(result["long"]), flush=True)
+        with door(folder, work / "steps", args.step) as served, floor(args.step) as bare:
             ours = asyncio.run(streams(served, args.streams, args.tokens, args.step))
             theirs = asyncio.run(streams(bare, args.streams, args.tokens, args.step))
             over = ours["cpu_us_per_token"]["frontend"] / theirs["cpu_us_per_token"]["frontend"]

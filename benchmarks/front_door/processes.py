@@ -1,25 +1,24 @@
-"""The servers that are measured, as processes: a cluster with paced engines, and the floor."""
+"""The servers that are measured, as processes: a cluster with paced engines, conductor and front door before scripted
+nodes, and the floor."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
-_START_S = 900.0  # 19 processes on two cores that others use, too
+_START_S = 900.0  # a cluster's 19 processes on two cores that others use, too
 
 
 @dataclass
@@ -29,6 +28,7 @@ class Served:
     url: str
     model: str
     pids: dict[str, int]
+    loops: dict[str, Path] = field(default_factory=dict)  # what each watched process's loop did
 
     def cpu_s(self) -> dict[str, float]:
         """CPU time that each process has had."""
@@ -39,11 +39,29 @@ class Served:
         """Resident bytes of a process."""
         return int(psutil.Process(self.pids[name]).memory_info().rss)
 
-    def metric(self, name: str) -> dict[str, float]:
-        """Values of moonpool:NAME by the label `process`."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
-            text = reply.read().decode()
-        return {p: float(v) for p, v in re.findall(rf'moonpool:{name}\{{process="(\w+)"\}} (\S+)', text)}
+    def held(self, since_s: float) -> dict[str, Held]:
+        """How long each watched loop did not come round, from `since_s` (monotonic clock) until now."""
+        time.sleep(0.1)  # the last look is written down
+        return {name: Held.of(path, since_s) for name, path in self.loops.items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Milliseconds. `lag`: as passed, of which other processes may have had some; `held`: what of it the process
+    computed; `own`: what the loop's own thread did."""
+
+    lag_max: float
+    held_max: float
+    held_p999: float
+    own_max: float
+
+    @classmethod
+    def of(cls, path: Path, since_s: float) -> Held:
+        """From what `watched` wrote."""
+        rows = [[float(value) for value in line.split()] for line in path.read_text().splitlines()]
+        late = [row[1:] for row in rows if len(row) == 4 and row[0] >= since_s]
+        lags, held, own = ([1e3 * value for value in column] for column in zip(*late, strict=True))
+        return cls(max(lags), max(held), sorted(held)[int(0.999 * (len(held) - 1))], max(own))
 
 
 def long_folder(folder: Path, max_len: int) -> Path:
@@ -54,6 +72,40 @@ def long_folder(folder: Path, max_len: int) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((BUNDLED / name).read_bytes())
     return folder
+
+
+@contextlib.contextmanager
+def door(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
+    """A conductor with its decision log, a front door, and nodes that take no time but `step_s` per decode step."""
+    work.mkdir(parents=True, exist_ok=True)
+    model, conductor = folder.name, f"unix:{work}/conductor.sock"
+    roles = {
+        "conductor": [
+            "conductor",
+            "--listen",
+            conductor,
+            "--decision-log",
+            str(work / "decisions"),
+            "--max-queue",
+            "600",
+        ],
+        "frontend": ["frontend", "--conductor", conductor, "--model", str(folder), "--port", "0"],
+    }
+    with contextlib.ExitStack() as stack:
+        pids, told = {}, {}
+        for name, flags in roles.items():
+            command = [sys.executable, "-m", "benchmarks.front_door.watched", str(work / f"{name}.loop"), *flags]
+            process = stack.enter_context(_running([*command, "--log-level", "warning"], work / f"{name}.log"))
+            told[name] = json.loads(_line(process, "MOONPOOL_READY ", work / f"{name}.log"))
+            pids[name] = process.pid
+            if name == "conductor":
+                limits = [str(json.loads((folder / "config.json").read_text())["max_position_embeddings"]), "16"]
+                command = [sys.executable, "-m", "benchmarks.front_door.nodes", conductor, str(work), model, *limits]
+                nodes = stack.enter_context(_running([*command, str(step_s)], work / "nodes.log"))
+                _line(nodes, "joined", work / "nodes.log")
+                pids["nodes"] = nodes.pid
+        loops = {name: work / f"{name}.loop" for name in roles}
+        yield Served(told["frontend"]["target"], model, pids, loops)
 
 
 @contextlib.contextmanager
@@ -93,6 +145,29 @@ def floor(step_s: float) -> Iterator[Served]:
     finally:
         process.terminate()
         process.wait(20)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process whose standard output is read here, ended on exit."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _line(process: subprocess.Popen[str], prefix: str, log: Path) -> str:
+    """What follows `prefix` in the first line that begins with it."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(prefix):
+            return line.removeprefix(prefix)
+    raise SystemExit(f"the process ended before it was ready:\n{log.read_text()}")
 
 
 def _wait(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
