@@ -44,7 +44,7 @@ def run_role(role: Role, config: Any) -> int:
     from telemetry import logs, tracing
 
     node_id = node_id_of(config.node, role.command)
-    logs.configure(role.command, node_id, config.logs.log_level, json=config.logs.log_json)
+    logs.configure(role.command, node_id, config.logs.log_level, json=config.logs.log_format == "json")
     stop = asyncio.Event()
 
     def on_ready(target: str) -> None:

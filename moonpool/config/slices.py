@@ -211,4 +211,4 @@ class LogSettings(Slice):
 
     panel: ClassVar[str] = "Logs"
     log_level: Annotated[str, Key("Least level that is logged", choices=LOG_LEVELS)] = "info"
-    log_json: Annotated[bool, Key("One JSON object per line")] = False
+    log_format: Annotated[str, Key("Lines for people, or one JSON object per line", choices=("text", "json"))] = "text"

@@ -17,7 +17,7 @@ WRONG_KEY = "key-0000-wrong"
 
 @pytest.fixture(scope="module")
 def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
-    flags = ["--log-json", "--log-level", "debug", "--api-key", KEY, "--engine", "paced"]
+    flags = ["--log-format", "json", "--log-level", "debug", "--api-key", KEY, "--engine", "paced"]
     with start_cluster(random_model, *flags) as running:
         yield running
 

@@ -96,7 +96,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         ("MOONPOOL_PROT", "1", r"unknown environment variable MOONPOOL_PROT; did you mean MOONPOOL_PORT\?"),
         ("MOONPOOL_PORT", "many", r"MOONPOOL_PORT: 'many' is no whole number"),
         ("MOONPOOL_TTFT_SLO", "nan", r"MOONPOOL_TTFT_SLO: 'nan' is no finite number"),
-        ("MOONPOOL_LOG_JSON", "maybe", r"MOONPOOL_LOG_JSON: 'maybe' is neither true nor false"),
+        ("MOONPOOL_VERBOSE", "maybe", r"MOONPOOL_VERBOSE: 'maybe' is neither true nor false"),
         ("MOONPOOL_POOL_BYTES", "much", r"MOONPOOL_POOL_BYTES: 'much' is no size"),
         (
             "MOONPOOL_RUN_DIR",

@@ -69,7 +69,7 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 
 {{- /* moonpool.yaml: one file for all roles; each passes over the keys of others. */ -}}
 {{- define "moonpool.config" -}}
-{{- $config := dict "log_json" true -}}
+{{- $config := dict "log_format" "json" -}}
 {{- range $key, $value := .Values.config -}}
 {{- /* Helm reads whole numbers as floats, and would write the large ones as 2e+06. */ -}}
 {{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
