@@ -22,32 +22,31 @@ def prompts(count: int, shared: int, own: int, seed: int) -> list[list[int]]:
     return [head + rng.integers(5, 2000, own + i).tolist() for i in range(count)]
 
 
-@pytest.mark.parametrize(("transport", "pool_nodes"), [("shm", 1), ("tcp", 2)])
-async def test_two_by_two_cluster_says_what_one_process_would(
-    transport: str,
-    pool_nodes: int,
+async def check_says_what_one_process_would(cluster: Any, judge: Any, session: aiohttp.ClientSession) -> None:
+    for mode in MODES:
+        asked = prompts(12, shared=100, own=60, seed=3)
+        first = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
+        rest = await asyncio.gather(
+            *(cluster.complete(session, p, max_tokens=16, ignore_eos=True, **mode) for p in asked[1:])
+        )
+        again = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
+        for answer in [first, *rest, again]:
+            assert len(answer.token_ids) == 16
+            assert judge.wrong_tokens(answer, **mode) == []
+        assert again.cached_tokens >= 152
+        assert sum(a.cached_tokens > 0 for a in rest) >= 6
+    await cluster.validate()
+
+
+async def test_two_by_two_cluster_over_tcp_says_what_one_process_would(
     random_model: Path,
     start_cluster: Callable[..., Any],
     judge_of: Callable[[Path], Any],
     session: aiohttp.ClientSession,
 ) -> None:
-    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", str(pool_nodes), "--transport", transport]
-    flags += ["--block-tokens", "8", "--prefill-chunk-tokens", "48"]
-    with start_cluster(random_model, *flags) as cluster:
-        judge = judge_of(random_model)
-        for mode in MODES:
-            asked = prompts(12, shared=100, own=60, seed=3)
-            first = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
-            rest = await asyncio.gather(
-                *(cluster.complete(session, p, max_tokens=16, ignore_eos=True, **mode) for p in asked[1:])
-            )
-            again = await cluster.complete(session, asked[0], max_tokens=16, ignore_eos=True, **mode)
-            for answer in [first, *rest, again]:
-                assert len(answer.token_ids) == 16
-                assert judge.wrong_tokens(answer, **mode) == []
-            assert again.cached_tokens >= 152
-            assert sum(a.cached_tokens > 0 for a in rest) >= 6
-        await cluster.validate()
+    flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--transport", "tcp"]
+    with start_cluster(random_model, *flags, "--block-tokens", "8", "--prefill-chunk-tokens", "48") as cluster:
+        await check_says_what_one_process_would(cluster, judge_of(random_model), session)
 
 
 async def test_a_two_group_model_over_the_cluster(
@@ -68,9 +67,16 @@ async def test_a_two_group_model_over_the_cluster(
 
 @pytest.fixture(scope="module")
 def smallest(random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
-    """A node of each role."""
-    with start_cluster(random_model, "--block-tokens", "8") as cluster:
+    """A node of each role, over shared memory."""
+    flags = ["--transport", "shm", "--block-tokens", "8", "--prefill-chunk-tokens", "48"]
+    with start_cluster(random_model, *flags) as cluster:
         yield cluster
+
+
+async def test_the_smallest_cluster_says_what_one_process_would(
+    smallest: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    await check_says_what_one_process_would(smallest, judge_of(random_model), session)
 
 
 async def test_answers_are_reused_by_the_next_turn(
