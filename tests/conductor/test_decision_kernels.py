@@ -8,6 +8,7 @@ from conductor.policy.length_kernels import length_kernels
 from conductor.policy.line_kernels import line_kernels
 from conductor.policy.reach_kernels import reach_kernels
 from conductor.policy.row_kernels import row_kernels
+from kvpool.directory_kernels import directory_kernels
 
 
 @pytest.mark.parametrize("family", [kernels, decode_kernels, length_kernels, line_kernels, reach_kernels, row_kernels])
@@ -15,3 +16,9 @@ def test_kernels_keep_the_interpreter_and_are_compiled_for_one_signature(family)
     for kernel in family():
         assert not kernel.targetoptions["nogil"]
         assert len(kernel.signatures) == 1
+
+
+def test_a_match_keeps_the_interpreter_and_changes_of_the_directory_do_not():
+    kernels = directory_kernels()
+    assert not kernels.match.targetoptions["nogil"]
+    assert kernels.store.targetoptions["nogil"]
