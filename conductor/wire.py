@@ -147,6 +147,7 @@ def arrived(
         priority=request.priority,
         waited_s=waited_s if 0 <= waited_s <= _LONGEST_S else max(0.0, _seconds(waited_s)),
         endless=request.endless,
+        prompt_key=prefix_key(kv_namespace, keys.item(-1)) if len(keys) else 0,
     )
 
 

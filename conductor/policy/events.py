@@ -187,6 +187,7 @@ class RequestArrived:
     priority: int = 0  # among its tenant's requests of its class: lower goes first, as in vLLM
     waited_s: float = 0.0  # since it came to the front door
     endless: bool = False  # it goes on until its client leaves: constant load, which says nothing about lengths
+    prompt_key: int = 0  # of its last whole block: the same prompt, the same key; 0: it has none
 
 
 @quick

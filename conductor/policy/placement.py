@@ -16,7 +16,7 @@ from conductor.policy.placement_outcome import book, case_of, placed_by
 from conductor.policy.placement_plan import Plan, make_plan, ttft_with_s
 from conductor.policy.placement_prefixes import replicas_used, without_replicas
 from conductor.policy.requests import Claim
-from conductor.policy.role_plan import arrived
+from conductor.policy.role_plan import arrived, turned_away
 from conductor.policy.seats import endless_refused, sit
 from conductor.policy.state import ClusterState
 from conductor.policy.undivided import without_handover
@@ -50,8 +50,9 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     judgement = judge(now_ns, state, request, plan, objectives, costs)
     if request.attempt == 0 and not request.endless:
         prefill_s = plan.scores.seconds.item(1, plan.scores.chosen)
-        arrived(now_ns, state, request.model, prefill_s, request.prompt_tokens)
+        arrived(now_ns, state, request, prefill_s)
     if judgement.rejection is not None:
+        turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
         state.hindsight.watch(case_of(now_ns, request, judgement.rejection.reason, plan, objectives))
         return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]

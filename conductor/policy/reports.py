@@ -6,7 +6,7 @@ from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import Held, NodeReported, NodeView, Progress, RequestCompleted
 from conductor.policy.learning import learn
 from conductor.policy.requests import NONE, Claim
-from conductor.policy.role_plan import answered
+from conductor.policy.role_plan import answered, arrived_elsewhere
 from conductor.policy.seats import begun, revived_turn
 from conductor.policy.state import ClusterState
 from conductor.policy.surroundings import StateSurroundings
@@ -203,6 +203,8 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
     if prefills and requests.column("prefill_node")[row] == NONE:
         cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens)
+        if held.remaining_prefill_tokens and not held.attempt and lost is None:
+            arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens)
         requests.column("prefill_node")[row] = slot
         requests.column("prefill_ns")[row] = to_ns(cost_s)
         revived_turn(now_ns, state, row, held.turn)

@@ -8,17 +8,33 @@ from numpy.typing import NDArray
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import SwitchRole
+from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.roles import Demand, Split, Switching
 from conductor.policy.state import ClusterState
 
-__all__ = ["answered", "arrived", "plan_roles"]
+__all__ = ["answered", "arrived", "arrived_elsewhere", "plan_roles", "turned_away"]
 
 _MOST_ROOM: Final = 4096
 
 
-def arrived(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
-    """A request came for the first time; `prefill_s`: what its prefill takes where it would go."""
+def arrived(now_ns: int, state: ClusterState, request: RequestArrived, prefill_s: float) -> None:
+    """A request came for the first time; `prefill_s`: what its prefill takes where it would go. One that was rejected
+    lately is no further demand when it comes back."""
+    if state.config.role_switching != "off":
+        demand = _switching(state, request.model).demand
+        if not demand.comes_back(now_ns, request.prompt_key):
+            demand.arrived(now_ns, prefill_s, request.prompt_tokens)
+
+
+def turned_away(now_ns: int, state: ClusterState, request: RequestArrived) -> None:
+    """That request was rejected."""
+    if state.config.role_switching != "off":
+        _switching(state, request.model).demand.turned_away(now_ns, request.prompt_key)
+
+
+def arrived_elsewhere(now_ns: int, state: ClusterState, model: str, prefill_s: float, prompt_tokens: int) -> None:
+    """A worker has a prompt to compute that another conductor placed."""
     if state.config.role_switching != "off":
         _switching(state, model).demand.arrived(now_ns, prefill_s, prompt_tokens)
 
@@ -37,8 +53,8 @@ def plan_roles(now_ns: int, state: ClusterState) -> list[SwitchRole]:
         if model is None:
             continue
         prefill = np.flatnonzero(~model.prefill.is_aggregated)
-        if not len(prefill) or not len(model.decode):
-            continue
+        if not len(prefill) or not len(model.decode) or not switching.demand.answers:
+            continue  # how much the decode nodes have to do is not known before an answer has ended
         switch = switching.look(now_ns, _split(now_ns, state, name, model, switching.demand, len(prefill)))
         if switch is not None:
             nodes = model.prefill if switch.to == "decode" else model.decode

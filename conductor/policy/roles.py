@@ -13,6 +13,7 @@ from conductor.policy.config import NS
 __all__ = ["Demand", "Split", "Switch", "Switching", "better_split"]
 
 _MEMORY_S: Final = 60.0  # over which demand is measured, about
+_MOST_AWAY: Final = 10_000
 _PRESSURE: Final = 0.7  # a share of its time below which no role needs help
 _GAIN: Final = 0.85  # a change must bring the busier role to this share of what it was
 
@@ -28,6 +29,7 @@ class Demand:
     answer_tokens: float = 0.0
     at_ns: int = 0
     began_ns: int | None = None
+    _away: dict[int, int] = field(default_factory=dict)  # prompts that were rejected, and when; oldest first
 
     def arrived(self, now_ns: int, prefill_s: float, prompt_tokens: int) -> None:
         """A request wants a place, whatever becomes of it."""
@@ -35,6 +37,19 @@ class Demand:
         self.prefill_s += prefill_s
         self.requests += 1
         self.prompt_tokens += prompt_tokens
+
+    def turned_away(self, now_ns: int, prompt_key: int) -> None:
+        """A request that has arrived is rejected; its client may come back with it."""
+        if prompt_key:
+            self._away.pop(prompt_key, None)
+            self._away[prompt_key] = now_ns
+            if len(self._away) > _MOST_AWAY:
+                del self._away[next(iter(self._away))]
+
+    def comes_back(self, now_ns: int, prompt_key: int) -> bool:
+        """Whether this prompt was rejected so lately that it is still counted."""
+        at_ns = self._away.pop(prompt_key, None)
+        return at_ns is not None and now_ns - at_ns < _MEMORY_S * NS
 
     def answered(self, now_ns: int, tokens: int) -> None:
         """A request ended after so many tokens."""

@@ -1,5 +1,6 @@
 """When a node should change its role: only under pressure, only for much, only after long, and never the last one."""
 
+from math import exp
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.policy.config import NS
-from conductor.policy.decisions import Place, SwitchRole
-from conductor.policy.events import RequestCompleted, Tick
+from conductor.policy.decisions import Place, Reject, SwitchRole
+from conductor.policy.events import Held, RequestCompleted, Tick
 from conductor.policy.roles import Demand, Split, Switching, better_split
 
 loads = st.floats(0, 100)
@@ -119,3 +120,56 @@ def test_nothing_is_decided_where_roles_stay_or_the_load_is_low(cluster: Any, ma
     calm = cluster(role_switching="act", role_hold_s=10)
     calm.learn("prefill-0", per_token_s=1e-6)
     assert press(calm, make, 30, prompt=300, new=20, answer=2) == []
+
+
+def test_a_client_that_comes_back_after_a_rejection_is_one_demand_and_after_a_minute_another(
+    cluster: Any, make: Any
+) -> None:
+    c = cluster(role_switching="act", ttft_objective_s=1e-6)
+    c.learn("prefill-0", per_token_s=1e-3)
+    demand = c.conductor._state.switching
+    for number in range(5):  # each time as a new request of the same prompt
+        (refused,) = c.after(10.0).send(make.request(f"r{number}", prompt=1000, prompt_key=7))
+        assert isinstance(refused, Reject)
+    c.send(make.request("other", prompt=1000, prompt_key=8))
+    c.send(make.request("short", prompt=10))
+    assert demand["m"].demand.requests == pytest.approx(3, abs=0.6)  # the first has faded a little
+    c.after(61.0).send(make.request("late", prompt=1000, prompt_key=7))
+    assert demand["m"].demand.requests == pytest.approx(1 + 2.5 * exp(-61 / 60), abs=0.1)
+
+
+def test_prompts_that_are_forgotten_are_the_oldest() -> None:
+    demand = Demand()
+    for key in range(1, 10_002):
+        demand.turned_away(key, key)
+    assert not demand.comes_back(20_000, 1)
+    assert demand.comes_back(20_000, 2)
+    assert not demand.comes_back(20_000, 2)
+
+
+def test_what_another_conductor_placed_is_demand_here_as_soon_as_its_worker_tells(cluster: Any, make: Any) -> None:
+    one, other = (cluster(role_switching="act") for _ in range(2))
+    for c in (one, other):
+        c.learn("prefill-0", per_token_s=1e-3)
+    (placed,) = one.send(make.request("r", prompt=1000, new=20))
+    held = Held("r", 0, remaining_prefill_tokens=1000, prompt_tokens=1000, max_new_tokens=20, decode_node="decode-0")
+    for c in (one, other):
+        for _ in range(2):
+            c.holds(placed.prefill, held)
+    one_s, other_s = (c.conductor._state.switching["m"].demand.prefill_s for c in (one, other))
+    assert one_s == pytest.approx(1.0, rel=0.05)
+    assert other_s == pytest.approx(one_s, rel=0.05)
+
+
+def test_nothing_is_decided_before_an_answer_has_told_how_long_answers_are(cluster: Any, make: Any) -> None:
+    c = cluster(role_switching="act", role_hold_s=10)
+    c.learn("prefill-0", per_token_s=1e-3)
+    decided: list[SwitchRole] = []
+    for tenth in range(400):
+        c.after(0.1).send(make.request(f"{tenth}", prompt=300, new=20))
+        decided += [decision for decision in c.send(Tick()) if isinstance(decision, SwitchRole)]
+    assert decided == []
+    c.send(RequestCompleted("0", 0, "finished", ttft_s=0.1, mean_tbt_s=0.01, generated=5))
+    for _ in range(12):
+        decided += [decision for decision in c.after(1.0).send(Tick()) if isinstance(decision, SwitchRole)]
+    assert [decision.role for decision in decided] == ["prefill"]
