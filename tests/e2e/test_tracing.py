@@ -63,13 +63,18 @@ async def ask(
         return response.status, await response.json(), response.headers
 
 
-async def spans_of(receiver: Any, trace: str, *names: str) -> list[dict[str, Any]]:
-    """Once there are spans of all these names, as often as they are named."""
+async def spans_of(receiver: Any, trace: str, *names: str, is_whole: bool = True) -> list[dict[str, Any]]:
+    """Once there are spans of all these names, as often as they are named, and the parent of each, if `is_whole`: who
+    ends last tells last."""
     async with asyncio.timeout(60):
         while True:
             spans = receiver.trace(trace)
-            if all([span["name"] for span in spans].count(name) >= names.count(name) for name in names):
-                return list(spans)
+            told = [span["name"] for span in spans]
+            ids = {span["id"] for span in spans} | {PARENT}
+            if all(told.count(name) >= names.count(name) for name in names) and (
+                not is_whole or all(span["parent"] in ids for span in spans)
+            ):
+                return spans
             await asyncio.sleep(0.05)
 
 
@@ -163,13 +168,16 @@ async def test_a_request_that_moves_stays_in_its_trace(
 ) -> None:
     trace = secrets.token_hex(16)
     asking = asyncio.create_task(ask(cluster, session, trace, prompt(5, 60), max_tokens=1500))
-    placed = next(span for span in await spans_of(otlp_receiver, trace, "place") if span["name"] == "place")
-    await spans_of(otlp_receiver, trace, "commit")  # it decodes
+    placed = next(
+        span for span in await spans_of(otlp_receiver, trace, "place", is_whole=False) if span["name"] == "place"
+    )
+    await spans_of(otlp_receiver, trace, "commit", is_whole=False)  # it decodes
     victim = placed["about"]["moonpool.decode_node"]
     old = cluster.kill(victim)
     status, answer, _ = await asking
     assert (status, answer["moonpool"]["attempts"]) == (200, 2)
-    spans = await spans_of(otlp_receiver, trace, ROOT, *(["attempt", "schedule", "place", "prefill"] * 2), "generate")
+    wanted = [ROOT, *(["attempt", "schedule", "place", "prefill"] * 2), "generate"]
+    spans = await spans_of(otlp_receiver, trace, *wanted, is_whole=False)  # the victim took its own along
     attempts = sorted((s for s in spans if s["name"] == "attempt"), key=lambda s: int(s["about"]["moonpool.number"]))
     assert [attempt["is_error"] for attempt in attempts] == [True, False]
     assert victim in attempts[0]["status"]
