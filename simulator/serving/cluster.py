@@ -77,6 +77,7 @@ class Cluster:
         self._hosts = {node.pool_id: node for node in self.prefill.values()}
         for node in self.prefill.values():
             node.hosts = self._hosts
+            node.others = self.prefill
         self.on_reject: OnReject = lambda work, let_in: None
         self._copies: dict[tuple[str, int], tuple[int, ...]] = {}  # blocks of copies that were made
 
@@ -187,6 +188,7 @@ class Cluster:
 
     def _place(self, work: Work, place: Place) -> None:
         work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
+        work.helpers = place.helpers
         work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
         work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
         work.asks_again = place.asks_again

@@ -37,6 +37,7 @@ class Outcome:
     wasted_missed: int
     reused_share: float
     undivided_share: float  # of the served: prefilled where they decoded
+    grouped_share: float  # of the served: computed by several prefill nodes together
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -92,6 +93,7 @@ def outcome_of(
         wasted_missed=sum(work.computed_tokens for work in served) - sum(work.computed_tokens for work in good),
         reused_share=sum(work.reused_tokens for work in served) / prompts if prompts else 0.0,
         undivided_share=sum(not work.decode_node for work in served) / len(served) if served else 0.0,
+        grouped_share=sum(bool(work.helpers) for work in served) / len(served) if served else 0.0,
         ttft_mean_s=float(ttft.mean()),
         ttft_p50_s=float(np.percentile(ttft, 50)),
         ttft_p90_s=float(np.percentile(ttft, 90)),

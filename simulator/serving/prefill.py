@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
 from simulator.serving.clock import NS, Clock
 from simulator.serving.decode import DecodeNode
+from simulator.serving.groups import Group, form
 from simulator.serving.links import Link, send
 from simulator.serving.pools import Pools
 from simulator.serving.reports import Reporter
@@ -38,6 +39,7 @@ class PrefillNode:
         self.pool_id = pool_id
         self.out, self.into, self.memory, self.ssd = Link(), Link(), Link(), Link()
         self.hosts: Mapping[str, PrefillNode] = {}  # by their pool nodes
+        self.others: Mapping[str, PrefillNode] = {}  # by their own names
         self.reporter = Reporter(node_id, clock, settings, self._held, tell)
         self._clock = clock
         self._settings = settings
@@ -52,6 +54,7 @@ class PrefillNode:
         self._waiting: dict[Key, Work] = {}
         self._ahead: set[Key] = set()  # being loaded or computed
         self._computing: list[Work] = []
+        self._shared: list[tuple[Group, int]] = []  # chunks of prompts that several nodes compute
         self._is_stepping = False
 
     def submit(self, work: Work) -> None:
@@ -143,12 +146,51 @@ class PrefillNode:
         if not (work.loaded and work.reserved):
             return
         work.computed = work.reused_tokens
-        self._computing.append(work)
         self.reporter.progress(work.job.name, "prefill_started")
+        members = [self, *(self.others[name] for name in work.helpers)]
+        chunks = form(work, members, self._settings, self._block_tokens) if work.helpers else []
+        if chunks:
+            Group(work, chunks, self._clock, self._truth, self._settings, lambda *what: self._pass_on(work, *what))
+            return
+        work.helpers = ()
+        self._computing.append(work)
+        self.wake()
+
+    def enlist(self, group: Group, number: int) -> None:
+        """To compute this chunk as soon as it may begin, before anything of its own."""
+        self._shared.append((group, number))
+
+    def wake(self) -> None:
+        """There may be something to compute."""
         if not self._is_stepping:
             self._step()
 
+    def _pass_on(self, work: Work, span: tuple[int, int], ready_ns: int) -> None:
+        """To the decode node, what a group computed: behind the last layer, as `_push`."""
+        alone_ns = self._truth.transfer_ns("push", (span[1] - span[0]) * self._truth.bytes_per_token)
+        sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
+        work.sent_ns = max(work.sent_ns, sent_ns, ready_ns + alone_ns // self._settings.layers)
+
+    def _share_step(self) -> bool:
+        """Compute a chunk of a group that may begin, if there is one."""
+        chosen = next((chunk for chunk in self._shared if chunk[0].may_begin(chunk[1])), None)
+        if chosen is None:
+            return False
+        group, number = chosen
+        self._shared.remove(chosen)
+        self._is_stepping = True
+        self._clock.at(group.begin(number), lambda: self._shared_stepped(group, number))
+        return True
+
+    def _shared_stepped(self, group: Group, number: int) -> None:
+        if group.ended(number):
+            self._end_prefill(group.work)
+        self._fill_places()
+        self._step()
+
     def _step(self) -> None:
+        if self._share_step():
+            return
         now_s = self._clock.now_ns / NS
         self._computing.sort(key=lambda work: work.turn.rank(now_s))
         plan = plan_step((), [(work.computed, work.job.prompt_tokens) for work in self._computing], self._limits)
@@ -189,7 +231,8 @@ class PrefillNode:
         self._ahead.discard(work.key)
         job = work.job
         new = job.prompt_tokens - work.reused_tokens
-        self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
+        if not work.helpers:  # of what several computed no node reports the time
+            self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
         self._pools.store(self.pool_id, self._clock.now_ns, job.blocks)
         self._prefilled(work)

@@ -28,6 +28,7 @@ class Work:
     prefill_node: str = ""
     decode_node: str = ""
     holders: tuple[Holder, ...] = ()
+    helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     reused_tokens: int = 0

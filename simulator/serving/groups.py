@@ -1,0 +1,125 @@
+"""A prefill group in virtual time: one prompt's chunks in a pipeline over the members' layers (docs/prefill-groups.md).
+
+What is computed and by whom is the live nodes' (`worker.policy.shares`). A layer of a chunk waits for the same layer of
+all chunks before it, which travels to the members that need it while the next one is computed; layers of a chunk take
+equally long. So only a chunk's first and last layer can be late.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from simulator.serving.clock import NS, Clock
+from simulator.serving.links import Link, send
+from simulator.serving.settings import ServingSettings
+from simulator.serving.truth import Truth
+from simulator.serving.work import Work
+from worker.policy.shares import MIN_CHUNKS, Span, shares
+
+__all__ = ["Group", "Member", "form"]
+
+
+class Member(Protocol):
+    """A prefill node as a group knows it."""
+
+    node_id: str
+    out: Link
+    into: Link
+
+    def enlist(self, group: "Group", number: int) -> None:
+        """To compute this chunk as soon as it may begin."""
+
+    def wake(self) -> None:
+        """One of its chunks may begin now."""
+
+
+class Group:
+    """The run of one prompt. Members ask `may_begin`, call `begin` when their engine is free, and `ended`."""
+
+    def __init__(
+        self,
+        work: Work,
+        chunks: Sequence[tuple[Member, Span]],
+        clock: Clock,
+        truth: Truth,
+        settings: ServingSettings,
+        pushed: Callable[[Span, int], None],
+    ) -> None:
+        """`chunks` in the prompt's order, the last one the head's. `pushed(span, ready_ns)`: the head has, or computes,
+        these tokens' KV until then and can pass it on."""
+        self.work = work
+        self._chunks = chunks
+        self._clock = clock
+        self._truth = truth
+        self._layers = settings.layers
+        self._pushed = pushed
+        self._next = 0  # the chunk that begins next
+        asked_ns = clock.now_ns + 2 * round(settings.network_s * NS)
+        # By member: when the first and the last layer of all that was computed so far are there.
+        self._first_ns = {member.node_id: asked_ns for member, _ in chunks}
+        self._last_ns = dict(self._first_ns)
+        self._share(asked_ns, asked_ns, 0, self._head, (0, work.reused_tokens))
+        for number, (member, _) in enumerate(chunks):
+            member.enlist(self, number)
+        self._wake_next()
+
+    @property
+    def _head(self) -> Member:
+        return self._chunks[-1][0]
+
+    def may_begin(self, number: int) -> bool:
+        """Has the chunk before it begun, and is its first layer there?"""
+        return number == self._next and self._clock.now_ns >= self._first_ns[self._chunks[number][0].node_id]
+
+    def begin(self, number: int) -> int:
+        """The member computes the chunk from now on, until the time that is returned."""
+        member, (start, end) = self._chunks[number]
+        now_ns = self._clock.now_ns
+        alone_ns = max(1, round(self._truth.chunk_s(member.node_id, self.work, start, end) * NS))
+        layer_ns = alone_ns // self._layers
+        end_ns = max(now_ns + alone_ns, self._last_ns[member.node_id] + layer_ns)
+        self._next += 1
+        self._share(now_ns, end_ns, layer_ns, member, (start, end))
+        self._pushed((start, end), max(end_ns, self._last_ns[self._head.node_id]))
+        self._wake_next()
+        return end_ns
+
+    def ended(self, number: int) -> bool:
+        """The chunk is computed; whether it was the last."""
+        self.work.computed = self._chunks[number][1][1]
+        return number == len(self._chunks) - 1
+
+    def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: Member, span: Span) -> None:
+        """What the member computes from `begin_ns` to `end_ns` goes, layer by layer, to the others that need it."""
+        self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
+        self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
+        nbytes = (span[1] - span[0]) * self._truth.bytes_per_token
+        needing = {other.node_id: other for other, _ in self._chunks[self._next :]}
+        for other in needing.values():
+            if other is member or not nbytes:
+                continue
+            alone_ns = self._truth.transfer_ns("push", nbytes)
+            sent_ns = send(begin_ns, (member.out, other.into), alone_ns)
+            part_ns = alone_ns // self._layers
+            first_ns = max(begin_ns + layer_ns, sent_ns - alone_ns) + part_ns
+            self._first_ns[other.node_id] = max(self._first_ns[other.node_id], first_ns)
+            self._last_ns[other.node_id] = max(self._last_ns[other.node_id], sent_ns, end_ns + part_ns)
+
+    def _wake_next(self) -> None:
+        if self._next < len(self._chunks):
+            member = self._chunks[self._next][0]
+            self._clock.at(max(self._clock.now_ns, self._first_ns[member.node_id]), member.wake)
+
+
+def form(
+    work: Work, members: Sequence[Member], settings: ServingSettings, block_tokens: int
+) -> list[tuple[Member, Span]]:
+    """Who computes which chunk, in the prompt's order; [] where there is nothing to share. The head comes first."""
+    parts = shares(
+        work.reused_tokens,
+        work.job.prompt_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        block_tokens=block_tokens,
+        members=len(members),
+    )
+    chunks = [(member, span) for member, spans in zip(members, parts, strict=True) for span in spans]
+    return sorted(chunks, key=lambda chunk: chunk[1]) if len(chunks) >= MIN_CHUNKS else []
