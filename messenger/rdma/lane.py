@@ -1,7 +1,9 @@
 """One rail of one connection, this side's end: queue pair, completion queue, and where frames are registered."""
 
 import contextlib
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from messenger.rdma.memory import SHARE, FrameMemory
@@ -11,6 +13,7 @@ from messenger.rdma.verbs.completions import CompletionQueue
 from messenger.rdma.verbs.device import Device
 from messenger.rdma.verbs.queue_pair import DEPTH, Far, QueuePair
 
+_DRAIN_S = 2.0
 _FRAME_ACCESS = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_WRITE
 
 
@@ -75,3 +78,19 @@ class Lane:
             sent = [number for number, _, _ in found if number != abi.RECEIVE_ID]
             self.pair.done = max(self.pair.done, *sent, 0)
             self.device.receive_again(len(found) - len(sent))
+
+
+def drain(lanes: Sequence[Lane]) -> None:
+    """Wait until everything posted came back; destroying the queue pairs does the rest."""
+    deadline_s = time.monotonic() + _DRAIN_S
+    marks: list[tuple[Lane, int]] = []
+    for lane in lanes:
+        with contextlib.suppress(OSError):
+            if lane.pair.connected:
+                marks.append((lane, lane.pair.drain_mark() if lane.pair.room else lane.pair.posted))
+    while any(lane.pair.done < mark for lane, mark in marks):
+        for lane, _ in marks:
+            lane.discard()
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(0.0005)

@@ -20,20 +20,19 @@ from messenger.frames import Fabric, Frame, Goodbye, Message, encode
 from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
 from messenger.rdma.inbox import decoded
-from messenger.rdma.lane import Lane
+from messenger.rdma.lane import Lane, drain
 from messenger.rdma.memory import FrameMemory
 from messenger.rdma.repairs import Repairs
 from messenger.rdma.verbs import abi
 from messenger.rdma.verbs.completions import Completions
 from messenger.rdma.vigil import Vigil
 from messenger.rdma.watching import Seen, Watch
-from messenger.rdma.windows import Window
+from messenger.rdma.windows import Window, Windows
 from messenger.transport import NoPath
 
 _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 1.0
-_DRAIN_S = 2.0
 _LATECOMER_S = 1.0
 """How much longer than the first rail another may take to answer, before the connection does without it."""
 
@@ -65,7 +64,7 @@ class RdmaLink(Link):
         self._courier = Courier(lanes, memory, far_address, counters, self._trouble)
         self._repairs = Repairs(self._courier, memory, self, counters, self._renewed, leads=caller)
         self._vigil = Vigil(self._courier, self._fails)
-        self._windows: list[Window] = []
+        self._windows = Windows()
         self._failure: Exception | None = None
         self._peer_left = False
         self._watch = Watch(sock.fileno())
@@ -121,11 +120,10 @@ class RdmaLink(Link):
             rest.callback(self._watch.close)
             for lane in self.lanes:
                 rest.callback(lane.close)
-            for window in self._windows:
-                rest.callback(window.close)
+            rest.callback(self._windows.close)
             with self._changed:
                 self._end(LinkClosed(f"the connection to {self.address} was closed"))
-                self._drain()
+                drain(self.lanes)
 
     # What the two sides of the transport need beside it.
 
@@ -199,9 +197,7 @@ class RdmaLink(Link):
         """A window for the peer, on every lane that works, done when the hardware has it. Raises OSError."""
         with self._changed:
             self._check()
-            window = Window()
-            self._windows = [one for one in self._windows if not one.is_closed]
-            self._windows.append(window)
+            window = self._windows.open()
             marks: list[tuple[Lane, int]] = []
             for lane, registration in zip(list(self.lanes), registrations, strict=True):
                 self._wait_for(lambda lane=lane: not lane.pair.is_usable or lane.pair.room > 0)  # type: ignore[misc]
@@ -219,8 +215,7 @@ class RdmaLink(Link):
 
     def unwatch(self, lane: Lane) -> None:
         """Not any more: it is about to be closed."""
-        for window in self._windows:
-            window.close_on(lane)
+        self._windows.close_on(lane)
         self._watch.remove(lane)
 
     # Handing over what was posted under the lock, without it: soft devices send within the call.
@@ -394,21 +389,6 @@ class RdmaLink(Link):
             except OSError as error:
                 _log.error("the connection to %s ends, but %s", self.address, str(error))
         self._tell()
-
-    def _drain(self) -> None:
-        """Wait until everything posted came back; destroying the queue pairs does the rest."""
-        deadline_s = time.monotonic() + _DRAIN_S
-        marks: list[tuple[Lane, int]] = []
-        for lane in self.lanes:
-            with contextlib.suppress(OSError):
-                if lane.pair.connected:
-                    marks.append((lane, lane.pair.drain_mark() if lane.pair.room else lane.pair.posted))
-        while any(lane.pair.done < mark for lane, mark in marks):
-            for lane, _ in marks:
-                lane.discard()
-            if time.monotonic() > deadline_s:
-                return
-            time.sleep(0.0005)
 
 
 def _never() -> bool:

@@ -1,5 +1,6 @@
 """What a peer may touch: memory windows, which the hardware checks at every packet and closes at a word."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -54,6 +55,29 @@ class Window:
             window = self._windows.pop(lane, None)
             if window is not None:
                 _close(lane, window)
+
+
+class Windows:
+    """Those of one connection, as far as they are open."""
+
+    def __init__(self) -> None:
+        self._open: list[Window] = []
+
+    def open(self) -> Window:
+        """A further one, on no lane yet."""
+        self._open = [*(one for one in self._open if not one.is_closed), window := Window()]
+        return window
+
+    def close(self) -> None:
+        """Every one, whatever another's end raises."""
+        with contextlib.ExitStack() as rest:
+            for window in self._open:
+                rest.callback(window.close)
+
+    def close_on(self, lane: "Lane") -> None:
+        """As Window.close_on, for all of them."""
+        for window in self._open:
+            window.close_on(lane)
 
 
 def _nobody() -> None:
