@@ -134,7 +134,7 @@ async def main(conductor: str, run_dir: str, model: str, max_len: int, block_tok
         servers.append(await start_server(node.node.target, add))
     tasks = [asyncio.create_task(node.joining.run()) for node in nodes]
     for node in nodes:
-        either = [asyncio.ensure_future(event.wait()) for event in (node.joining.joined, node.joining.refused)]
+        either = [asyncio.ensure_future(event.wait()) for event in (node.joining.joined, node.joining.refused, stop)]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if node.joining.is_kept_out:
             raise SystemExit(node.joining.last_refusal)
