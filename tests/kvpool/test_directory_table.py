@@ -23,9 +23,9 @@ def codes(number: int, count: int, tier: Tier = Tier.DRAM) -> NDArray[np.uint32]
 def matched(table: DirectoryTable, keys: NDArray[np.uint64]) -> list[list[int]]:
     """[number, leading keys held, of these on SSD only] of those that hold the first."""
     found = np.zeros((2, _NUMBERS), np.int64)
-    count = table.match(keys, FOLD, np.arange(_NUMBERS), found)
+    longest = table.match(keys, FOLD, np.arange(_NUMBERS), found)
     held = np.flatnonzero(found[0])
-    assert found[0].max(initial=0) == count
+    assert found[0].max(initial=0) == longest
     return np.column_stack([held, *found[:, held]]).tolist()
 
 
