@@ -116,7 +116,8 @@ def _plot(loads: list[dict[str, Any]], path: Path) -> None:
             axis.errorbar(xs, middle, bars, label=label, color=COLOURS.get(size), marker="o", capsize=3)
         axis.set_title(title)
         axis.set_xlabel("arrivals, of the capacity without groups")
-        axis.set_ylim(bottom=0)
+        if name != "attainment":
+            axis.set_ylim(bottom=0)
     axes[0].legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
