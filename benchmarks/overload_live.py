@@ -1,13 +1,15 @@
 """Admission modes under overload, live: the real protocol at 8P+8D with paced engines, one mode after another.
 
-    python -m benchmarks.overload_live [--load 2.0] [--seconds 120] [--nodes 8] [--modes none early ...] [--plot FILE]
+    python -m benchmarks.overload_live [--load 2.0] [--seconds 360] [--uncounted 90] [--nodes 8] [--modes none ...]
 
 Each mode gets a fresh cluster and the very same requests at the very same times (`front_door/overload_load.py`): those
 of Mooncake's conversation trace as a Poisson stream, at `--load` times what the nodes can do. The profile is slow
 enough for one small machine to keep its pace; how far it did is told (`late_share`), with the processor time that all
 processes had, and so is every wrong token. One JSON line at the end.
 
-What a request cost in vain: prompt tokens that were computed for requests that then missed an objective.
+What a request cost in vain: prompt tokens that were computed for requests that then missed an objective. A cluster that
+has just begun has lengths and margins to learn: the requests of the first `--uncounted` seconds are in no figure but
+`good_by_window`, which shows them.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from benchmarks.front_door.overload_load import (
     overload_load,
     slow_profile,
 )
+from benchmarks.front_door.overload_outcome import counted
 from benchmarks.front_door.overload_picture import draw
 from benchmarks.front_door.processes import BUNDLED, Served, cluster
 from worker.policy.cost_profile import save_profile
@@ -43,7 +46,7 @@ from worker.policy.cost_profile import save_profile
 MODES = ("none", "early", "predicted-uniform", "predicted")
 
 
-def run(served: Served, trace: Path, out: Path) -> dict[str, Any]:
+def run(served: Served, trace: Path, out: Path, *, from_s: float, until_s: float) -> dict[str, Any]:
     """Replay, and what came of it."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
     command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
@@ -57,46 +60,20 @@ def run(served: Served, trace: Path, out: Path) -> dict[str, Any]:
     used_s = sum(served.cpu_s().values()) + _children_cpu_s() - used_s
     report = json.loads((out / "report.json").read_text())
     records = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
-    computed = wasted = 0
-    ends: Counter[str] = Counter()
-    for record in records:
-        end = _end(record)
-        ends[end] += 1
-        if record["outcome"] == "completed":
-            new = record["prompt_tokens"] - record["cached_tokens"]
-            computed += new
-            wasted += 0 if end == "good" else new
     reasons: Counter[str] = Counter()
     for each in report["reasons"]:
         reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
     planned, late = (_sum(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
-    keys = ("goodput_rps", "slo_attainment", "slo_ttft_attainment", "slo_tbt_attainment", "completed", "rejected")
     return {
-        **{key: report[key] for key in keys},
-        "requests": len(records),
+        **counted(records, from_s=from_s, until_s=until_s),
         "failed": report["failed"],
         "wrong_tokens": report["wrong_tokens"],
         "reasons": reasons,
-        "ends": ends,
-        "computed_prompt_tokens": computed,
-        "wasted_prompt_tokens": wasted,
-        "wasted_share": wasted / computed if computed else 0.0,
-        "ttft_p50_s": report["ttft_s"]["p50"],
-        "ttft_p90_s": report["ttft_s"]["p90"],
         "send_valid": report["valid"],
         "late_share": late / planned if planned else 0.0,
         "cores_used": used_s / took_s,
         "took_s": took_s,
     }
-
-
-def _end(record: dict[str, Any]) -> str:
-    """What became of a request."""
-    if record["outcome"] != "completed":
-        return str(record["outcome"])
-    if record["ttft_s"] > TTFT_S:
-        return "TTFT missed"
-    return "TBT missed" if (record["tbt_worst10_s"] or 0.0) > TBT_S else "good"
 
 
 def _children_cpu_s() -> float:
@@ -114,11 +91,14 @@ def _sum(served: Served, name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
+    parser.add_argument("--seconds", type=float, default=360.0, help="of arrivals")
+    parser.add_argument("--uncounted", type=float, default=90.0, help="of these, at the beginning")
     parser.add_argument("--nodes", type=int, default=8, help="prefill nodes, and as many decode nodes")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--plot", type=Path, help="a picture of the result: SVG or PNG")
     args = parser.parse_args()
+    if not 0 <= args.uncounted < args.seconds:
+        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -133,12 +113,14 @@ def main() -> None:
         flags += ["--ttft-slo", str(TTFT_S), "--tbt-slo", str(TBT_S)]
         for mode in args.modes:
             with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
-                found[mode] = run(served, work / "trace.jsonl", work / mode / "replay")
+                trace, out = work / "trace.jsonl", work / mode / "replay"
+                found[mode] = run(served, trace, out, from_s=args.uncounted, until_s=args.seconds)
             print(mode, json.dumps(found[mode]), flush=True)
     result = {
         "load": args.load,
         "nodes": args.nodes,
         "seconds": args.seconds,
+        "uncounted_s": args.uncounted,
         "requests": len(load.rows),
         "prefill_rps": load.prefill_rps,
         "decode_rps": load.decode_rps,

@@ -1,4 +1,5 @@
-"""The live comparison of admission modes as a picture: what became of the requests, goodput, prefill done in vain."""
+"""The live comparison of admission modes as a picture: what became of the requests, goodput, prefill done in vain, and
+goodput over time."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmarks.front_door.overload_outcome import WINDOW_S
+
 ENDS = {
     "good": "#1a7f37",
     "rejected": "#8c959f",
@@ -19,15 +22,17 @@ ENDS = {
     "failed": "#1f2328",
 }
 USEFUL, WASTED = "#0969da", "#bc4c00"
+LINES = {"none": "#8c959f", "early": "#bc4c00", "predicted-uniform": "#0969da", "predicted": "#1a7f37"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """As the file's ending says (SVG, PNG)."""
     modes = result["modes"]
     with plt.rc_context({"svg.hashsalt": "overload-live", "font.size": 9.0, "axes.titlelocation": "left"}):
-        figure, (goodput, ends, prefill) = plt.subplots(
-            1, 3, figsize=(10.0, 1.5 + 0.45 * len(modes)), sharey=True, layout="constrained", width_ratios=(1, 1.3, 1)
-        )
+        figure = plt.figure(figsize=(10.0, 3.9 + 0.45 * len(modes)), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=(1.5 + 0.45 * len(modes), 2.4))
+        goodput, ends, prefill = above.subplots(1, 3, sharey=True, width_ratios=(1, 1.3, 1))
+        _over_time(below.subplots(), modes, result["uncounted_s"])
         rates = [row["goodput_rps"] for row in modes.values()]
         _stack(goodput, [("requests/s", USEFUL, rates)])
         for place, rate in enumerate(rates):
@@ -52,6 +57,22 @@ def draw(result: dict[str, Any], path: Path) -> None:
             )
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
+
+
+def _over_time(axes: Axes, modes: dict[str, Any], uncounted_s: float) -> None:
+    """Goodput by window of arrivals, a line per mode; the windows that are not counted are shaded."""
+    for mode, row in modes.items():
+        windows = row["good_by_window"]
+        middles = [(window + 0.5) * WINDOW_S for window in range(len(windows))]
+        axes.plot(middles, windows, marker="o", markersize=3, color=LINES[mode], label=mode)
+    axes.axvspan(0, uncounted_s, color="#d8dee4", alpha=0.5, linewidth=0)
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.set_title("goodput by time of arrival, requests/s (grey: not counted)")
+    axes.set_xlabel("s")
+    axes.grid(color="#d8dee4", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 
 def _stack(axes: Axes, parts: list[tuple[str, str, list[float]]]) -> None:

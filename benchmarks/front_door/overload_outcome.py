@@ -1,0 +1,51 @@
+"""What came of a live run under overload: its requests' records counted, but for those of the time in which the cluster
+still learned how long answers are and how far its predictions lie from what happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import quantiles
+from typing import Any
+
+from benchmarks.front_door.overload_load import TBT_S, TTFT_S
+
+WINDOW_S = 30.0
+
+
+def counted(records: Sequence[dict[str, Any]], *, from_s: float, until_s: float) -> dict[str, Any]:
+    """Of the requests due between the two: goodput per second, how each ended, prompt tokens computed, and those of
+    requests that then missed an objective. `good_by_window`: of all, goodput in each `WINDOW_S` of arrivals."""
+    inside = [record for record in records if from_s <= record["due_s"] < until_s]
+    ends = Counter(map(_end, inside))
+    served = [record for record in inside if record["outcome"] == "completed"]
+    computed = sum(map(_computed, served))
+    wasted = sum(_computed(record) for record in served if _end(record) != "good")
+    goods = Counter(int(record["due_s"] / WINDOW_S) for record in records if _end(record) == "good")
+    ttfts = [record["ttft_s"] for record in served]
+    return {
+        "requests": len(inside),
+        "goodput_rps": ends["good"] / (until_s - from_s),
+        "slo_attainment": ends["good"] / len(inside),
+        "rejected": ends["rejected"],
+        "ends": ends,
+        "computed_prompt_tokens": computed,
+        "wasted_prompt_tokens": wasted,
+        "wasted_share": wasted / computed if computed else 0.0,
+        "ttft_p90_s": quantiles(ttfts, n=10)[-1] if len(ttfts) > 1 else 0.0,
+        "good_by_window": [goods[window] / WINDOW_S for window in range(int(until_s / WINDOW_S))],
+    }
+
+
+def _computed(record: dict[str, Any]) -> int:
+    """Prompt tokens."""
+    return int(record["prompt_tokens"] - record["cached_tokens"])
+
+
+def _end(record: dict[str, Any]) -> str:
+    """What became of a request."""
+    if record["outcome"] != "completed":
+        return str(record["outcome"])
+    if record["ttft_s"] > TTFT_S:
+        return "TTFT missed"
+    return "TBT missed" if (record["tbt_worst10_s"] or 0.0) > TBT_S else "good"
