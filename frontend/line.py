@@ -14,7 +14,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from messenger.control import ControlError, Refused, Unavailable, call, open_channel
+from messenger.control import ControlError, Refused, Unavailable, call, end_if_cancelled, open_channel
 from messenger.control import control_error as as_control_error
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
 
@@ -106,6 +106,7 @@ class Line:
             except Exception as error:
                 _log.exception("the calls to %s broke", self.target)
                 trouble = self._unavailable(repr(error))
+            end_if_cancelled()
             self._fail(self._sent.values(), trouble)  # whatever became of them
             self._sent.clear()
             if not was_open.is_set():

@@ -1,6 +1,8 @@
 """A front door's line to one conductor: one stream for all requests' calls, and what becomes of them when it breaks."""
 
 import asyncio
+import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,14 @@ async def line(conductor: Conductor) -> AsyncIterator[Line]:
     line = Line(conductor.target)
     yield line
     await line.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def request(name: str, chain: bytes = b"") -> conductor_pb2.ScheduleRequest:
@@ -142,3 +152,20 @@ async def test_the_end_fails_what_is_under_way(conductor: Conductor, line: Line)
     await asyncio.sleep(0)
     await line.close()
     assert await waiting == "Unavailable"
+
+
+async def test_a_line_to_a_conductor_that_is_away_ends_when_told_to_whatever_it_is_at(free_port: int) -> None:
+    """A task that waits for a stream in the moment in which it breaks is told that by gRPC, not that it is to end."""
+    rng = random.Random(1)
+
+    async def close_at_some_time() -> None:
+        line = Line(f"127.0.0.1:{free_port}")
+        asking = asyncio.create_task(line.schedule(request("a"), waits=True, deadline_s=60.0))
+        await asyncio.sleep(0.03 * rng.random())
+        await line.close()
+        with pytest.raises(Unavailable):
+            await asking
+
+    async with asyncio.timeout(60):
+        for _ in range(40):
+            await asyncio.gather(*(close_at_some_time() for _ in range(10)))
