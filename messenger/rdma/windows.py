@@ -40,7 +40,8 @@ class Window:
             return number
 
     def close(self) -> None:
-        """When this returns, the hardware refuses whatever comes under its keys."""
+        """When this returns, the hardware refuses whatever comes under its keys, and is through with what came before
+        (soft-RoCE on several processors may still be copying one packet)."""
         with self._lock:
             was_closed, self.is_closed = self.is_closed, True
             windows, self._windows = self._windows, {}
