@@ -82,6 +82,7 @@ async def test_a_tail_that_a_longer_one_replaces_leaves_the_pool(start_pair: Sta
     for turn in range(3):
         answer = await ask(pair, history, f"turn {turn}", max_tokens=2)
         history = [*history, *answer.token_ids, 3]
+    await pair.at_rest()  # the last one is stored
     # 17 + 2, 20 + 2, 23 + 2 tokens, but for the last one: three whole blocks, and no partial one is left.
     assert node_numbers.validate(pair.pool)["counts"]["blocks"] == 3
 
