@@ -37,20 +37,31 @@ class OverloadLoad:
         """What the scarcer of the two allows."""
         return min(self.prefill_rps, self.decode_rps)
 
-    def write(self, path: Path) -> None:
-        """As Mooncake's traces are."""
-        lines = [
-            json.dumps(
-                {
-                    "timestamp": row.timestamp_ms,
-                    "input_length": row.input_length,
-                    "output_length": row.output_length,
-                    "hash_ids": row.hash_ids,
-                }
-            )
-            for row in self.rows
-        ]
-        path.write_text("\n".join(lines) + "\n")
+
+def write_rows(rows: Sequence[TraceRow], path: Path) -> None:
+    """As Mooncake's traces are."""
+    lines = [
+        json.dumps(
+            {
+                "timestamp": row.timestamp_ms,
+                "input_length": row.input_length,
+                "output_length": row.output_length,
+                "hash_ids": row.hash_ids,
+            }
+        )
+        for row in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def poisson_rows(rows: Sequence[TraceRow], rate: float) -> list[TraceRow]:
+    """The trace's requests as a Poisson stream of `rate` a second, their answers scaled and cut."""
+    rng, at_s = random.Random(_SEED), 0.0
+    made: list[TraceRow] = []
+    for row in rows:
+        made.append(replace(row, timestamp_ms=round(1e3 * at_s), output_length=_answer(row) * _SCALE))
+        at_s += rng.expovariate(rate)
+    return made
 
 
 def slow_profile() -> CostProfile:
@@ -74,11 +85,7 @@ def overload_load(times: float, nodes: int, profile: CostProfile, seconds: float
 
 
 def _load(rows: Sequence[TraceRow], count: int, nodes: int, profile: CostProfile, rate: float) -> OverloadLoad:
-    rng, at_s = random.Random(_SEED), 0.0
-    made: list[TraceRow] = []
-    for row in rows[:count]:
-        made.append(replace(row, timestamp_ms=round(1e3 * at_s), output_length=_answer(row) * _SCALE))
-        at_s += rng.expovariate(rate)
+    made = poisson_rows(rows[:count], rate)
     batch = (TBT_S - profile.decode.fixed_s) / profile.decode.per_sequence_s
     tokens_per_s = nodes * min(batch, MAX_BATCH) / TBT_S
     return OverloadLoad(made, nodes / _mean_prefill_s(made, profile), tokens_per_s / fmean(map(_answer, rows[:count])))

@@ -5,23 +5,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
-
-from benchmarks.front_door.overload_load import TBT_S, TTFT_S
 
 WINDOW_S = 30.0
 
 
-def counted(records: Sequence[dict[str, Any]], *, from_s: float, until_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Objectives:
+    """Seconds; TBT is the mean of the longest tenth of an answer's intervals."""
+
+    ttft_s: float
+    tbt_s: float
+
+    def end_of(self, record: dict[str, Any]) -> str:
+        """What became of a request: good, an objective missed, or as the replay says."""
+        if record["outcome"] != "completed":
+            return str(record["outcome"])
+        if record["ttft_s"] > self.ttft_s:
+            return "TTFT missed"
+        return "TBT missed" if (record["tbt_worst10_s"] or 0.0) > self.tbt_s else "good"
+
+
+def counted(
+    records: Sequence[dict[str, Any]], objectives: Objectives, *, from_s: float, until_s: float
+) -> dict[str, Any]:
     """Of the requests due between the two: goodput per second, how each ended, prompt tokens computed, and those of
     requests that then missed an objective. `good_by_window`: of all, goodput in each `WINDOW_S` of arrivals."""
     inside = [record for record in records if from_s <= record["due_s"] < until_s]
-    ends = Counter(map(_end, inside))
+    ends = Counter(map(objectives.end_of, inside))
     served = [record for record in inside if record["outcome"] == "completed"]
     computed = sum(map(_computed, served))
-    wasted = sum(_computed(record) for record in served if _end(record) != "good")
-    goods = Counter(int(record["due_s"] / WINDOW_S) for record in records if _end(record) == "good")
+    wasted = sum(_computed(record) for record in served if objectives.end_of(record) != "good")
+    goods = Counter(int(record["due_s"] / WINDOW_S) for record in records if objectives.end_of(record) == "good")
     ttfts = [record["ttft_s"] for record in served]
     return {
         "requests": len(inside),
@@ -40,12 +57,3 @@ def counted(records: Sequence[dict[str, Any]], *, from_s: float, until_s: float)
 def _computed(record: dict[str, Any]) -> int:
     """Prompt tokens."""
     return int(record["prompt_tokens"] - record["cached_tokens"])
-
-
-def _end(record: dict[str, Any]) -> str:
-    """What became of a request."""
-    if record["outcome"] != "completed":
-        return str(record["outcome"])
-    if record["ttft_s"] > TTFT_S:
-        return "TTFT missed"
-    return "TBT missed" if (record["tbt_worst10_s"] or 0.0) > TBT_S else "good"

@@ -110,10 +110,10 @@ def door(folder: Path, work: Path, step_s: float) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def cluster(folder: Path, work: Path, *flags: str) -> Iterator[Served]:
-    """`moonpool serve` with paced engines, ended on exit."""
+    """`moonpool serve`, ended on exit."""
     work.mkdir(parents=True, exist_ok=True)
     ready = work / "ready.json"
-    command = [sys.executable, "-m", "moonpool", "serve", str(folder), "--engine", "paced", "--port", "0"]
+    command = [sys.executable, "-m", "moonpool", "serve", str(folder), "--port", "0"]
     command += ["--ready-file", str(ready), "--log-level", "warning", *flags]
     command += ["--startup-timeout", str(_START_S)]
     with (work / "serve.log").open("wb") as log:

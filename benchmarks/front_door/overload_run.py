@@ -1,0 +1,93 @@
+"""One mode of admission under a load, live: the replay, and what came of it; and the table of all modes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.front_door.overload_load import TOKENS_PER_BLOCK
+from benchmarks.front_door.overload_outcome import Objectives, counted
+from benchmarks.front_door.processes import Served
+
+MODES = ("none", "early", "predicted-uniform", "predicted")
+
+
+def run(
+    served: Served, trace: Path, out: Path, objectives: Objectives, *, from_s: float, until_s: float
+) -> dict[str, Any]:
+    """Replay, and what came of the requests due between the two."""
+    report, records, cores_used = replayed(served, trace, out, objectives)
+    reasons: Counter[str] = Counter()
+    for each in report["reasons"]:
+        reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
+    planned, late = (_sum(served, name) for name in ("paced_planned_seconds_total", "paced_late_seconds_total"))
+    return {
+        **counted(records, objectives, from_s=from_s, until_s=until_s),
+        "failed": report["failed"],
+        "wrong_tokens": report["wrong_tokens"],
+        "reasons": reasons,
+        "send_valid": report["valid"],
+        "late_share": late / planned if planned else 0.0,
+        "cores_used": cores_used,
+    }
+
+
+def replayed(
+    served: Served, trace: Path, out: Path, objectives: Objectives
+) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
+    """The replay's report and records, and how many processors all processes together had."""
+    command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
+    command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
+    command += [
+        "--slo-ttft",
+        str(objectives.ttft_s),
+        "--slo-tbt",
+        str(objectives.tbt_s),
+        "--no-unloaded",
+        "--max-send-lag",
+        "5",
+    ]
+    command += ["--verify", "--verify-sample", "100000"]
+    began_s, used_s = time.monotonic(), sum(served.cpu_s().values()) + _children_cpu_s()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    if not (out / "report.json").exists():
+        raise SystemExit(f"the replay failed:\n{done.stdout}{done.stderr}")
+    took_s = time.monotonic() - began_s
+    used_s = sum(served.cpu_s().values()) + _children_cpu_s() - used_s
+    report = json.loads((out / "report.json").read_text())
+    records = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
+    return report, records, used_s / took_s
+
+
+def _children_cpu_s() -> float:
+    """Of the processes that have ended: replays and earlier clusters."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _sum(served: Served, name: str) -> float:
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=60) as reply:
+        text = reply.read().decode()
+    return sum(float(value) for value in re.findall(rf"^moonpool:{name}\{{.*\}} (\S+)$", text, re.MULTILINE))
+
+
+def show(title: str, modes: dict[str, dict[str, Any]]) -> None:
+    """On the console, a row per mode."""
+    table = Table(title=title)
+    columns = ("goodput_rps", "slo_attainment", "rejected", "failed", "wasted_share", "ttft_p90_s", "late_share")
+    for heading in ("mode", *columns, "cores_used"):
+        table.add_column(heading)
+    for mode, row in modes.items():
+        table.add_row(mode, *(f"{row[column]:.3g}" for column in (*columns, "cores_used")))
+    Console().print(table)

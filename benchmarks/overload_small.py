@@ -1,0 +1,69 @@
+"""Admission modes under overload on a small live cluster as it is: one prefill and one decode node, real engines, the
+bundled model, all processes on this machine.
+
+    python -m benchmarks.overload_small [--load 2.0] [--seconds 90] [--uncounted 30] [--modes none early ...]
+
+What the cluster can do is measured first, by a flood of requests at once. Each mode then gets a fresh cluster and the
+very same requests at the very same times, `--load` times as many a second as were completed of the flood. Nodes, front
+door and the load itself share the processors: what a mode is worth here holds for such a machine. One JSON line at the
+end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.front_door.overload_load import poisson_rows, write_rows
+from benchmarks.front_door.overload_outcome import Objectives
+from benchmarks.front_door.overload_run import MODES, replayed, run, show
+from benchmarks.front_door.processes import BUNDLED, cluster
+from traces import load_trace
+
+OBJECTIVES = Objectives(ttft_s=1.0, tbt_s=0.05)
+FLAGS = ("--prefill-nodes", "1", "--decode-nodes", "1", "--max-batch", "16")
+_FLOOD = 150  # requests
+
+
+def capacity_rps(work: Path) -> float:
+    """Requests per second that are completed while there is always more to do."""
+    rows = load_trace("conversation").rows[:_FLOOD]
+    write_rows(poisson_rows(rows, rate=1000.0), work / "flood.jsonl")
+    with cluster(BUNDLED, work / "flood", *FLAGS, "--admission-mode", "none") as served:
+        _, records, _ = replayed(served, work / "flood.jsonl", work / "flood" / "replay", OBJECTIVES)
+    done = [float(record["end_s"]) for record in records if record["outcome"] == "completed"]
+    return len(done) / max(done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of arrivals")
+    parser.add_argument("--uncounted", type=float, default=30.0, help="of these, at the beginning")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    args = parser.parse_args()
+    if not 0 <= args.uncounted < args.seconds:
+        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        capacity = capacity_rps(work)
+        rate = args.load * capacity
+        rows = poisson_rows(load_trace("conversation").rows[: round(rate * args.seconds)], rate)
+        write_rows(rows, work / "trace.jsonl")
+        flags = [*FLAGS, "--ttft-slo", str(OBJECTIVES.ttft_s), "--tbt-slo", str(OBJECTIVES.tbt_s)]
+        for mode in args.modes:
+            with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
+                trace, out = work / "trace.jsonl", work / mode / "replay"
+                found[mode] = run(served, trace, out, OBJECTIVES, from_s=args.uncounted, until_s=args.seconds)
+            print(mode, json.dumps(found[mode]), flush=True)
+    show(f"{args.load:g}x load at 1P+1D, {len(rows)} requests in {args.seconds:g} s", found)
+    told = {"load": args.load, "seconds": args.seconds, "uncounted_s": args.uncounted, "requests": len(rows)}
+    print(json.dumps({**told, "capacity_rps": capacity, "modes": found}))
+
+
+if __name__ == "__main__":
+    main()
