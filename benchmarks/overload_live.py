@@ -1,6 +1,6 @@
 """Admission modes under overload, live: the real protocol at 8P+8D with paced engines, one mode after another.
 
-    python -m benchmarks.overload_live [--load 2.0] [--seconds 360] [--uncounted 90] [--nodes 8] [--modes none ...]
+    python -m benchmarks.overload_live [--load 2.0] [--seconds 240] [--uncounted 90] [--nodes 8] [--modes none ...]
 
 Each mode gets a fresh cluster and the very same requests at the very same times (`front_door/overload_load.py`): those
 of Mooncake's conversation trace as a Poisson stream, at `--load` times what the nodes can do. The profile is slow
@@ -38,7 +38,7 @@ from worker.policy.cost_profile import save_profile
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=360.0, help="of arrivals")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of arrivals")
     parser.add_argument("--uncounted", type=float, default=90.0, help="of these, at the beginning")
     parser.add_argument("--nodes", type=int, default=8, help="prefill nodes, and as many decode nodes")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
