@@ -71,7 +71,8 @@ def main() -> None:
             with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
                 trace, out = work / "trace.jsonl", work / mode / "replay"
                 objectives = Objectives(TTFT_S, TBT_S)
-                found[mode] = run(served, trace, out, objectives, from_s=args.uncounted, until_s=args.seconds)
+                span = {"from_s": args.uncounted, "until_s": args.seconds}
+                found[mode] = run(served, trace, out, objectives, **span, verified=len(load.rows))
             print(mode, json.dumps(found[mode]), flush=True)
     result = {
         "load": args.load,

@@ -1,7 +1,7 @@
 """Admission modes under overload on a small live cluster as it is: one prefill and one decode node, real engines, the
 bundled model, all processes on this machine.
 
-    python -m benchmarks.overload_small [--load 2.0] [--seconds 90] [--uncounted 30] [--modes none early ...]
+    python -m benchmarks.overload_small [--load 2.0] [--capacity R] [--seconds 90] [--uncounted 30] [--modes none ...]
 
 What the cluster can do is measured first, by a flood of requests at once. Each mode then gets a fresh cluster and the
 very same requests at the very same times, `--load` times as many a second as were completed of the flood. Nodes, front
@@ -26,6 +26,7 @@ from traces import load_trace
 OBJECTIVES = Objectives(ttft_s=1.0, tbt_s=0.05)
 FLAGS = ("--prefill-nodes", "1", "--decode-nodes", "1", "--max-batch", "16")
 _FLOOD = 150  # requests
+_VERIFIED = 40  # answers of each mode: each takes as long as to compute it again
 
 
 def capacity_rps(work: Path) -> float:
@@ -33,7 +34,7 @@ def capacity_rps(work: Path) -> float:
     rows = load_trace("conversation").rows[:_FLOOD]
     write_rows(poisson_rows(rows, rate=1000.0), work / "flood.jsonl")
     with cluster(BUNDLED, work / "flood", *FLAGS, "--admission-mode", "none") as served:
-        _, records, _ = replayed(served, work / "flood.jsonl", work / "flood" / "replay", OBJECTIVES)
+        _, records, _ = replayed(served, work / "flood.jsonl", work / "flood" / "replay", OBJECTIVES, _VERIFIED)
     done = [float(record["end_s"]) for record in records if record["outcome"] == "completed"]
     return len(done) / max(done)
 
@@ -41,6 +42,7 @@ def capacity_rps(work: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, default=2.0)
+    parser.add_argument("--capacity", type=float, help="requests/s that the cluster can do; else a flood tells")
     parser.add_argument("--seconds", type=float, default=90.0, help="of arrivals")
     parser.add_argument("--uncounted", type=float, default=30.0, help="of these, at the beginning")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
@@ -50,7 +52,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        capacity = capacity_rps(work)
+        capacity = args.capacity or capacity_rps(work)
         rate = args.load * capacity
         rows = poisson_rows(load_trace("conversation").rows[: round(rate * args.seconds)], rate)
         write_rows(rows, work / "trace.jsonl")
@@ -58,7 +60,8 @@ def main() -> None:
         for mode in args.modes:
             with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
                 trace, out = work / "trace.jsonl", work / mode / "replay"
-                found[mode] = run(served, trace, out, OBJECTIVES, from_s=args.uncounted, until_s=args.seconds)
+                span = {"from_s": args.uncounted, "until_s": args.seconds}
+                found[mode] = run(served, trace, out, OBJECTIVES, **span, verified=_VERIFIED)
             print(mode, json.dumps(found[mode]), flush=True)
     show(f"{args.load:g}x load at 1P+1D, {len(rows)} requests in {args.seconds:g} s", found)
     told = {"load": args.load, "seconds": args.seconds, "uncounted_s": args.uncounted, "requests": len(rows)}

@@ -24,10 +24,10 @@ MODES = ("none", "early", "predicted-uniform", "predicted")
 
 
 def run(
-    served: Served, trace: Path, out: Path, objectives: Objectives, *, from_s: float, until_s: float
+    served: Served, trace: Path, out: Path, objectives: Objectives, *, from_s: float, until_s: float, verified: int
 ) -> dict[str, Any]:
-    """Replay, and what came of the requests due between the two."""
-    report, records, cores_used = replayed(served, trace, out, objectives)
+    """Replay, and what came of the requests due between the two; so many answers are verified."""
+    report, records, cores_used = replayed(served, trace, out, objectives, verified)
     reasons: Counter[str] = Counter()
     for each in report["reasons"]:
         reasons[re.sub(r"[0-9.]+ s", "… s", each["reason"])[:80]] += each["count"]
@@ -44,7 +44,7 @@ def run(
 
 
 def replayed(
-    served: Served, trace: Path, out: Path, objectives: Objectives
+    served: Served, trace: Path, out: Path, objectives: Objectives, verified: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
     """The replay's report and records, and how many processors all processes together had."""
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
@@ -58,7 +58,7 @@ def replayed(
         "--max-send-lag",
         "5",
     ]
-    command += ["--verify", "--verify-sample", "100000"]
+    command += ["--verify", "--verify-sample", str(verified)]
     began_s, used_s = time.monotonic(), sum(served.cpu_s().values()) + _children_cpu_s()
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if not (out / "report.json").exists():
