@@ -14,11 +14,9 @@ has just begun has lengths and margins to learn: the requests of the first `--un
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.front_door.overload_load import (
     MAX_BATCH,
@@ -30,23 +28,15 @@ from benchmarks.front_door.overload_load import (
 )
 from benchmarks.front_door.overload_outcome import Objectives
 from benchmarks.front_door.overload_picture import draw
-from benchmarks.front_door.overload_run import MODES, run, show
-from benchmarks.front_door.processes import BUNDLED, cluster
+from benchmarks.front_door.overload_run import each_mode, given, options, show
 from worker.policy.cost_profile import save_profile
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of arrivals")
-    parser.add_argument("--uncounted", type=float, default=90.0, help="of these, at the beginning")
+    parser = options(__doc__, seconds=240.0, uncounted=90.0)
     parser.add_argument("--nodes", type=int, default=8, help="prefill nodes, and as many decode nodes")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--plot", type=Path, help="a picture of the result: SVG or PNG")
-    args = parser.parse_args()
-    if not 0 <= args.uncounted < args.seconds:
-        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
-    found: dict[str, Any] = {}
+    args = given(parser)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         profile = slow_profile()
@@ -66,14 +56,7 @@ def main() -> None:
         flags += ["--paced-profile", str(work / "slow.json"), "--capacity-tokens", "32768"]
         flags += ["--max-batch", str(MAX_BATCH)]
         flags += ["--cost-profile", f"moonpool={work / 'slow.json'}", "--pool-bytes", "128MiB"]
-        flags += ["--ttft-slo", str(TTFT_S), "--tbt-slo", str(TBT_S)]
-        for mode in args.modes:
-            with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
-                trace, out = work / "trace.jsonl", work / mode / "replay"
-                objectives = Objectives(TTFT_S, TBT_S)
-                span = {"from_s": args.uncounted, "until_s": args.seconds}
-                found[mode] = run(served, trace, out, objectives, **span, verified=len(load.rows))
-            print(mode, json.dumps(found[mode]), flush=True)
+        found = each_mode(args, work, work / "trace.jsonl", flags, Objectives(TTFT_S, TBT_S), verified=len(load.rows))
     result = {
         "load": args.load,
         "nodes": args.nodes,

@@ -11,15 +11,13 @@ end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.front_door.overload_load import poisson_rows, write_rows
 from benchmarks.front_door.overload_outcome import Objectives
-from benchmarks.front_door.overload_run import MODES, replayed, run, show
+from benchmarks.front_door.overload_run import each_mode, given, options, replayed, show
 from benchmarks.front_door.processes import BUNDLED, cluster
 from traces import load_trace
 
@@ -40,29 +38,16 @@ def capacity_rps(work: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=float, default=2.0)
+    parser = options(__doc__, seconds=90.0, uncounted=30.0)
     parser.add_argument("--capacity", type=float, help="requests/s that the cluster can do; else a flood tells")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of arrivals")
-    parser.add_argument("--uncounted", type=float, default=30.0, help="of these, at the beginning")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    args = parser.parse_args()
-    if not 0 <= args.uncounted < args.seconds:
-        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
-    found: dict[str, Any] = {}
+    args = given(parser)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         capacity = args.capacity or capacity_rps(work)
         rate = args.load * capacity
         rows = poisson_rows(load_trace("conversation").rows[: round(rate * args.seconds)], rate)
         write_rows(rows, work / "trace.jsonl")
-        flags = [*FLAGS, "--ttft-slo", str(OBJECTIVES.ttft_s), "--tbt-slo", str(OBJECTIVES.tbt_s)]
-        for mode in args.modes:
-            with cluster(BUNDLED, work / mode, *flags, "--admission-mode", mode) as served:
-                trace, out = work / "trace.jsonl", work / mode / "replay"
-                span = {"from_s": args.uncounted, "until_s": args.seconds}
-                found[mode] = run(served, trace, out, OBJECTIVES, **span, verified=_VERIFIED)
-            print(mode, json.dumps(found[mode]), flush=True)
+        found = each_mode(args, work, work / "trace.jsonl", FLAGS, OBJECTIVES, verified=_VERIFIED)
     show(f"{args.load:g}x load at 1P+1D, {len(rows)} requests in {args.seconds:g} s", found)
     told = {"load": args.load, "seconds": args.seconds, "uncounted_s": args.uncounted, "requests": len(rows)}
     print(json.dumps({**told, "capacity_rps": capacity, "modes": found}))

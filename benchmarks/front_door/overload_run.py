@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,41 @@ from rich.table import Table
 
 from benchmarks.front_door.overload_load import TOKENS_PER_BLOCK
 from benchmarks.front_door.overload_outcome import Objectives, counted
-from benchmarks.front_door.processes import Served
+from benchmarks.front_door.processes import BUNDLED, Served, cluster
 
 MODES = ("none", "early", "predicted-uniform", "predicted")
+
+
+def options(description: str | None, *, seconds: float, uncounted: float) -> argparse.ArgumentParser:
+    """What every comparison of modes is told, with its defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=seconds, help="of arrivals")
+    parser.add_argument("--uncounted", type=float, default=uncounted, help="of these, at the beginning")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    return parser
+
+
+def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line; ends the program where it cannot be."""
+    args = parser.parse_args()
+    if not 0 <= args.uncounted < args.seconds:
+        parser.error(f"--uncounted {args.uncounted:g} leaves none of --seconds {args.seconds:g}: give less")
+    return args
+
+
+def each_mode(
+    args: argparse.Namespace, work: Path, trace: Path, flags: Sequence[str], objectives: Objectives, *, verified: int
+) -> dict[str, dict[str, Any]]:
+    """What came of the trace under each mode, in a fresh cluster with `flags`; told as it comes."""
+    found = {}
+    slo = ("--ttft-slo", str(objectives.ttft_s), "--tbt-slo", str(objectives.tbt_s))
+    for mode in args.modes:
+        with cluster(BUNDLED, work / mode, *flags, *slo, "--admission-mode", mode) as served:
+            span = {"from_s": args.uncounted, "until_s": args.seconds}
+            found[mode] = run(served, trace, work / mode / "replay", objectives, **span, verified=verified)
+        print(mode, json.dumps(found[mode]), flush=True)
+    return found
 
 
 def run(
