@@ -15,11 +15,10 @@ from typing import Any
 # Scripts here may be named like packages: the repository's root comes first instead of this folder.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.simulated import simulated_spec  # noqa: E402
 from simulator.serving.capacity import find_capacity  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.overload_spec import overload_spec  # noqa: E402
-from simulator.serving.runs import Run, RunSpec, run_all, with_mode, worker_pool  # noqa: E402
-from worker.policy.cost_profile import MOONCAKE  # noqa: E402
+from simulator.serving.runs import Run, RunSpec, run_all, worker_pool  # noqa: E402
 
 FIGURES = ("goodput", "attainment", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "tbt_p90_s", "grouped_share")
 COLOURS = {1: "#7f7f7f", 2: "#1f77b4", 4: "#d62728", 8: "#9467bd"}
@@ -40,25 +39,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--plot", type=Path, help="an SVG")
     given = parser.parse_args()
-    spec = with_mode(
-        overload_spec(
-            given.trace,
-            MOONCAKE,
-            prefill_nodes=given.prefill,
-            decode_nodes=given.decode,
-            ttft_s=given.ttft,
-            tbt_s=given.tbt,
-            requests=given.requests,
-            output_scale=1.0,
-            longest_prompt=0,
-            longest_answer=0,
-            pool_blocks=6000,
-            ssd_blocks=0,
-            look_into=0.0,
-            attained_share=0.95,
-        ),
-        "predicted-uniform",
-    )
+    spec = simulated_spec(given, "predicted-uniform")
     with worker_pool(given.processes) as pool:
         capacity = given.rate
         if not capacity:

@@ -15,11 +15,10 @@ from typing import Any, get_args
 # Scripts here may be named like packages: the repository's root comes first instead of this folder.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.simulated import simulated_spec  # noqa: E402
 from conductor.policy.config import AdmissionMode  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.overload_spec import overload_spec  # noqa: E402
-from simulator.serving.runs import Run, RunSpec, run_all, with_mode, worker_pool  # noqa: E402
-from worker.policy.cost_profile import MOONCAKE  # noqa: E402
+from simulator.serving.runs import Run, RunSpec, run_all, worker_pool  # noqa: E402
 
 FIGURES = (
     "goodput",
@@ -47,23 +46,7 @@ def main() -> None:
     parser.add_argument("--mode", default="predicted-uniform", choices=get_args(AdmissionMode))
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
-    spec = overload_spec(
-        given.trace,
-        MOONCAKE,
-        prefill_nodes=given.prefill,
-        decode_nodes=given.decode,
-        ttft_s=given.ttft,
-        tbt_s=given.tbt,
-        requests=given.requests,
-        output_scale=1.0,
-        longest_prompt=0,
-        longest_answer=0,
-        pool_blocks=6000,
-        ssd_blocks=0,
-        look_into=0.0,
-        attained_share=0.95,
-    )
-    spec = with_mode(spec, given.mode)
+    spec = simulated_spec(given, given.mode)
     loads = []
     for rate in given.rates:
         with worker_pool(given.processes) as pool:
