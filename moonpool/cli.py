@@ -78,6 +78,12 @@ _LAZY = (
         "[bold]moonpool doctor --for gpu[/bold]",
     ),
     (
+        "top",
+        "moonpool.top.command",
+        "Watch a running cluster in a terminal: throughput, load, objectives, rejections, KV tiers, nodes.\n\n"
+        "[bold]moonpool top[/bold]",
+    ),
+    (
         "pool",
         "moonpool.pool_command",
         "Look into the KV pool of a running cluster: what it holds and finds, single blocks; verify it, empty it.\n\n"

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -175,6 +178,39 @@ def test_watching_shows_what_changes_until_ctrl_c(served: Served) -> None:
         drawing.send_signal(signal.SIGINT)
         drawing.communicate(timeout=60)
     assert drawing.returncode == 0
+
+
+def test_top_draws_the_cluster_until_q(served: Served) -> None:
+    person, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    command = [sys.executable, "-m", "moonpool", "top", "--ready-file", str(served.ready_path), "--every", "0.1"]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, env={**os.environ, "TERM": "xterm"}) as drawing:
+        os.close(terminal)
+        seen = read_until(person, "decode-0")
+        assert "q quit" in seen
+        os.write(person, b"s")
+        assert "running▼" in read_until(person, "running▼")
+        os.write(person, b"q")
+        read_until(person, None)
+        assert drawing.wait(DEADLINE_S) == 0
+    os.close(person)
+    shown = served.moonpool("top", "--once", "--every", "0.1")
+    assert (shown.returncode, "decode-0" in shown.stdout, "q quit" in shown.stdout) == (0, True, False)
+
+
+def read_until(terminal: int, wanted: str | None) -> str:
+    """What was drawn up to then; None: until whoever draws is gone."""
+    seen = b""
+    give_up = time.monotonic() + DEADLINE_S
+    while wanted is None or wanted not in seen.decode(errors="ignore"):
+        assert time.monotonic() < give_up, seen
+        if select.select([terminal], [], [], 1.0)[0]:
+            try:
+                seen += os.read(terminal, 65536)
+            except OSError:  # the other end is closed
+                assert wanted is None, seen
+                break
+    return seen.decode(errors="ignore")
 
 
 def test_validate_finds_nothing_held_at_rest(served: Served) -> None:

@@ -1,0 +1,1 @@
+"""`moonpool top`: a running cluster in a terminal, as `top` shows a machine."""

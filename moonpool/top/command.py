@@ -1,0 +1,131 @@
+"""The command `moonpool top`: asks a cluster again and again, and draws what it says, until it is told to stop."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from moonpool.errors import ClusterNotFound
+from moonpool.locate import DEFAULT_URL, Located, locate
+from moonpool.options import reported_errors
+from moonpool.questions import ask_cluster
+from moonpool.status_command import Conductor, ReadyPath, Url, wide_console
+from moonpool.top.figures import History, Look, TopFigures
+from moonpool.top.picture import KEYS, SORTS, View, picture
+from moonpool.top.terminal import key_or_event, single_keys
+
+_PAGE: Final = 10
+_TEXT_LINES: Final = 10_000  # without a terminal nothing is left out
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+def top(
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, print that, and end; so it is without a terminal.")
+    ] = False,
+) -> None:
+    """Watch a running cluster: throughput, load, objectives, rejections, KV tiers, and its nodes by what they do.
+
+    Keys: q ends it, p holds the picture, s sorts the nodes by the next column, r reverses, arrows and page keys scroll.
+
+    Examples: moonpool top · moonpool top --url http://127.0.0.1:8080 · moonpool top --conductor 10.0.0.1:7000 --once
+    """
+    with reported_errors():
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        asker = _Asker(located, every)
+        asker.look()  # whoever is not there is told at once
+        if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            time.sleep(every)
+            seen, _ = asker.look()
+            shown = View(clock=_clock())
+            wide_console().print(picture(seen, shown, columns=wide_console().width, lines=_TEXT_LINES))
+            return
+        try:
+            _watch(asker)
+        except KeyboardInterrupt:
+            return
+
+
+class _Asker:
+    """Looks at the cluster; on a thread of its own once it is followed."""
+
+    def __init__(self, located: Located, every_s: float) -> None:
+        self._located = located
+        self._every_s = every_s
+        self._history = History()
+        self.seen: tuple[TopFigures, str]
+
+    def look(self) -> tuple[TopFigures, str]:
+        """What there is now, and no trouble. Raises ClusterNotFound."""
+        reply = asyncio.run(ask_cluster(self._located.conductor))
+        self.seen = self._history.add(Look(time.monotonic(), reply), self._located.ready), ""
+        return self.seen
+
+    def follow(self, tell: Callable[[], None]) -> None:
+        """For ever, calling `tell` after each try."""
+        while True:
+            time.sleep(self._every_s)
+            try:
+                self.look()
+            except ClusterNotFound as error:
+                self.seen = self.seen[0], str(error)
+            tell()
+
+
+def _watch(asker: _Asker) -> None:
+    event, told = os.pipe()
+    # It may be in the midst of a call when the person goes.
+    threading.Thread(target=asker.follow, args=(lambda: _tell(told),), name="top", daemon=True).start()
+    console, view = Console(), View(keys=KEYS, clock=_clock())
+    drawn = asker.seen
+    with single_keys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            view = replace(view, trouble=drawn[1])
+            live.update(picture(drawn[0], view, columns=console.width, lines=console.height), refresh=True)
+            key = key_or_event(keys, event)
+            if key == "q":
+                return
+            if key is None:
+                os.read(event, 64)
+            else:
+                view = after_key(view, key, num_nodes=len(drawn[0].status.nodes))
+            if not view.paused:
+                drawn, view = asker.seen, replace(view, clock=_clock())
+
+
+def after_key(view: View, key: str, *, num_nodes: int) -> View:
+    """The view once a key was pressed; one that means nothing changes nothing."""
+    names = list(SORTS)
+    scrolled = {"up": -1, "down": 1, "page up": -_PAGE, "page down": _PAGE}
+    if key == "p":
+        return replace(view, paused=not view.paused)
+    if key == "s":
+        return replace(view, sort=names[(names.index(view.sort) + 1) % len(names)], first=0)
+    if key == "r":
+        return replace(view, reverse=not view.reverse, first=0)
+    if key in scrolled:
+        return replace(view, first=max(0, min(num_nodes - 1, view.first + scrolled[key])))
+    return view
+
+
+def _tell(told: int) -> None:
+    os.write(told, b".")
+
+
+def _clock() -> str:
+    return datetime.now().strftime("%H:%M:%S")
