@@ -25,6 +25,7 @@ from moonpool.profiling.command import app as profile_app
 from moonpool.replay_decisions_command import app as replay_decisions_app
 from moonpool.simulate_command import app as simulate_app
 from moonpool.slo_command import app as slo_app
+from moonpool.top.command import app as top_app
 from replay.cli import app as replay_app
 from replay.dialogue_cli import app as dialogues_app
 
@@ -47,6 +48,7 @@ def commands() -> dict[str, Any]:
     }
     handed_on = {
         "doctor": doctor_app,
+        "top": top_app,
         "replay": replay_app,
         "dialogues": dialogues_app,
         "explain": explain_app,
