@@ -5,6 +5,7 @@ ConductorError
 ├── ObjectivesError          a record of objectives that cannot be
 ├── SloConflict              the record of objectives is not at the version that a change was made for
 ├── JoinRefused              a node that cannot be part of this cluster; `problem` says what differs from whom
+├── FrontDoorRefused         a front door of a version with which this one cannot work
 ├── MalformedCall            a front door's call that asks for nothing that can be
 ├── UnknownNode              a node id under which nobody has joined
 ├── NodeInUse                a node that others need: it cannot be drained now
@@ -34,6 +35,10 @@ class SloConflict(ConductorError):
 
 class JoinRefused(ConductorError):
     """The node's model, spec or description does not fit the cluster: fix the node, joining again changes nothing."""
+
+
+class FrontDoorRefused(ConductorError):
+    """Its version and this one cannot work together; the message names both."""
 
 
 class MalformedCall(ConductorError, ValueError):

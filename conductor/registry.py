@@ -8,6 +8,7 @@ from typing import Literal
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.role_switches import RoleChange, RoleSwitches
 from conductor.wire import ROLES, node_ref
+from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["Member", "Registry"]
@@ -194,6 +195,7 @@ class Registry:
     def _check(self, node: conductor_pb2.Node) -> None:
         if node.role not in ROLES:
             raise JoinRefused(f"node {node.node_id!r} has role {node.role}, which this conductor does not know")
+        self._check_software(node)
         missing = [name for name in ("node_id", "target") if not getattr(node, name)]
         if ROLES[node.role] != "pool":
             wanted = ("model", "kv_namespace", "capacity_tokens", "max_model_len")
@@ -212,6 +214,14 @@ class Registry:
         peer = self._find_worker(node.model, other_than=node.node_id) if ROLES[node.role] != "pool" else None
         if peer is not None:
             _check_same_kv(node, peer)
+
+    def _check_software(self, node: conductor_pb2.Node) -> None:
+        who = f"node {node.node_id!r}"
+        problem = why_not_together(node.software, who, own_software(), "this conductor")
+        others = (other.node for other in self if other.node.node_id != node.node_id)
+        problems = (why_not_together(node.software, who, each.software, f"node {each.node_id!r}") for each in others)
+        if problem := problem or next(filter(None, problems), ""):
+            raise JoinRefused(problem)
 
 
 def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:

@@ -6,11 +6,12 @@ from typing import Final
 
 from conductor import wire
 from conductor.core import Core
-from conductor.errors import MalformedCall
+from conductor.errors import FrontDoorRefused, MalformedCall
 from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.pools import Pools
 from conductor.registry import Registry
 from kvpool import KvPoolError, short_keys_from_bytes
+from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import conductor_pb2
 from telemetry import logs, tracing
 
@@ -33,9 +34,13 @@ class Scheduling:
         calls: AsyncIterator[conductor_pb2.FrontendCalls],
         write: Callable[[conductor_pb2.ConductorAnswers], Awaitable[None]],
     ) -> None:
-        """One stream, to its end."""
+        """One stream, to its end. Raises FrontDoorRefused."""
         await write(conductor_pb2.ConductorAnswers())
+        is_first = True
         async for message in calls:
+            if is_first:
+                is_first = False
+                _check_software(message)
             answers = conductor_pb2.ConductorAnswers()
             for call in message.calls:
                 if len(answers.answers) == _AT_ONCE:
@@ -106,6 +111,11 @@ class Scheduling:
                 peer = self._registry.worker_of(request.model)
                 assert peer is not None
                 self._pools.start_copy(decision, peer.kv_namespace, request.chain)
+
+
+def _check_software(first: conductor_pb2.FrontendCalls) -> None:
+    if problem := why_not_together(first.software, "this front door", own_software(), "the conductor"):
+        raise FrontDoorRefused(problem)
 
 
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:

@@ -13,7 +13,7 @@ from conductor.admission_samples import admission_samples
 from conductor.continuity import Continuity
 from conductor.core import Core
 from conductor.cost_reporting import cost_samples
-from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
+from conductor.errors import FrontDoorRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.following import sample
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
@@ -22,6 +22,7 @@ from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
 from conductor.tenant_samples import tenant_samples
+from messenger.software import own_software
 from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
@@ -87,13 +88,18 @@ class ConductorService(ConductorServicer):
     async def Schedule(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once
         self, request_iterator: AsyncIterator[conductor_pb2.FrontendCalls], context: Context
     ) -> None:
-        await self.scheduling.serve(request_iterator, context.write)
+        try:
+            await self.scheduling.serve(request_iterator, context.write)
+        except FrontDoorRefused as error:
+            log.warning("refused: %s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
         self._slo.keeper.front_doors.hear(request.frontend_id, request.tenants)
         suspects = self._core.policy.suspects
         return conductor_pb2.ClusterReply(
             conductor_incarnation=self._incarnation,
+            software=own_software(),
             nodes=[
                 conductor_pb2.NodeStatus(
                     node=member.node, report=member.report, suspect=member.node.node_id in suspects
@@ -194,7 +200,7 @@ class ConductorService(ConductorServicer):
             self._pools.add(node)
 
     async def _tell(self, member: Member, context: Context) -> None:
-        accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation)
+        accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
         await context.write(conductor_pb2.NodeCommand(accepted=accepted))
         while True:
             await context.write(await member.commands.get())

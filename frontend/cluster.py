@@ -9,6 +9,7 @@ from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
 from frontend.fit import is_served, misfit
 from messenger.control import ControlError
+from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from telemetry import ConductorSample, NodeSample
 
@@ -125,19 +126,20 @@ class ClusterWatch:
 
     def _judge_fit(self) -> None:
         nodes = [status.node for status in self._reply.nodes]
+        apart = why_not_together(own_software(), "this front door", self._reply.software, "the conductor")
         for model in self._models:
             if is_served(nodes, model):
                 self._was_served.add(model)
-            found = misfit(
+            found = apart or misfit(
                 nodes,
                 model,
                 self._block_tokens,
                 was_served=model in self._was_served,
                 front_door=self._models,
             )
-            if found is not None and found != self._misfits.get(model):
+            if found and found != self._misfits.get(model):
                 _log.error("%s", found)
-            if found is not None:
+            if found:
                 self._misfits[model] = found
             else:
                 self._misfits.pop(model, None)

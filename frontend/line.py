@@ -16,6 +16,7 @@ import grpc.aio
 
 from messenger.control import ControlError, Refused, Unavailable, call, end_if_cancelled, open_channel
 from messenger.control import control_error as as_control_error
+from messenger.software import own_software
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Line:
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, stream: Schedule) -> None:
+        is_first = True
         while True:
             await self._has_calls.wait()
             self._has_calls.clear()
@@ -158,6 +160,9 @@ class Line:
                 message = self._next_message()
                 if not message.calls:
                     continue
+                if is_first:
+                    is_first = False
+                    message.software.CopyFrom(own_software())
                 try:
                     await stream.write(message)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -16,6 +16,7 @@ import grpc.aio
 from frontend.errors import WorkerLost
 from frontend.inbox import AttemptFailed, Inbox, TokenArrived, WorkerGone
 from messenger.control import open_channel
+from messenger.software import own_software
 from moonpool_proto.v1 import conductor_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class WorkerStreams:
     """All streams of one front door."""
 
     def __init__(self, frontend_id: str, incarnation: int, attach_timeout_s: float) -> None:
-        self._hello = worker_pb2.Hello(frontend_id=frontend_id, incarnation=incarnation)
+        self._hello = worker_pb2.Hello(frontend_id=frontend_id, incarnation=incarnation, software=own_software())
         self._attach_timeout_s = attach_timeout_s
         self._streams: dict[tuple[str, int], WorkerStream] = {}
 

@@ -10,6 +10,7 @@ from kvpool import node_numbers
 from kvpool.node import PoolNode
 from messenger.backoff import Backoff
 from messenger.control import control_error, end_if_cancelled, open_channel, outgoing
+from messenger.software import named, own_software
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 
 __all__ = ["stay_joined"]
@@ -28,7 +29,7 @@ async def stay_joined(node: PoolNode, target: str, conductor: str) -> None:
             reports = outgoing(_reports(node, target), what="Conductor.Join", target=conductor)
             async for command in stub.Join(reports):
                 if command.HasField("accepted"):
-                    _log.info("joined the conductor at %s", conductor)
+                    _log.info("joined the conductor at %s, %s", conductor, named(command.accepted.software))
                     last_trouble = ""
                     backoff.succeeded()
                 elif command.HasField("drain"):
@@ -56,6 +57,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
             target=target,
             endpoint=endpoint.to_proto(),
             host_id=node.config.host_id or endpoint.host_id,
+            software=own_software(moves_kv=True),
         )
     )
     yield first

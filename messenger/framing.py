@@ -73,7 +73,10 @@ class Framing:
         if magic != self._magic:
             raise ProtocolError(f"not this protocol: a frame begins with {self._magic!r}, not {magic!r}")
         if version != self._version:
-            raise ProtocolError(f"protocol version {version} where this side speaks {self._version}")
+            raise ProtocolError(
+                f"protocol version {version} where this side speaks {self._version}: run versions of Moonpool that "
+                "have the same on both sides"
+            )
         if kind not in self._kinds or zero:
             raise ProtocolError(f"unknown kind of frame {kind}")
         if length > self._max_body_nbytes:

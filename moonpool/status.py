@@ -7,6 +7,7 @@ from typing import Any
 
 from moonpool.ready_file import ReadyFile, ReadyNode
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1.common_pb2 import Software
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class NodeRow:
     cached_share: float | None  # of the prompt tokens it was given, those whose KV it did not compute
     address: str
     stand_in: str = ""  # what it has in place of an engine that computes
+    version: str = ""  # of Moonpool; "" where it is not told
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class ClusterStatus:
         for roles, counts in self.role_switches.items():
             told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
             parts.append(f"role switches {roles}: {told}")
+        versions = sorted({row.version for row in self.nodes if row.version})
+        parts += [f"versions {' and '.join(versions)} together"] if len(versions) > 1 else []
         stand_ins = sorted({row.stand_in for row in self.nodes if row.stand_in})
         parts += [f"nothing is computed ({', '.join(stand_ins)})"] if stand_ins else []
         troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
@@ -68,7 +72,10 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
     joined = {item.node.node_id: item for item in reply.nodes}
     started = ready.nodes if ready is not None else {}
     names = [*started, *(name for name in joined if name not in started)]
-    rows = tuple(_row(name, joined.get(name), started.get(name)) for name in names)
+    asked = next((name for name, process in started.items() if ready and process.target == ready.conductor), None)
+    rows = tuple(
+        _row(name, joined.get(name), started.get(name), reply.software if name == asked else None) for name in names
+    )
     models = {row.model: row.model in reply.ready_models for row in rows if row.model}
     share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))
     is_ready = bool(models) and all(models.values())
@@ -103,7 +110,13 @@ def _requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count} requests"
 
 
-def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | None) -> NodeRow:
+def _row(
+    name: str,
+    item: conductor_pb2.NodeStatus | None,
+    process: ReadyNode | None,
+    software: Software | None,
+) -> NodeRow:
+    """`software`: of a process that does not join."""
     node = item.node if item is not None else conductor_pb2.Node()
     report = item.report if item is not None and node.capacity_tokens else None
     return NodeRow(
@@ -120,6 +133,7 @@ def _row(name: str, item: conductor_pb2.NodeStatus | None, process: ReadyNode | 
         cached_share=_share(*_prompt_tokens(report.counters)) if report else None,
         address=node.target if item is not None else process.target if process else "",
         stand_in=node.engine,
+        version=software.version if software is not None else node.software.version,
     )
 
 

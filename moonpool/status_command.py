@@ -22,7 +22,20 @@ if TYPE_CHECKING:
     from moonpool.status import ClusterStatus, NodeRow
 
 WIDE = 200
-_HEADINGS = ("node", "role", "model", "state", "pid", "restarts", "waiting", "running", "free KV", "cached", "address")
+_HEADINGS = (
+    "node",
+    "role",
+    "model",
+    "state",
+    "pid",
+    "restarts",
+    "waiting",
+    "running",
+    "free KV",
+    "cached",
+    "version",
+    "address",
+)
 _STYLES = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
 
 Url = Annotated[str, typer.Option("--url", help="The cluster that `moonpool serve` runs on this port of this machine.")]
@@ -92,8 +105,8 @@ def wide_console() -> Console:
 
 
 def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
-    """A table and a verdict. `brief` fits a terminal of 80 columns: without pids and addresses."""
-    left_out = {"pid", "address"} if brief else set()
+    """A table and a verdict. `brief` fits a terminal of 80 columns: without pids, versions and addresses."""
+    left_out = {"pid", "version", "address"} if brief else set()
     cells = [_cells(row, brief=brief) for row in seen.nodes]
     table = Table(box=None, pad_edge=False, collapse_padding=brief)
     for heading in (heading for heading in _HEADINGS if heading not in left_out):
@@ -114,4 +127,4 @@ def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
     cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
     state = Text(row.state, style=_STYLES.get(row.state, ""))
     model = f"{row.model} ({row.stand_in})" if row.stand_in else row.model
-    return [row.node, row.role, model, state, *counts, free, cached, row.address]
+    return [row.node, row.role, model, state, *counts, free, cached, row.version, row.address]

@@ -12,6 +12,7 @@ import grpc
 
 from messenger.backoff import Backoff
 from messenger.control import check_target, control_error, end_if_cancelled, open_channel, outgoing
+from messenger.software import named
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -114,7 +115,7 @@ class JoinStream:
                 call = ConductorStub(channel).Join(reports)
                 async for command in call:
                     if command.HasField("accepted"):
-                        log.info("joined conductor at %s", self.target)
+                        log.info("joined conductor at %s, %s", self.target, named(command.accepted.software))
                         self.has_joined = True
                         self.joined.set()
                         self.last_refusal = self._last_trouble = ""

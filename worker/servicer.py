@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from messenger.software import own_software, why_not_together
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, JsonReply, JsonRequest
 from moonpool_proto.v1.worker_pb2 import (
     AbortReply,
@@ -30,7 +31,7 @@ from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.request import Request
-from worker.streams import FrontendStream, first_message
+from worker.streams import FIRST_WIRE_WITH_HANDOFF, FrontendStream, first_message
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,14 @@ class WorkerFace(WorkerServicer):
         first = await first_message(request_iterator)
         if first is None or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of Attach must be `hello`")
-        stream = self.node.streams.attach(first.hello.frontend_id, first.hello.incarnation)
+        hello = first.hello
+        if problem := why_not_together(
+            hello.software, f"front door {hello.frontend_id!r}", own_software(), f"node {self.node.config.node_id!r}"
+        ):
+            log.warning("refused: %s", problem)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+        knows_handoff = hello.software.wire >= FIRST_WIRE_WITH_HANDOFF
+        stream = self.node.streams.attach(hello.frontend_id, hello.incarnation, knows_handoff=knows_handoff)
         tasks: list[asyncio.Task[Any]] = []
         try:
             await self.node.jobs.cancel_frontend(stream.frontend_id)  # what an earlier stream of it left behind

@@ -14,16 +14,21 @@ from worker.engine_loop import Generated
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 4096
+FIRST_WIRE_WITH_HANDOFF = 2  # some of wire 1 know them, too, and cannot be told from those that do not
 
 T = TypeVar("T")
 
 
 class FrontendStream:
-    """One attached frontend. `closed` is set when it is gone or too slow."""
+    """One attached frontend. `closed` is set when it is gone or too slow.
 
-    def __init__(self, frontend_id: str, incarnation: int) -> None:
+    `knows_handoff`: one that does not would take a hand-off's times for another first token's.
+    """
+
+    def __init__(self, frontend_id: str, incarnation: int, *, knows_handoff: bool = True) -> None:
         self.frontend_id = frontend_id
         self.incarnation = incarnation
+        self.knows_handoff = knows_handoff
         self.closed = asyncio.Event()
         self._queue: asyncio.Queue[WorkerMessage | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
 
@@ -58,12 +63,12 @@ class TokenStreams:
     def __init__(self) -> None:
         self._streams: dict[str, FrontendStream] = {}
 
-    def attach(self, frontend_id: str, incarnation: int) -> FrontendStream:
+    def attach(self, frontend_id: str, incarnation: int, *, knows_handoff: bool = True) -> FrontendStream:
         """A new stream of a frontend replaces its old one."""
         old = self._streams.get(frontend_id)
         if old is not None:
             old.close()
-        stream = FrontendStream(frontend_id, incarnation)
+        stream = FrontendStream(frontend_id, incarnation, knows_handoff=knows_handoff)
         self._streams[frontend_id] = stream
         return stream
 
@@ -102,13 +107,18 @@ class TokenStreams:
             scores = generated.sequence.prompt_scores
             if scores is not None and generated.index == 0:
                 message.prompt_logprobs.CopyFrom(scores.to_proto())
-            if request.request_id in timing:
-                message.timing.CopyFrom(timing[request.request_id])
+            times = timing.get(request.request_id)
+            if times is not None and (not times.HasField("handoff") or self._knows_handoff(request.frontend_id)):
+                message.timing.CopyFrom(times)
             by_frontend[request.frontend_id].tokens.append(message)
         for frontend_id, batch in by_frontend.items():
             stream = self._streams.get(frontend_id)
             if stream is not None:
                 stream.send(batch)
+
+    def _knows_handoff(self, frontend_id: str) -> bool:
+        stream = self._streams.get(frontend_id)
+        return stream is not None and stream.knows_handoff
 
     def send_failure(self, frontend_id: str, failure: Failure) -> None:
         stream = self._streams.get(frontend_id)

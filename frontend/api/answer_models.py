@@ -301,6 +301,12 @@ class Status(AnswerModel):
     reason: str | None = None
 
 
+class Version(AnswerModel):
+    """Of the front door's package."""
+
+    version: str
+
+
 class SelfCheck(AnswerModel):
     """What the process holds."""
 

@@ -22,6 +22,7 @@ from frontend.arrival import Arrival
 from frontend.errors import ApiError, ClientGone
 from frontend.served import ServedModel
 from frontend.service import Service
+from messenger.software import package_version
 from telemetry import exposition, tracing
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class _App:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", routes.alive),
             "/live": ("GET", routes.alive),
+            "/version": ("GET", routes.version),
             "/ready": ("GET", routes.ready),
             "/metrics": ("GET", routes.metrics),
             "/validate": ("GET", routes.validate),
@@ -131,6 +133,9 @@ class _Routes:
 
     async def alive(self, http: Request) -> Response:
         return _json({"status": "ok"})
+
+    async def version(self, http: Request) -> Response:
+        return _json({"version": package_version()})
 
     async def ready(self, http: Request) -> Response:
         reason = "draining" if self._service.draining else self._service.cluster.not_ready()

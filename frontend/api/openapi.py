@@ -63,6 +63,7 @@ _ANSWERS: Final = (
     answer_models.Detokenized,
     answer_models.Status,
     answer_models.SelfCheck,
+    answer_models.Version,
     answer_models.ErrorAnswer,
 )
 
@@ -82,6 +83,7 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
         "/v1/models/{name}": _get("One model", answer_models.ModelCard, (401, 404, 405)) | {"parameters": _NAME},
         "/health": _get("Whether the process answers", answer_models.Status, (405,)),
         "/live": _get("Whether the process answers", answer_models.Status, (405,)),
+        "/version": _get("The version of Moonpool", answer_models.Version, (405,)),
         "/ready": _get("Whether the cluster can serve", answer_models.Status, (405,)),
         "/validate": _get("What the process holds", answer_models.SelfCheck, (405,)),
         "/metrics": {"get": _operation("Prometheus metrics", _media("text/plain", {"type": "string"}), (405,))},

@@ -20,8 +20,9 @@ from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger import MessengerConfig
 from messenger.control import ControlServer, open_channel, start_server
+from messenger.software import own_software
 from moonpool_proto.v1 import pool_pb2_grpc
-from moonpool_proto.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from moonpool_proto.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Software
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Cancel, Failure, FrontendMessage, Hello, Submit, Token
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_server
@@ -77,11 +78,13 @@ class Frontend:
         self._readers: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
 
-    async def attach(self, node_id: str, target: str) -> None:
+    async def attach(self, node_id: str, target: str, software: Software | None = None) -> None:
         channel = open_channel(target)
         self._channels.append(channel)
         call = WorkerStub(channel).Attach()
-        await call.write(FrontendMessage(hello=Hello(frontend_id="front", incarnation=1)))
+        await call.write(
+            FrontendMessage(hello=Hello(frontend_id="front", incarnation=1, software=software or own_software()))
+        )
         await call.read()
         self.calls[node_id] = call
         self._readers.append(asyncio.create_task(self._read(call)))

@@ -12,6 +12,8 @@ import pytest
 import worker.streams
 from engine import Model
 from messenger.control import open_channel
+from messenger.software import named, own_software
+from moonpool_proto.v1.common_pb2 import Software
 from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Hello
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 
@@ -92,6 +94,35 @@ async def test_a_frontend_that_does_not_read_is_cut_off_with_its_requests(
     assert pair.decode.node.streams.is_attached("front")
     await request.ended.wait()
     assert len(request.tokens) == 100
+    await pair.at_rest()
+
+
+async def test_a_front_door_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(start_pair: Start) -> None:
+    pair = await start_pair()
+    software = Software(version="9.0.0", wire=9, oldest_wire=8)
+    async with open_channel(pair.decode_target) as channel:
+        call = WorkerStub(channel).Attach()
+        await call.write(FrontendMessage(hello=Hello(frontend_id="newer", incarnation=1, software=software)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    for word in ("'newer'", "9.0.0", "wire 8 or newer", named(own_software())):
+        assert word in (refused.value.details() or "")
+
+
+async def test_a_front_door_from_before_hand_offs_had_times_is_not_told_them(start_pair: Start, prompt: Prompt) -> None:
+    """It would take them for a second first token's: a prefill of no length."""
+    pair = await start_pair()
+    told = []
+    for software in (None, Software()):
+        for face in (pair.prefill, pair.decode):
+            config = face.node.config
+            await pair.frontend.attach(config.node_id, config.listen, software)
+        request = await pair.frontend.submit(pair.submit(prompt(40), f"r{len(told)}", max_tokens=4))
+        await request.ended.wait()
+        told.append([index for index, token in request.messages.items() if token.HasField("timing")])
+        assert not request.messages[0].timing.HasField("handoff")
+    assert [sorted(indices) for indices in told] == [[0, 1], [0]]
     await pair.at_rest()
 
 

@@ -1,5 +1,6 @@
 """A front door whose model or block size is not the workers': said clearly, everywhere, and only then."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from frontend import ModelConfig
 from frontend.fit import misfit
+from messenger.software import named, own_software, package_version
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 
 COMPLETIONS = "/v1/completions"
@@ -66,6 +68,19 @@ async def test_another_block_size_is_told_by_readiness_log_and_requests(
         assert (await front.get("/live"))[0] == 200
     said = [line for line in log_lines() if "have 4" in line["message"]]
     assert [line["level"].lower() for line in said] == ["error"]
+
+
+async def test_a_conductor_of_a_version_that_cannot_be_spoken_with_is_told_by_both_names(
+    cluster: Any, start_front: Any
+) -> None:
+    cluster.conductor.cluster.software.CopyFrom(common_pb2.Software(version="9.0.0", wire=9, oldest_wire=8))
+    async with start_front() as front:
+        status, body = await front.post(COMPLETIONS, BODY)
+        assert (status, body["error"]["code"]) == (503, "misconfigured")
+        for text in (body["error"]["message"], (await front.readiness(503))[1]):
+            assert "Moonpool 9.0.0 (wire 9), which needs wire 8 or newer" in text
+            assert named(own_software()) in text
+        assert json.loads((await front.get("/version"))[1]) == {"version": package_version()}
 
 
 async def test_another_model_is_told_by_readiness_and_requests(

@@ -51,6 +51,17 @@ def test_a_cluster_elsewhere_is_told_without_its_processes(joined: Callable[...,
     assert seen.verdict() == "ready; 25% of prompt tokens from the cache"
 
 
+def test_versions_are_told_of_nodes_and_conductor_and_the_verdict_names_a_mixture(joined: Callable[..., Any]) -> None:
+    told = joined()
+    told.software.version = told.nodes[0].node.software.version = "0.2.0"
+    ready = ready_file(conductor=ReadyNode("conductor", 8, "unix:/c", True, 0, "/log"))
+    seen = cluster_status(told, ready)
+    assert {row.node: row.version for row in seen.nodes} == {"conductor": "0.2.0", "p": "0.2.0", "d": "", "pool": ""}
+    assert "together" not in seen.verdict()
+    told.nodes[1].node.software.version = "0.1.0"
+    assert "; versions 0.1.0 and 0.2.0 together" in cluster_status(told, ready).verdict()
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"), [({}, "ready"), ({"draining": True}, "draining"), ({"suspect": True}, "silent")]
 )

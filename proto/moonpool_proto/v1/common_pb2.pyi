@@ -41,6 +41,40 @@ ROLE_POOL: Role.ValueType  # 4
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
+class Software(_message.Message):
+    """What a process runs, told where two processes meet. Who tells nothing is older than this: `wire` 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    OLDEST_WIRE_FIELD_NUMBER: _builtins.int
+    KV_WIRE_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """of the package, for people"""
+    wire: _builtins.int
+    """what is said in calls between roles; grows when an older peer would misunderstand it"""
+    oldest_wire: _builtins.int
+    """the oldest that is still understood and spoken with"""
+    kv_wire: _builtins.int
+    """of the messenger's frames: equal, or no KV goes between the two; 0: it moves none"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        wire: _builtins.int = ...,
+        oldest_wire: _builtins.int = ...,
+        kv_wire: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_wire", b"kv_wire", "oldest_wire", b"oldest_wire", "version", b"version", "wire", b"wire"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Software: _TypeAlias = Software  # noqa: Y015
+
+@_typing.final
 class Endpoint(_message.Message):
     """Where a process's messenger listens. Peers with the same host_id may use shared memory."""
 

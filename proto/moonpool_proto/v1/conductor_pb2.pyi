@@ -82,6 +82,7 @@ class Node(_message.Message):
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
@@ -110,6 +111,8 @@ class Node(_message.Message):
     def endpoint(self) -> _common_pb2.Endpoint: ...
     @_builtins.property
     def spec(self) -> _common_pb2.KvSpec: ...
+    @_builtins.property
+    def software(self) -> _common_pb2.Software: ...
     def __init__(
         self,
         *,
@@ -129,12 +132,13 @@ class Node(_message.Message):
         prefill_chunk_tokens: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
+        software: _common_pb2.Software | None = ...,
         hardware: _builtins.str = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "software", b"software", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "spec", b"spec", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,15 +410,19 @@ class JoinAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONDUCTOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     conductor_incarnation: _builtins.int
+    @_builtins.property
+    def software(self) -> _common_pb2.Software: ...
     def __init__(
         self,
         *,
         conductor_incarnation: _builtins.int = ...,
+        software: _common_pb2.Software | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,16 +855,22 @@ class FrontendCalls(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALLS_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrontendCall]: ...
+    @_builtins.property
+    def software(self) -> _common_pb2.Software:
+        """in the first message"""
+
     def __init__(
         self,
         *,
         calls: _abc.Iterable[Global___FrontendCall] | None = ...,
+        software: _common_pb2.Software | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1245,6 +1259,7 @@ class ClusterReply(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     READY_MODELS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     conductor_incarnation: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
@@ -1254,6 +1269,10 @@ class ClusterReply(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
+    @_builtins.property
+    def software(self) -> _common_pb2.Software:
+        """the conductor's own"""
+
     def __init__(
         self,
         *,
@@ -1261,10 +1280,11 @@ class ClusterReply(_message.Message):
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
         ready_models: _abc.Iterable[_builtins.str] | None = ...,
         samples: _abc.Iterable[Global___Sample] | None = ...,
+        software: _common_pb2.Software | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready_models", b"ready_models", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "nodes", b"nodes", "ready_models", b"ready_models", "samples", b"samples", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

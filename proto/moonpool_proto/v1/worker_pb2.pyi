@@ -78,17 +78,21 @@ class Hello(_message.Message):
 
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.str
     incarnation: _builtins.int
+    @_builtins.property
+    def software(self) -> _common_pb2.Software: ...
     def __init__(
         self,
         *,
         frontend_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        software: _common_pb2.Software | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["software", b"software"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "incarnation", b"incarnation", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ import pytest
 from conductor import server
 from conductor.service import ConductorService
 from kvpool import KvGroup, KvSpec
+from messenger.software import KV_WIRE, OLDEST_WIRE, WIRE, named, own_software
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
@@ -26,6 +27,55 @@ def services(monkeypatch):
 
     monkeypatch.setattr(server, "ConductorService", Told)
     return made
+
+
+def software(wire=WIRE, oldest_wire=OLDEST_WIRE, kv_wire=KV_WIRE):
+    return common_pb2.Software(version="9.0.0", wire=wire, oldest_wire=oldest_wire, kv_wire=kv_wire)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (software(wire=9, oldest_wire=8), ("this conductor", "needs wire 8 or newer", named(own_software()))),
+        (software(kv_wire=99), ("node 'decode-0'", "by protocol 99", f"moves it by {KV_WIRE}")),
+    ],
+)
+async def test_a_node_of_a_version_that_cannot_work_with_the_cluster_is_refused_by_both_names(conductor, told, words):
+    _, client = await conductor()
+    other = client.worker("decode-0", common_pb2.ROLE_DECODE)
+    other.node.software.CopyFrom(own_software(moves_kv=True))
+    await other.join()
+    new = client.worker("prefill-0", common_pb2.ROLE_PREFILL)
+    new.node.software.CopyFrom(told)
+    refusal = await new.refusal()
+    assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
+    for word in ("node 'prefill-0'", "Moonpool 9.0.0", *words):
+        assert word in refusal.details()
+
+
+async def test_nodes_of_neighbouring_versions_and_of_those_that_tell_none_work_together(conductor):
+    _, client = await conductor()
+    await client.join("decode-0", common_pb2.ROLE_DECODE)  # tells no version
+    newer = client.worker("prefill-0", common_pb2.ROLE_PREFILL)
+    newer.node.software.CopyFrom(software(wire=WIRE + 1))
+    newer.node.MergeFromString(b"\xf8\x3e\x01")  # field 1007, which nobody knows yet
+    await newer.join()
+    assert (await client.schedule()).placement.prefill.node_id == "prefill-0"
+    cluster = await client.stub.Cluster(conductor_pb2.ClusterRequest())
+    assert [status.node.software.version for status in cluster.nodes] == ["", "9.0.0"]
+    assert cluster.software == own_software()
+
+
+async def test_a_front_door_of_a_version_that_cannot_be_spoken_with_is_refused_by_both_names(conductor):
+    _, client = await conductor()
+    call = client.stub.Schedule()
+    await call.read()
+    await call.write(conductor_pb2.FrontendCalls(software=software(wire=9, oldest_wire=8)))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call.read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "9.0.0" in refused.value.details()
+    assert named(own_software()) in refused.value.details()
 
 
 async def test_an_ended_stream_is_a_lost_node(conductor):
