@@ -1,10 +1,11 @@
 """The command `moonpool doctor`: all checks, as a table or as JSON, and an exit status for scripts."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +16,9 @@ from moonpool.config.sources import parse_size
 from moonpool.doctor import encryption, gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
 from moonpool.doctor.examine import examine
 from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose
+from moonpool.locate import DEFAULT_URL, locate
+from moonpool.options import reported_errors
+from moonpool.status_command import ReadyPath, Url
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,31 @@ def doctor(
         str, typer.Option(help="Memory that RDMA is to register: pools and caches of a process, e.g. 64GiB.")
     ] = f"{locking.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Examine a running cluster, found as by `moonpool status`, not the machine."),
+    ] = False,
+    url: Url = DEFAULT_URL,
+    conductor: Annotated[
+        list[str] | None,
+        typer.Option(help="With --cluster: gRPC address of a conductor; repeat it for several of one cluster."),
+    ] = None,
+    ready_file: ReadyPath = None,
 ) -> None:
     """Tell what this machine offers for serving, and what to do about what is missing. Takes less than 5 seconds.
 
-    Changes nothing and needs no root. Exits with 1 when something that is needed to serve here is broken.
+    With --cluster: is a running cluster well? Do its parts reach each other, fit together, know the same?
+    Changes nothing and needs no root. Exits with 1 when something that is needed to serve is broken.
 
     Examples: moonpool doctor · moonpool doctor --for gpu --json · moonpool doctor --for pool --pool-ssd-dir /mnt/nvme
     · moonpool doctor --for rdma --peer 10.0.0.2:7100 --registered 64GiB
+    · moonpool doctor --cluster · moonpool doctor --cluster --conductor 10.0.0.1:7000 --conductor 10.0.0.2:7000
     """
+    if cluster:
+        with reported_errors():
+            _report(_examined(url, conductor or [], ready_file), "cluster", as_json)
+    if conductor:
+        raise typer.BadParameter("--conductor is of use with --cluster alone")
     try:
         asked = Asked(
             port=port,
@@ -82,12 +103,24 @@ def doctor(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    findings = examine(all_checks(asked), asked.needs)
+    _report(examine(all_checks(asked), asked.needs), "machine", as_json)
+
+
+def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[Finding]:
+    from moonpool.doctor.cluster_checks import judge_cluster
+    from moonpool.doctor.cluster_seen import observe_cluster
+
+    located = locate(conductor=conductors[0] if conductors else "", url=url, ready_file=ready_file)
+    return judge_cluster(asyncio.run(observe_cluster(located, conductors[1:])))
+
+
+def _report(findings: Sequence[Finding], what: str, as_json: bool) -> NoReturn:
+    """Show them, and exit."""
     ok = all(finding.level is not Level.FAIL for finding in findings)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        _show(findings, ok)
+        _show(findings, what, ok)
     raise typer.Exit(0 if ok else 1)
 
 
@@ -109,7 +142,7 @@ def all_checks(asked: Asked) -> tuple[Check, ...]:
     )
 
 
-def _show(findings: Sequence[Finding], ok: bool) -> None:
+def _show(findings: Sequence[Finding], what: str, ok: bool) -> None:
     console = Console(highlight=False)
     table = Table("", "", "", box=None, show_header=False, pad_edge=False)
     for finding in findings:
@@ -117,4 +150,4 @@ def _show(findings: Sequence[Finding], ok: bool) -> None:
         table.add_row(Text(finding.level, _STYLES[finding.level]), finding.check, Text(said))
     console.print(table)
     failed = [finding.check for finding in findings if finding.level is Level.FAIL]
-    console.print("This machine can serve." if ok else f"This machine cannot serve as asked: {', '.join(failed)}.")
+    console.print(f"This {what} can serve." if ok else f"This {what} cannot serve as asked: {', '.join(failed)}.")

@@ -157,6 +157,15 @@ def test_status_shows_every_node(served: Served) -> None:
     assert "ready" in served.moonpool("status").stdout.splitlines()[-1]
 
 
+def test_the_doctor_finds_the_cluster_well(served: Served) -> None:
+    shown = served.moonpool("doctor", "--cluster", "--json")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    checks = {check["check"]: check for check in json.loads(shown.stdout)["checks"]}
+    assert {name for name, check in checks.items() if check["level"] == "fail"} == set()
+    assert checks["control ports"]["found"] == "3 nodes answer from here"
+    assert checks["front doors"]["found"] == "1 take requests"
+
+
 def test_watching_shows_what_changes_until_ctrl_c(served: Served) -> None:
     command = [sys.executable, "-m", "moonpool", "status", "--ready-file", str(served.ready_path), "--every", "0.1"]
     with subprocess.Popen([*command, "--watch", "--json"], stdout=subprocess.PIPE, text=True) as watching:
