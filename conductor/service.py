@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from conductor.core import Core
 from conductor.cost_reporting import cost_samples
 from conductor.errors import FrontDoorRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.following import sample
+from conductor.overview import overview, told_request
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
 from conductor.registry import Member, Registry
@@ -51,7 +53,7 @@ class ConductorService(ConductorServicer):
         self._registry = registry
         self._pools = pools
         self._continuity = continuity
-        self._slo = SloCalls(slo, core.policy)
+        self._slo = SloCalls(slo, core)
         self._incarnation = incarnation
         self._loop_watch = loop_watch
         self.scheduling = Scheduling(core, registry, pools)
@@ -180,15 +182,22 @@ class ConductorService(ConductorServicer):
         ]
         return common_pb2.JsonReply(json=json.dumps({"ok": not problems, "problems": problems, "counts": counts}))
 
+    async def Overview(self, request: conductor_pb2.OverviewRequest, context: Context) -> common_pb2.JsonReply:
+        told = overview(self._core, self._registry, self._slo.keeper, request.first_slice)
+        return common_pb2.JsonReply(json=json.dumps({"incarnation": self._incarnation, **told}))
+
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> common_pb2.JsonReply:
-        decisions = self._core.log
+        decisions, known = self._core.log, self._core.policy.past.find(request.request_id)
+        now_ns, now_s = self._core.now_ns(), time.time()
+        remembered = told_request(known, now_ns, now_s) if known is not None else None
         if decisions is None:
-            return common_pb2.JsonReply(json=json.dumps({"log": None}))
+            return common_pb2.JsonReply(json=json.dumps({"log": None, "remembered": remembered}))
         try:
             found = await asyncio.to_thread(decisions.find, request.request_id)
         except OSError as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"the decision log in {decisions.folder}: {error}")
-        return common_pb2.JsonReply(json=json.dumps({"log": str(decisions.folder), **found.to_json()}))
+        told = {"log": str(decisions.folder), "remembered": remembered, **found.to_json()}
+        return common_pb2.JsonReply(json=json.dumps(told))
 
     def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
         node = member.node

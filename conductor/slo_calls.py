@@ -1,11 +1,14 @@
 """The calls by which operators see and change the record of objectives: messages in, replies out."""
 
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import grpc
 
+from conductor.core import Core
 from conductor.errors import ConductorError, ObjectivesError, SharedStoreError, SloConflict
-from conductor.policy import Conductor
+from conductor.policy.objectives import SloRecord
+from conductor.policy.preview import preview
 from conductor.policy.record_form import digest, record_text
 from conductor.slo import Change, SloKeeper, SloVersion
 from moonpool_proto.v1 import conductor_pb2
@@ -18,9 +21,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SloCalls:
     """ShowSlo and ChangeSlo of one conductor."""
 
-    def __init__(self, keeper: SloKeeper, policy: Conductor) -> None:
+    def __init__(self, keeper: SloKeeper, core: Core) -> None:
         self.keeper = keeper
-        self._policy = policy
+        self._core = core
+        self._policy = core.policy
 
     async def show(self, request: conductor_pb2.ShowSloRequest, context: Context) -> conductor_pb2.ShowSloReply:
         """What is in force. A store that is away does not hide it: then nobody's acknowledgement is known."""
@@ -66,6 +70,18 @@ class SloCalls:
             differences=changed.differences,
             warnings=changed.warnings,
             notes=self._policy.reach(changed.record),
+            preview=self._preview(changed.record) if change.is_trial else None,
+        )
+
+    def _preview(self, record: SloRecord) -> conductor_pb2.SloPreview:
+        found = preview(self._core.now_ns(), self._policy.past, record, self._policy.config)
+        return conductor_pb2.SloPreview(
+            rows=[conductor_pb2.SloPreviewRow(**asdict(row)) for row in found.rows],
+            judged=found.judged,
+            span_s=found.span_s,
+            forgotten=found.forgotten,
+            admission=found.admission,
+            mode=found.mode,
         )
 
     def _configured(self) -> conductor_pb2.SloVersion:

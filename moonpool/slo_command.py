@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moonpool import slo_preview as preview
 from moonpool import slo_view as view
 from moonpool.errors import ConfigError, SloNotChanged
 from moonpool.locate import DEFAULT_URL, locate
@@ -161,7 +162,8 @@ def check(
     conductor: Conductor = "",
     ready_file: ReadyPath = None,
 ) -> None:
-    """Say what `set` would change, what no node could meet, and how long prompts may be; change nothing.
+    """Say what `set` would change, what no node could meet, how long prompts may be, and what it would have done to the
+    last requests; change nothing.
 
     Exits with 1 when there is a warning. Example: moonpool slo check slo.yaml
     """
@@ -177,6 +179,8 @@ def check(
         print(f"against version {reply.version.version}:")
         print("\n".join(reply.differences or ["nothing would change"]))
         print("\n".join([*reply.notes, *(f"warning: {text}" for text in reply.warnings)]))
+        if reply.HasField("preview"):
+            _print_preview(reply.preview)
         raise typer.Exit(1 if reply.warnings else 0)
 
 
@@ -211,6 +215,14 @@ def _change(conductor: str, wait_s: float, *, author: str, expect_version: int |
     if wait_s:
         seen = asyncio.run(wait_until_acknowledged(conductor, reply.version.version, wait_s=wait_s))
         print(f"acknowledged by {', '.join(each.node_id for each in seen.acknowledged)}")
+
+
+def _print_preview(found: "conductor_pb2.SloPreview") -> None:
+    print(f"\n{preview.preview_title(found)}")
+    if found.rows:
+        wide_console().print(preview.preview_picture(found))
+    for text in preview.caveats(found):
+        print(f"note: {text}")
 
 
 def _readable(file: Path) -> Any:

@@ -1,7 +1,6 @@
 """Is the predicted service good enough? Otherwise 429, and when to come back. docs/admission.md explains the modes."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import Final, Literal
 
 from conductor.policy.config import PolicyConfig
@@ -13,9 +12,10 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE
 from conductor.policy.retry import retry_after_s
+from conductor.policy.rule import Forecast, unmet, usable_s
 from conductor.policy.state import ClusterState
 
-__all__ = ["Judgement", "asks_again", "judge", "judge_after_prefill"]
+__all__ = ["Judgement", "asks_again", "forecast_of", "judge", "judge_after_prefill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +34,43 @@ def asks_again(config: PolicyConfig) -> bool:
     return config.admission_mode == "load" and config.admission != "off"
 
 
+def forecast_of(state: ClusterState, request: RequestArrived, plan: Plan) -> Forecast:
+    """What the rule goes by, of a request at its best place."""
+    margins, decode = state.tally_of(request.model).margins, plan.decode
+    return Forecast(
+        plan.ttft_s,
+        0.0 if asks_again(state.config) else plan.tbt_s,
+        max(plan.queue_s, plan.room_wait_s),
+        decode is not None and decode.choice.free_tokens < plan.places.need_tokens,
+        margins.ttft.share,
+        margins.tbt.share,
+    )
+
+
 def judge(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
     plan: Plan,
+    forecast: Forecast,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
 ) -> Judgement:
     """Of a request that arrives, with what is predicted for it at its best place, and what it is to be held to. One
-    whose client has tokens already is never rejected for load.
-
-    Load is predicted latency over its objective (Mooncake §6.1), the larger of TTFT's and TBT's; more than 1 rejects.
+    whose client has tokens already is never rejected for load. `rule` has what is compared.
     """
     if request.generated > 0:
         return _ADMITTED
     config = state.config
-    unmet = None
+    refused = None
     if config.admission != "off" and config.admission_mode != "none":
-        unmet = _unmet(now_ns, state, request, plan, objectives, costs)
-    if unmet is not None and config.admission == "enforce":
-        return Judgement(unmet)
-    waited_s = max(plan.queue_s, plan.room_wait_s)
-    if waited_s > config.max_queue_s:
+        refused = _refused(now_ns, state, request, plan, forecast, objectives, costs)
+    if refused is not None and config.admission == "enforce":
+        return Judgement(refused)
+    if (waited_s := forecast.waited_s) > config.max_queue_s:
         message = f"predicted to wait {waited_s:.1f} s; the limit is {config.max_queue_s:g} s"
         return Judgement(_reject(request, "queue", message, waited_s - config.max_queue_s))
-    return _ADMITTED if unmet is None else Judgement(unwanted=unmet.reason)
+    return _ADMITTED if refused is None else Judgement(unwanted=refused.reason)
 
 
 def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) -> Judgement:
@@ -68,7 +79,7 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
     if row is None or not asks_again(state.config):
         return _ADMITTED
     claim, requests = state.requests.claims[row], state.requests
-    objective_s = _usable(claim.objectives.tbt_s)
+    objective_s = usable_s(claim.objectives.tbt_s)
     model = state.nodes.model(claim.model)
     slot = int(requests.column("decode_node")[row])
     if requests.column("generated")[row] > 0 or not objective_s or model is None or slot == NONE:
@@ -79,7 +90,9 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
         return _ADMITTED
     index = nodes.slots.tolist().index(slot)
     tbt_s = tbt_now_s(nodes, index, state, costs, now_ns, row)
-    if tbt_s <= objective_s * (1 - state.tally_of(claim.model).margins.tbt.share):
+    forecast = Forecast(0.0, tbt_s, 0.0, False, 0.0, state.tally_of(claim.model).margins.tbt.share)
+    state.past.judged_late(event.request_id, forecast)
+    if not unmet(forecast, 0.0, objective_s):
         return _ADMITTED
     if state.config.admission != "enforce":
         return Judgement(unwanted="tbt")
@@ -92,30 +105,23 @@ def judge_after_prefill(now_ns: int, state: ClusterState, event: DecodeAsked) ->
     return Judgement(Reject(event.request_id, event.attempt, "tbt", message, retry_s, after_prefill=True))
 
 
-def _unmet(
+def _refused(
     now_ns: int,
     state: ClusterState,
     request: RequestArrived,
     plan: Plan,
+    forecast: Forecast,
     objectives: EffectiveObjectives,
     costs: ModelCosts,
 ) -> Reject | None:
-    ttft_objective_s, tbt_objective_s = _usable(objectives.ttft_s), _usable(objectives.tbt_s)
-    if not ttft_objective_s and not tbt_objective_s:
+    ttft_objective_s, tbt_objective_s = usable_s(objectives.ttft_s), usable_s(objectives.tbt_s)
+    reason, decode = unmet(forecast, ttft_objective_s, tbt_objective_s), plan.decode
+    if reason == "":
         return None
-    decode = plan.decode
-    if decode is not None and decode.choice.free_tokens < plan.places.need_tokens:
+    if reason == "decode_capacity":
         message = f"no decode node has room for {request.prompt_tokens + request.max_new_tokens} tokens of KV"
         return _reject(request, "decode_capacity", message, plan.room_wait_s)
-    # Compared with what leaves room for the errors of predictions like this.
-    margins = state.tally_of(request.model).margins
-    ttft_bound_s = ttft_objective_s * (1 - margins.ttft.share)
-    tbt_bound_s = tbt_objective_s * (1 - margins.tbt.share)
-    ttft_load = plan.ttft_s / ttft_bound_s if ttft_objective_s else 0.0
-    tbt_load = plan.tbt_s / tbt_bound_s if tbt_objective_s and not asks_again(state.config) else 0.0
-    if max(ttft_load, tbt_load) <= 1:
-        return None
-    if ttft_load >= tbt_load:
+    if reason == "ttft":
         message = _message("time to first token", plan.ttft_s, ttft_objective_s)
         # Waiting shortens the queue and nothing else.
         wait_s = min(plan.ttft_s - ttft_objective_s, max(plan.queue_s, plan.room_wait_s))
@@ -131,11 +137,6 @@ def _unmet(
         objective_s=tbt_objective_s,
     )
     return _reject(request, "tbt", _message("time between tokens", plan.tbt_s, tbt_objective_s), wait_s)
-
-
-def _usable(objective_s: float) -> float:
-    """0 for what bounds nothing; an absurd bound is none."""
-    return objective_s if 0 < objective_s < inf else 0.0
 
 
 def _message(what: str, predicted_s: float, objective_s: float) -> str:

@@ -1,7 +1,7 @@
 """How often requests met their objectives, by model and class, and by tenant. Pure counting; no decision goes by it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from conductor.policy.objectives import EffectiveObjectives
@@ -16,9 +16,13 @@ _OTHERS = "other"
 class Attainment:
     """Requests that had an objective, by what became of it. `all`: of all that a request had, at once."""
 
-    def __init__(self, is_named: Callable[[str], bool]) -> None:
-        """`is_named(tenant)`: the record names it, so that its numbers are wanted however many tenants there are."""
+    def __init__(
+        self, is_named: Callable[[str], bool], tell: Callable[[str, str, Mapping[str, Result]], None] | None = None
+    ) -> None:
+        """`is_named(tenant)`: the record names it, so that its numbers are wanted however many tenants there are.
+        `tell(model, class, results)` hears of each request, too."""
         self._is_named = is_named
+        self._tell = tell
         self._tenants: set[str] = set()
         self._by_class: Counter[tuple[str, str, str, Result]] = Counter()
         self._by_tenant: Counter[tuple[str, str, Result]] = Counter()
@@ -53,7 +57,10 @@ class Attainment:
 
     def _count(self, model: str, tenant: str, slo_class: str, results: dict[str, Result], whole: Result) -> None:
         label = self._label(tenant)
-        for objective, result in (*results.items(), ("all", whole)):
+        results["all"] = whole
+        if self._tell is not None:
+            self._tell(model, slo_class, results)
+        for objective, result in results.items():
             self._by_class[model, slo_class, objective, result] += 1
             self._by_tenant[label, objective, result] += 1
 

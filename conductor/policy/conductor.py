@@ -36,6 +36,7 @@ from conductor.policy.line_kernels import line_kernels
 from conductor.policy.loads import Loads
 from conductor.policy.objectives import ObjectiveBook, SloRecord
 from conductor.policy.paces import DECODE, PREFILL
+from conductor.policy.past import Past
 from conductor.policy.placement import place
 from conductor.policy.prediction_errors import ERROR_BOUNDS, PredictionErrors
 from conductor.policy.reach_kernels import reach_kernels
@@ -149,6 +150,24 @@ class Conductor:
         for model, tally in sorted(self._state.tallies.items()):
             for reason in ("ttft", "tbt", "decode_capacity", "queue"):
                 yield model, reason, tally.counts[f"rejected_{reason}"], tally.counts[f"unwanted_{reason}"]
+
+    @property
+    def past(self) -> Past:
+        """The last requests and what became of them. Read it only."""
+        return self._state.past
+
+    def loads_of_nodes(self) -> Iterator[tuple[NodeView, float, int]]:
+        """Per worker: seconds until all prefills placed there have ended, and tokens of KV committed on it."""
+        sums = self._state.tally(self._now_ns)
+        for node in self._state.nodes:
+            if node.role != "pool":
+                slot = self._state.nodes.slot(node.node_id)
+                yield node, float(sums[slot, 0]) / NS, int(sums[slot, 1])
+
+    @property
+    def config(self) -> PolicyConfig:
+        """What it goes by."""
+        return self._state.config
 
     @property
     def attainment(self) -> Attainment:
@@ -325,6 +344,8 @@ class Conductor:
         if judgement.rejection is None:
             return []
         state.attainment.lost(claim.model, claim.tenant, claim.objectives, "rejected")
+        state.past.turned_away(now_ns, claim.request_id, judgement.rejection.reason)
+        state.past.flow.of(claim.model).rejected["after_prefill"] += 1
         state.count(claim.model, "rejected_after_prefill")
         state.hindsight.watch(self._prefilled_case(now_ns, row))
         state.retire(row, now_ns)
@@ -359,10 +380,19 @@ class Conductor:
         gone = [requests.remove(int(row)) for row in rows[::-1]]
         return [ReleaseOrphan(claim.request_id, claim.attempt) for claim in gone]
 
+    def _note_arrival(self, model: str, decision: Decision) -> None:
+        state = self._state
+        flow = state.past.flow.of(model if model in state.costs else "")  # names come from clients
+        flow.arrived += 1
+        if isinstance(decision, Reject):
+            flow.rejected[decision.reason] += 1
+
     def _count(self, event: Event, decisions: list[Decision]) -> None:
         counts: list[tuple[str, int]] = []
         if isinstance(event, RequestArrived):
             model = event.model
+            if not event.attempt:
+                self._note_arrival(model, decisions[0])
             counts += ("arrived", 1), ("replaced", int(event.attempt > 0))
         elif not decisions:
             return

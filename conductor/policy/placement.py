@@ -3,7 +3,7 @@ a placement in their order; how each is done stands elsewhere."""
 
 from dataclasses import replace
 
-from conductor.policy.admission import judge
+from conductor.policy.admission import forecast_of, judge
 from conductor.policy.candidates import find_places
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
@@ -36,7 +36,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     assert model is not None
     costs = state.costs_of(request.model)
     plan = make_plan(now_ns, state, request, places, model, former, costs)
-    objectives = _objectives(state, request, former, plan, costs)
+    idle_s = _idle_s(request, plan, costs)
+    objectives = _objectives(state, request, former, idle_s)
     plan, considered, undivided = without_handover(now_ns, state, request, model, plan, objectives, costs)
     beyond = extrapolated(
         plan.prefixes,
@@ -47,7 +48,23 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         costs,
         state.transfers,
     )
-    judgement = judge(now_ns, state, request, plan, objectives, costs)
+    forecast = forecast_of(state, request, plan)
+    judgement = judge(now_ns, state, request, plan, forecast, objectives, costs)
+    rejection = judgement.rejection.reason if judgement.rejection is not None else ""
+    if request.attempt == 0 and not request.generated:
+        state.past.judged(
+            now_ns,
+            request,
+            forecast,
+            predicted_tbt_s=plan.tbt_s,
+            objectives=objectives,
+            idle_s=idle_s,
+            shared_blocks=plan.prefixes.best,
+            rejection=rejection,
+            unwanted=judgement.unwanted,
+        )
+    elif rejection:
+        state.past.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
         prefill_s = plan.scores.seconds.item(1, plan.scores.chosen)
         arrived(now_ns, state, request, prefill_s)
@@ -61,6 +78,8 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     if undivided:
         state.count(request.model, f"undivided_{undivided}")
     placed = placed_by(state, request, plan, considered, beyond)
+    reused_tokens = placed.reuse_blocks * model.block_tokens
+    state.past.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
     nodes = plan.places.prefill
     copy = copy_after(now_ns, state, request, nodes, plan.prefixes, plan.scores, plan.chosen, model.block_nbytes)
     row = book(now_ns, state, request, plan, placed, objectives, judgement.unwanted)
@@ -81,19 +100,20 @@ def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | No
     return former
 
 
-def _objectives(
-    state: ClusterState, request: RequestArrived, former: Claim | None, plan: Plan, costs: ModelCosts
-) -> EffectiveObjectives:
-    """What the request is to meet, as its first attempt was told.
+def _idle_s(request: RequestArrived, plan: Plan, costs: ModelCosts) -> tuple[float, float]:
+    """TTFT and TBT without a queue, at the best node, with what it can reuse; in a batch of its own."""
+    ttft_s = float((plan.scores.transfer_s + plan.scores.prefill_s).min())
+    return ttft_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
 
-    Unloaded: no queue, at the best node, with what it can reuse; a batch of its own.
-    """
+
+def _objectives(
+    state: ClusterState, request: RequestArrived, former: Claim | None, idle_s: tuple[float, float]
+) -> EffectiveObjectives:
+    """What the request is to meet, as its first attempt was told."""
     if request.attempt and former is not None and not former.is_revived:
         return former.objectives
     wanted = state.slo.resolve(request.model, request.tenant, request.slo_class)
-    ttft_s = float((plan.scores.transfer_s + plan.scores.prefill_s).min()) if wanted.ttft.times else 0.0
-    step_s = tbt_s(*costs.decode, 1, request.prompt_tokens, 1) if wanted.tbt.times else 0.0
-    return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, ttft_s, step_s)
+    return wanted.effective(request.ttft_objective_s, request.tbt_objective_s, *idle_s)
 
 
 def _credit_replica(

@@ -56,7 +56,17 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
         )
     if claim is None or claim.is_revived:
         return
+    state.past.completed(now_ns, event)
     if event.outcome != "retry":
+        state.past.flow.finished(
+            claim.model,
+            event.outcome,
+            event.ttft_s,
+            event.mean_tbt_s,
+            prompt=_prompt_tokens(state, event.request_id),
+            cached=event.cached_tokens,
+            generated=event.generated,
+        )
         # Clients that leave do so again. Of what failed, or was cut off at its limit, no more is known than it had.
         ended = event.outcome == "cancelled" or (event.outcome == "finished" and event.generated < claim.max_tokens)
         state.lengths.learn(now_ns, claim.curve, event.generated, ended=ended)
@@ -77,6 +87,11 @@ def complete(now_ns: int, state: ClusterState, event: RequestCompleted) -> None:
     if event.mean_tbt_s > 0 and claim.predicted_tbt_s > 0:
         state.tally_of(claim.model).tbt_error.add(abs(claim.predicted_tbt_s - event.mean_tbt_s))
         state.errors.add("tbt", claim.model, _if_there(state, claim.decode), claim.predicted_tbt_s, event.mean_tbt_s)
+
+
+def _prompt_tokens(state: ClusterState, request_id: str) -> int:
+    known = state.past.find(request_id)
+    return known.prompt_tokens if known is not None else 0
 
 
 def _if_there(state: ClusterState, node_id: str) -> str:
@@ -107,6 +122,7 @@ def _progress(now_ns: int, state: ClusterState, node: NodeView, progress: Progre
     if row is None:
         return
     requests = state.requests
+    state.past.reached(now_ns, progress.request_id, progress.phase, node.node_id)
     prefills_here = requests.column("prefill_node")[row] == slot
     decodes_here = requests.column("decode_node")[row] == slot
     match progress.phase:

@@ -24,6 +24,7 @@ from conductor.policy.margins import Margins
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import ObjectiveBook
 from conductor.policy.paces import NodePaces
+from conductor.policy.past import Past
 from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.quick import quick
 from conductor.policy.replication import Replication
@@ -77,6 +78,7 @@ class ClusterState:
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
     started_ns: int | None = None
+    past: Past = field(default_factory=Past)
     copies: Copies = field(init=False)
     heat: Heat = field(init=False)
     replication: Replication = field(init=False)
@@ -91,7 +93,7 @@ class ClusterState:
 
     def __post_init__(self) -> None:
         self.slo = ObjectiveBook(self.config.record)
-        self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants)
+        self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.past.flow.attained)
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
         self.heat = Heat(self.config.replication_horizon_s)
         self.replication = Replication(self.config.replica_idle_s)
@@ -152,6 +154,7 @@ class ClusterState:
         before_ns, self._now_ns = self._now_ns if self._now_ns is not None else now_ns, now_ns
         if unheard_ns := deaf_ns(before_ns, now_ns, self._orphan_timeout_ns):
             self.requests.column("seen_ns")[:] += unheard_ns
+        self.past.flow.pass_time(now_ns)
         if silent := self.liveness.pass_time(now_ns):
             self.counts["suspected"] += len(silent)
             self.nodes.set_suspects(self.liveness.suspects)

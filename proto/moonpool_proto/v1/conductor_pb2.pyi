@@ -44,6 +44,26 @@ PHASE_ENDED: Phase.ValueType  # 4
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
+class OverviewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_SLICE_FIELD_NUMBER: _builtins.int
+    first_slice: _builtins.int
+    """of the last quarter of an hour, those slices of time that are no older than this one"""
+    def __init__(
+        self,
+        *,
+        first_slice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_slice", b"first_slice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverviewRequest: _TypeAlias = OverviewRequest  # noqa: Y015
+
+@_typing.final
 class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1197,6 +1217,7 @@ class ChangeSloReply(_message.Message):
     DIFFERENCES_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    PREVIEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> Global___SloVersion:
         """in force now"""
@@ -1209,6 +1230,10 @@ class ChangeSloReply(_message.Message):
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def preview(self) -> Global___SloPreview:
+        """of a trial"""
+
     def __init__(
         self,
         *,
@@ -1216,14 +1241,113 @@ class ChangeSloReply(_message.Message):
         differences: _abc.Iterable[_builtins.str] | None = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        preview: Global___SloPreview | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["preview", b"preview", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "notes", b"notes", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differences", b"differences", "notes", b"notes", "preview", b"preview", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChangeSloReply: _TypeAlias = ChangeSloReply  # noqa: Y015
+
+@_typing.final
+class SloPreview(_message.Message):
+    """what the objectives would have done to the requests that this conductor judged last"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    JUDGED_FIELD_NUMBER: _builtins.int
+    SPAN_S_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    judged: _builtins.int
+    span_s: _builtins.float
+    """from the first of them until now"""
+    forgotten: _builtins.int
+    """came before them, and are no longer known"""
+    admission: _builtins.str
+    """"enforce" | "shadow" | "off" """
+    mode: _builtins.str
+    """of admission"""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloPreviewRow]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___SloPreviewRow] | None = ...,
+        judged: _builtins.int = ...,
+        span_s: _builtins.float = ...,
+        forgotten: _builtins.int = ...,
+        admission: _builtins.str = ...,
+        mode: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "forgotten", b"forgotten", "judged", b"judged", "mode", b"mode", "rows", b"rows", "span_s", b"span_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SloPreview: _TypeAlias = SloPreview  # noqa: Y015
+
+@_typing.final
+class SloPreviewRow(_message.Message):
+    """of a model and a class, as the wanted objectives have it; conductor.policy.preview says more"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    STAY_ADMITTED_FIELD_NUMBER: _builtins.int
+    NOW_REJECTED_FIELD_NUMBER: _builtins.int
+    NOW_ADMITTED_FIELD_NUMBER: _builtins.int
+    STAY_REJECTED_FIELD_NUMBER: _builtins.int
+    MET_BEFORE_FIELD_NUMBER: _builtins.int
+    MISSED_BEFORE_FIELD_NUMBER: _builtins.int
+    MET_NOW_FIELD_NUMBER: _builtins.int
+    MISSED_NOW_FIELD_NUMBER: _builtins.int
+    NOW_REJECTED_MET_FIELD_NUMBER: _builtins.int
+    NOW_REJECTED_MISSED_FIELD_NUMBER: _builtins.int
+    UNMEASURED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    slo_class: _builtins.str
+    stay_admitted: _builtins.int
+    now_rejected: _builtins.int
+    now_admitted: _builtins.int
+    stay_rejected: _builtins.int
+    met_before: _builtins.int
+    missed_before: _builtins.int
+    met_now: _builtins.int
+    missed_now: _builtins.int
+    now_rejected_met: _builtins.int
+    now_rejected_missed: _builtins.int
+    unmeasured: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        stay_admitted: _builtins.int = ...,
+        now_rejected: _builtins.int = ...,
+        now_admitted: _builtins.int = ...,
+        stay_rejected: _builtins.int = ...,
+        met_before: _builtins.int = ...,
+        missed_before: _builtins.int = ...,
+        met_now: _builtins.int = ...,
+        missed_now: _builtins.int = ...,
+        now_rejected_met: _builtins.int = ...,
+        now_rejected_missed: _builtins.int = ...,
+        unmeasured: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["met_before", b"met_before", "met_now", b"met_now", "missed_before", b"missed_before", "missed_now", b"missed_now", "model", b"model", "now_admitted", b"now_admitted", "now_rejected", b"now_rejected", "now_rejected_met", b"now_rejected_met", "now_rejected_missed", b"now_rejected_missed", "slo_class", b"slo_class", "stay_admitted", b"stay_admitted", "stay_rejected", b"stay_rejected", "unmeasured", b"unmeasured"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SloPreviewRow: _TypeAlias = SloPreviewRow  # noqa: Y015
 
 @_typing.final
 class ClusterRequest(_message.Message):

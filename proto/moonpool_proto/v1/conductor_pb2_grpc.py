@@ -80,6 +80,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
                 _registered_method=True)
+        self.Overview = channel.unary_unary(
+                '/moonpool.v1.Conductor/Overview',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.OverviewRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/moonpool.v1.Conductor/Explain',
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
@@ -151,6 +156,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Overview(self, request, context):
+        """The recent past and the present for people who look on: JSON, as conductor.overview tells it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What the decision log has on a request: JSON, as conductor.decision_log tells it.
         """
@@ -204,6 +216,11 @@ def add_ConductorServicer_to_server(servicer, server):
             'Validate': grpc.unary_unary_rpc_method_handler(
                     servicer.Validate,
                     request_deserializer=moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
+            ),
+            'Overview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Overview,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.OverviewRequest.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_common__pb2.JsonReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
@@ -454,6 +471,33 @@ class Conductor:
             target,
             '/moonpool.v1.Conductor/Validate',
             moonpool__proto_dot_v1_dot_common__pb2.JsonRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Overview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Overview',
+            moonpool__proto_dot_v1_dot_conductor__pb2.OverviewRequest.SerializeToString,
             moonpool__proto_dot_v1_dot_common__pb2.JsonReply.FromString,
             options,
             channel_credentials,

@@ -49,6 +49,8 @@ class ConductorStub:
     """Make a new version of it."""
     State: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
     Validate: _grpc.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]
+    Overview: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]
+    """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]
     """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
 
@@ -72,6 +74,8 @@ class ConductorAsyncStub(ConductorStub):
     """Make a new version of it."""
     State: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     Validate: _aio.UnaryUnaryMultiCallable[_common_pb2.JsonRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    Overview: _aio.UnaryUnaryMultiCallable[_conductor_pb2.OverviewRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
+    """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _common_pb2.JsonReply]  # type: ignore[assignment]
     """What the decision log has on a request: JSON, as conductor.decision_log tells it."""
 
@@ -146,6 +150,14 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.JsonRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Overview(
+        self,
+        request: _conductor_pb2.OverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.JsonReply, _abc.Awaitable[_common_pb2.JsonReply]]:
+        """The recent past and the present for people who look on: JSON, as conductor.overview tells it."""
 
     @_abc_1.abstractmethod
     def Explain(

@@ -1,6 +1,7 @@
 """The conductor as a process part: real gRPC over unix sockets, its decision log replayed."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -142,3 +143,38 @@ async def test_a_listen_target_in_use_is_a_clear_error(conductor, tmp_path):
     config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
     with pytest.raises(AddressInUse):
         await serve_conductor(config, asyncio.Event(), lambda target: None)
+
+
+async def test_the_overview_tells_the_recent_past_and_explain_a_request_without_any_log(conductor):
+    _, client = await conductor()
+    prefill, _ = await client.join_pair()
+    await client.schedule(prompt=64, new=8)
+    await prefill.report(
+        progress=[conductor_pb2.Progress(request_id="r", attempt=0, phase=conductor_pb2.PHASE_PREFILL_STARTED)]
+    )
+    ended = conductor_pb2.CompleteRequest(request_id="r", outcome="finished", ttft_s=0.5, mean_tbt_s=0.01, generated=8)
+    await client.line.complete(ended, deadline_s=10)
+
+    async def overview(first_slice=0):
+        request = conductor_pb2.OverviewRequest(first_slice=first_slice)
+        return json.loads((await client.stub.Overview(request, timeout=10)).json)
+
+    async def is_marked():
+        return bool((await overview())["requests"][0]["marks"])
+
+    await client.until(is_marked)
+    told = await overview()
+    (request,) = told["requests"]
+    assert (request["request_id"], request["outcome"], request["prefill"]) == ("r", "finished", "prefill-0")
+    assert request["ttft_s"] == 0.5
+    assert request["predicted_ttft_s"] > 0
+    assert [mark["phase"] for mark in request["marks"]] == ["prefill_started"]
+    assert sum(one["flows"].get("m", {}).get("arrived", 0) for one in told["slices"]) == 1
+    assert not (await overview(told["slices"][-1]["number"] + 1))["slices"]
+    assert told["workers"]["prefill-0"]["is_leaving"] is False
+    assert told["objectives"][0]["model"] == "m"
+    assert (told["admission"], told["has_decision_log"]) == ("enforce", False)
+    explained = await client.explain("r")
+    assert explained["log"] is None
+    assert explained["remembered"]["request_id"] == "r"
+    assert (await client.explain("other"))["remembered"] is None

@@ -57,6 +57,8 @@ async def test_a_trial_and_a_change_of_nothing_make_no_version(start: Start) -> 
     c = await start()
     trial = await c.set({"cluster": {"ttft": "1s"}}, trial=True)
     assert list(trial.differences) == ["cluster.ttft: not there -> 1s"]
+    assert (trial.HasField("preview"), trial.preview.judged, trial.preview.admission) == (True, 0, "enforce")
+    assert not (await c.set({})).HasField("preview")  # it is of what is tried, not of what is done
     nothing = await c.set({})
     assert list(nothing.differences) == []
     assert await c.version() == 1

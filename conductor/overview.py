@@ -1,0 +1,127 @@
+"""The present and the recent past of one conductor for people who look on, as JSON. Nothing is decided or kept here."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from conductor.core import Core
+from conductor.policy import past_flow
+from conductor.policy.config import NS
+from conductor.policy.past import PastRequest
+from conductor.policy.record_form import tell_objective
+from conductor.registry import Registry
+from conductor.slo import SloKeeper
+
+__all__ = ["overview", "told_request"]
+
+_NEWEST: Final = 60  # requests
+_HOTTEST: Final = 10  # prefixes
+_MOST_OBJECTIVES: Final = 200  # models times classes
+
+
+def overview(
+    core: Core, registry: Registry, slo: SloKeeper, first_slice: int, *, clock: Callable[[], float] = time.time
+) -> dict[str, Any]:
+    """All that a console shows and `Cluster` does not tell. Costs about a millisecond."""
+    policy, now_ns, now_s = core.policy, core.now_ns(), clock()
+    past, config = policy.past, policy.config
+    members = {member.node.node_id: member for member in registry}
+    version = slo.history[-1] if slo.history else None
+    return {
+        "at_s": now_s,
+        "admission": config.admission,
+        "mode": config.admission_mode,
+        "has_decision_log": core.log is not None,
+        "slo": {
+            **slo.state(),
+            "author": version.author if version else "",
+            "reason": version.reason if version else "",
+            "at_s": version.at_s if version else 0.0,
+            "content": json.loads(version.content) if version else {},
+        },
+        "objectives": list(_objectives(core)),
+        "workers": {
+            node.node_id: {
+                "queue_s": queue_s,
+                "committed_tokens": committed_tokens,
+                "is_leaving": node.node_id in members and members[node.node_id].is_leaving,
+                "is_to_switch": node.node_id in members and members[node.node_id].is_to_switch,
+            }
+            for node, queue_s, committed_tokens in policy.loads_of_nodes()
+        },
+        "slice_s": past_flow.SLICE_NS / NS,
+        "slices": [
+            {
+                "number": one.number,
+                "at_s": now_s - (now_ns - one.start_ns) / NS,
+                "flows": {model: past_flow.told(flow) for model, flow in one.flows.items()},
+            }
+            for one in past.flow.slices()
+            if one.number >= first_slice
+        ],
+        "requests": [told_request(request, now_ns, now_s) for request in past.newest(_NEWEST)],
+        "remembered": len(past),
+        "hottest": [
+            {"key": f"{hot.key & (1 << 64) - 1:016x}", "uses": hot.uses, "blocks": hot.blocks}
+            for hot in past.hottest(_HOTTEST)
+        ],
+    }
+
+
+def told_request(request: PastRequest, now_ns: int, now_s: float) -> dict[str, Any]:
+    """What is remembered of one. Times of marks are in seconds after it came; null where something is not known."""
+    wanted = request.objectives
+    return {
+        "request_id": request.request_id,
+        "at_s": now_s - (now_ns - request.at_ns) / NS,
+        "model": request.model,
+        "tenant": request.tenant,
+        "slo_class": wanted.slo_class,
+        "prompt_tokens": request.prompt_tokens,
+        "outcome": request.outcome,
+        "reason": request.rejection or request.lost_to,
+        "unwanted": request.unwanted,
+        "prefill": request.prefill,
+        "decode": request.decode,
+        "attempts": request.attempts,
+        "reused_tokens": request.reused_tokens,
+        "predicted_ttft_s": request.forecast.ttft_s,
+        "predicted_wait_s": request.forecast.waited_s,
+        "predicted_tbt_s": request.predicted_tbt_s,
+        "ttft_objective_s": wanted.ttft_s,
+        "tbt_objective_s": wanted.tbt_s,
+        "ttft_from": wanted.ttft_from,
+        "tbt_from": wanted.tbt_from,
+        "ttft_s": request.ttft_s or None,
+        "tbt_s": request.tbt_s or None,
+        "generated": request.generated,
+        "cached_tokens": request.cached_tokens,
+        "ended_after_s": (request.ended_ns - request.at_ns) / NS if request.ended_ns else None,
+        "marks": [
+            {"phase": mark.phase, "node": mark.node_id, "after_s": (mark.at_ns - request.at_ns) / NS}
+            for mark in request.marks
+        ],
+    }
+
+
+def _objectives(core: Core) -> Iterator[dict[str, Any]]:
+    """What is in force, by model and class."""
+    book, count = core.policy.slo, 0
+    for model in core.policy.models():
+        for slo_class in ["", *sorted(book.record.classes)]:
+            resolved = book.resolve(model, "", slo_class)
+            if slo_class == "" and resolved.slo_class:
+                continue  # who names no class is of the default one
+            yield {
+                "model": model,
+                "slo_class": resolved.slo_class,
+                "is_default": resolved.slo_class == book.record.default_class,
+                "ttft": tell_objective(resolved.ttft),
+                "tbt": tell_objective(resolved.tbt),
+                "ttft_from": resolved.ttft_from,
+                "tbt_from": resolved.tbt_from,
+            }
+            count += 1
+            if count >= _MOST_OBJECTIVES:
+                return
