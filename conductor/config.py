@@ -47,6 +47,8 @@ class ConductorConfig:
     undivided: Undivided = "off"  # whether requests are prefilled where they decode when that is faster and harmless
     role_hold_s: float = 30.0  # a change must have been better for so long
     role_rest_s: float = 120.0  # between two changes of a model's nodes
+    size_grow_hold_s: float = 15.0  # more nodes must have been needed for so long to be wanted
+    size_shrink_hold_s: float = 300.0  # fewer must have been enough for so long
     report_timeout_s: float = 5.0  # a node that was silent for longer gets no work until it reports again; 0 = off
     tick_s: float = 1.0  # how often orphans and silent nodes are looked for
     decision_log: DecisionLogConfig | None = None  # None: none is kept
@@ -103,5 +105,7 @@ class ConductorConfig:
             undivided=self.undivided,
             role_hold_s=self.role_hold_s,
             role_rest_s=self.role_rest_s,
+            size_grow_hold_s=self.size_grow_hold_s,
+            size_shrink_hold_s=self.size_shrink_hold_s,
             explain=self.decision_log.num_candidates if self.decision_log is not None else 0,
         )

@@ -74,6 +74,8 @@ def conductor_config(config: ConductorRole, node_id: str) -> "ConductorConfig":
         undivided=cast("Undivided", config.scheduling.undivided),
         role_hold_s=config.scheduling.role_hold,
         role_rest_s=config.scheduling.role_rest,
+        size_grow_hold_s=config.scheduling.size_grow_hold,
+        size_shrink_hold_s=config.scheduling.size_shrink_hold,
         decision_log=_decision_log_config(config.decisions),
         redis_url=with_password(config.shared.redis_url, config.shared.redis_password),
         cluster_name=config.shared.cluster_name,

@@ -40,6 +40,7 @@ class ClusterStatus:
     nodes: tuple[NodeRow, ...]
     undivided: dict[str, int] = field(default_factory=dict)  # requests by what came of weighing it
     role_switches: dict[str, dict[str, int]] = field(default_factory=dict)  # by roles, by what came of it
+    desired_nodes: dict[str, dict[str, int]] = field(default_factory=dict)  # by model and role: what its demand needs
 
     def to_json(self) -> dict[str, Any]:
         """As `status --json` prints it."""
@@ -61,10 +62,20 @@ class ClusterStatus:
             parts.append(f"role switches {roles}: {told}")
         versions = sorted({row.version for row in self.nodes if row.version})
         parts += [f"versions {' and '.join(versions)} together"] if len(versions) > 1 else []
+        for model, desired in self.desired_nodes.items():
+            if differing := self._differing(model, desired):
+                parts.append(f"demand of {model}: {differing}")
         stand_ins = sorted({row.stand_in for row in self.nodes if row.stand_in})
         parts += [f"nothing is computed ({', '.join(stand_ins)})"] if stand_ins else []
         troubled = [f"{row.node} {row.state}" for row in self.nodes if row.state != "ready"]
         return "; ".join([*parts, *troubled])
+
+    def _differing(self, model: str, roles: Mapping[str, int]) -> str:
+        """Of the roles whose demand needs another number of nodes than there are, both numbers."""
+        present = Counter(row.role for row in self.nodes if row.model == model and row.state == "ready")
+        return ", ".join(
+            f"{role} {wanted} (has {present[role]})" for role, wanted in roles.items() if wanted != present[role]
+        )
 
 
 def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -> ClusterStatus:
@@ -79,7 +90,7 @@ def cluster_status(reply: conductor_pb2.ClusterReply, ready: ReadyFile | None) -
     models = {row.model: row.model in reply.ready_models for row in rows if row.model}
     share = _share(*map(sum, zip(*(_prompt_tokens(item.report.counters) for item in reply.nodes), strict=True)))
     is_ready = bool(models) and all(models.values())
-    return ClusterStatus(is_ready, models, share, rows, _undivided(reply), _role_switches(reply))
+    return ClusterStatus(is_ready, models, share, rows, _undivided(reply), _role_switches(reply), desired_nodes(reply))
 
 
 def role_name(role: common_pb2.Role.ValueType) -> str:
@@ -104,6 +115,15 @@ def _role_switches(reply: conductor_pb2.ClusterReply) -> dict[str, dict[str, int
             outcome = told.labels.get("outcome") or f"refused ({told.labels.get('reason')})"
             found[f"{told.labels.get('from_role')} to {told.labels.get('to_role')}"][outcome] += int(told.value)
     return {roles: dict(counts) for roles, counts in found.items()}
+
+
+def desired_nodes(reply: conductor_pb2.ClusterReply) -> dict[str, dict[str, int]]:
+    """By model, and role: nodes that the demand needs."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for told in reply.samples:
+        if told.name == "desired_nodes":
+            found[told.labels.get("model_name", "")][told.labels.get("role", "")] = int(told.value)
+    return dict(found)
 
 
 def _requests(count: int) -> str:

@@ -52,6 +52,7 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "Changes of nodes' roles that cannot be, by why.",
         ("model_name", "from_role", "to_role", "reason"),
     ),
+    "desired_nodes": ("Nodes of a role that a model's demand needs, with hysteresis.", ("model_name", "role")),
     "load": ("Predicted latency of a phase's nodes over its objective; above 1 is too much.", ("model_name", "phase")),
     "load_swing": ("Standard deviation of the same over about a minute.", ("model_name", "phase")),
     "decision_log_lines_total": ("Lines of the decision log written, by kind.", ("kind",)),

@@ -44,7 +44,7 @@ from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
 from conductor.policy.requests import NONE
-from conductor.policy.role_plan import plan_roles
+from conductor.policy.role_plan import plan_roles, plan_sizes
 from conductor.policy.row_kernels import row_kernels
 from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
@@ -114,6 +114,7 @@ class Conductor:
                 for tally in state.tallies.values():
                     tally.margins.pass_time(now_ns)
                 accrue_endless(now_ns, state)
+                plan_sizes(now_ns, state)
                 decisions = [*self._release_orphans(now_ns), *self._shrink(now_ns), *plan_roles(now_ns, state)]
         self._count(event, decisions)
         return decisions
@@ -209,6 +210,13 @@ class Conductor:
             for outcome in UNDIVIDED_OUTCOMES:
                 if count := tally.counts[f"undivided_{outcome}"]:
                     yield model, outcome, count
+
+    def desired_nodes(self) -> Iterator[tuple[str, str, int]]:
+        """(model, role, nodes that its demand needs), of models that were served."""
+        for model, sizing in sorted(self._state.sizing.items()):
+            for role, own in sorted(sizing.roles.items()):
+                if own.wanted is not None:
+                    yield model, role, own.wanted
 
     def take_warnings(self) -> list[str]:
         """What people should be told; each is given once."""

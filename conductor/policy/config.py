@@ -65,6 +65,8 @@ class PolicyConfig:
     undivided: Undivided = "off"  # whether requests are prefilled where they decode when that is faster and harmless
     role_hold_s: float = 30.0  # a change must have been better for so long
     role_rest_s: float = 120.0  # between two changes of a model's nodes
+    size_grow_hold_s: float = 15.0  # more nodes must have been needed for so long to be wanted
+    size_shrink_hold_s: float = 300.0  # fewer must have been enough for so long
     prefill_group_size: int = 1  # most prefill nodes that compute one prompt together; 1 = each by itself
     prefill_group_min_tokens: int = 4096  # uncached tokens of a prompt from which on several may
     explain: int = 0  # candidates of each phase whose scores go into a decision, the best ones

@@ -30,6 +30,7 @@ from conductor.policy.quick import quick
 from conductor.policy.replication import Replication
 from conductor.policy.requests import NONE, Claim, RequestTable
 from conductor.policy.roles import Switching
+from conductor.policy.sizing import ModelSizing
 from conductor.policy.turn_columns import ACCOUNT
 
 __all__ = ["ClusterState", "ModelTally", "Recent"]
@@ -74,6 +75,7 @@ class ClusterState:
     warnings: list[str] = field(default_factory=list)  # for people, until they are taken
     shares: dict[str, Shares] = field(default_factory=dict)  # by model
     switching: dict[str, Switching] = field(default_factory=dict)  # by model: whether nodes should change their role
+    sizing: dict[str, ModelSizing] = field(default_factory=dict)  # by model: how many nodes its roles should have
     recent: dict[str, Recent] = field(default_factory=dict)  # oldest first
     counts: Counter[str] = field(default_factory=Counter)
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served

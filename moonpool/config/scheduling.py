@@ -112,6 +112,13 @@ class SchedulingSettings(Slice):
         float, Key("Seconds for which such a change must have been the better split", low=1, high=86400)
     ] = 30.0
     role_rest: Annotated[float, Key("Seconds between two changes of a model's nodes", low=1, high=86400)] = 120.0
+    size_grow_hold: Annotated[
+        float,
+        Key("Seconds for which more nodes of a role must have been needed until they are wanted", low=0, high=86400),
+    ] = 15.0
+    size_shrink_hold: Annotated[
+        float, Key("Seconds for which fewer nodes must have been enough until fewer are wanted", low=0, high=86400)
+    ] = 300.0
     aging: Annotated[
         float,
         Key(

@@ -1,5 +1,6 @@
 """What `status` makes of the conductor's word and of the ready file, for every state that a node can be in."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,14 @@ def test_roles_that_changed_and_prompts_computed_where_they_decode_are_told(join
     assert seen.to_json()["undivided"] == {"done": 3, "not_sooner": 5}
     assert seen.to_json()["role_switches"] == {"prefill to decode": {"done": 2, "refused (last)": 1}}
     assert "role switches" not in cluster_status(joined(), None).verdict()
+
+
+def test_a_demand_for_other_numbers_of_nodes_than_there_are_is_told(joined: Callable[..., Any]) -> None:
+    reply = joined()
+    there = Counter(row.role for row in cluster_status(reply, None).nodes if row.model == "m" and row.state == "ready")
+    for role, count in (("prefill", there["prefill"] + 3), ("decode", there["decode"])):
+        reply.samples.add(name="desired_nodes", labels={"model_name": "m", "role": role}, value=count)
+    seen = cluster_status(reply, None)
+    assert f"demand of m: prefill {there['prefill'] + 3} (has {there['prefill']})" in seen.verdict()
+    assert "decode" not in seen.verdict().partition("demand of m")[2].partition(";")[0]
+    assert seen.to_json()["desired_nodes"] == {"m": {"prefill": there["prefill"] + 3, "decode": there["decode"]}}

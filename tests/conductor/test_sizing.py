@@ -1,0 +1,126 @@
+"""How many nodes a demand needs: enough of them, soon; fewer late; and no swinging between two counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.policy.config import NS
+from conductor.policy.decisions import Place
+from conductor.policy.events import RequestCompleted, Tick
+from conductor.policy.sizing import RoleLoad, Sizing, node_counts
+
+busy = st.floats(0, 1000)
+GROW_S, SHRINK_S = 15, 300
+
+
+def sizing() -> Sizing:
+    return Sizing(GROW_S * NS, SHRINK_S * NS)
+
+
+@given(busy)
+def test_the_nodes_needed_have_time_to_spare_and_one_fewer_had_not(load: float) -> None:
+    need, enough = node_counts(load)
+    assert load / need <= 0.7 + 1e-9
+    assert need == 1 or load / (need - 1) > 0.7
+    assert enough >= need >= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), busy), max_size=40), st.integers(0, 20))
+def test_no_wish_goes_beyond_what_was_needed_or_below_what_was_enough(
+    looks: list[tuple[int, float]], nodes: int
+) -> None:
+    own, now_s = sizing(), 0
+    seen = [max(1, nodes)]
+    for pause_s, load in looks:
+        now_s += pause_s
+        before = own.wanted
+        wanted = own.look(now_s * NS, RoleLoad(nodes, load))
+        need, enough = node_counts(load)
+        assert wanted is not None
+        if before is not None and wanted > before:
+            assert wanted <= need
+        if before is not None and wanted < before:
+            assert wanted >= enough
+        seen += [need, enough]
+        assert min(seen) <= wanted <= max(seen)
+
+
+@given(busy, st.integers(1, 30))
+def test_a_steady_demand_is_met_and_then_nothing_changes(load: float, nodes: int) -> None:
+    own = sizing()
+    wishes = [own.look(second * NS, RoleLoad(nodes, load)) for second in range(700)]
+    need, enough = node_counts(load)
+    assert wishes[-1] is not None
+    assert need <= wishes[-1] <= max(enough, need)
+    assert len(set(wishes)) <= 2
+
+
+def test_more_are_wanted_after_a_moment_and_fewer_after_long() -> None:
+    own = sizing()
+    assert own.look(0, RoleLoad(2, 1.0)) == 2
+    up = [own.look(second * NS, RoleLoad(2, 3.4)) for second in range(1, 40)]
+    assert up.index(5) == GROW_S
+    down = [own.look((40 + second) * NS, RoleLoad(5, 0.3)) for second in range(400)]
+    assert down.index(1) == SHRINK_S
+
+
+def test_a_peak_within_the_hold_counts_and_a_dip_begins_it_anew() -> None:
+    own = sizing()
+    own.look(0, RoleLoad(8, 5.0))
+    told = [own.look(second * NS, RoleLoad(8, 2.0 if second == 150 else 0.3)) for second in range(1, 302)]
+    assert told[-1] == 4  # the most that was enough meanwhile
+    dips = [own.look((400 + second) * NS, RoleLoad(4, 0.3 if second % 10 == 9 else 9.0)) for second in range(100)]
+    assert set(dips) == {4}
+
+
+def test_without_a_known_demand_those_that_are_there_are_wanted() -> None:
+    own = sizing()
+    assert own.look(0, RoleLoad(0, None)) is None
+    assert [own.look(1, RoleLoad(count, None)) for count in (1, 3, 0)] == [1, 3, 3]
+
+
+def drive(c: Any, make: Any, seconds: int, *, answer: int = 2) -> dict[str, int]:
+    """Ten requests a second for a while, each answered at once: what is wanted afterwards."""
+    for second in range(seconds):
+        for tenth in range(10):
+            name = f"{c.conductor._now_ns}.{second}.{tenth}"
+            placed = c.after(0.1).send(make.request(name, prompt=300, new=600))
+            if isinstance(placed[0], Place):
+                c.send(RequestCompleted(name, 0, "finished", ttft_s=0.1, mean_tbt_s=0.01, generated=answer))
+        c.send(Tick())
+    return {role: count for model, role, count in c.conductor.desired_nodes() if model == "m"}
+
+
+def test_a_cluster_short_of_prefill_wants_more_of_it_whether_roles_switch_or_not(cluster: Any, make: Any) -> None:
+    c = cluster(size_grow_hold_s=10)
+    c.learn("prefill-0", per_token_s=1e-3)
+    wanted = drive(c, make, 60)  # 3 node-seconds of prefill each second
+    assert 4 <= wanted["prefill"] <= 7
+    assert wanted["decode"] >= 1
+
+
+def test_an_idle_cluster_wants_one_node_of_each_role_in_the_end(cluster: Any, make: Any) -> None:
+    c = cluster(size_grow_hold_s=10, size_shrink_hold_s=30)
+    c.learn("prefill-0", per_token_s=1e-3)
+    before = drive(c, make, 60)
+    for _ in range(600):
+        c.after(1.0).send(Tick())
+    assert before["prefill"] > 1
+    assert {role: count for _, role, count in c.conductor.desired_nodes()} == {"prefill": 1, "decode": 1}
+
+
+def test_a_cluster_that_has_answered_nothing_wants_the_nodes_it_has(cluster: Any, make: Any) -> None:
+    c = cluster()
+    c.send(Tick())
+    prefill = [node for node in c.conductor._state.nodes if node.role == "prefill"]
+    assert ("m", "prefill", len(prefill)) in list(c.conductor.desired_nodes())
+
+
+@pytest.mark.parametrize("hold", ["size_grow_hold_s", "size_shrink_hold_s"])
+def test_holds_must_be_finite(cluster: Any, hold: str) -> None:
+    with pytest.raises(Exception, match=hold):
+        cluster(**{hold: -1})
