@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Model, SamplingRow, load_model, noisy_scores
+from engine.config import read_config
 from engine.random_model import write_random_model
+from moonpool.locate import locate
+from moonpool.questions import validate_cluster
+from worker.paced.profiles import profile_of
+from worker.paced.tokens import Draw, PacedTokens
+from worker.policy.cost_profile import save_profile
 
 TOKENIZER = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TOLERANCE = 1e-3
 Steer = Callable[[NDArray[np.float32], list[int]], NDArray[np.float32]]
 START_S = 240.0  # with Ray, on cores that others use too
+REST_S = 20.0
 
 
 @dataclass
@@ -99,11 +107,11 @@ class Cluster:
 
     async def validate(self) -> None:
         """Every role's self-check: at rest, soon after the last token, nothing is held anywhere."""
-        command = [sys.executable, "-m", "moonpool", "validate", "--ready-file", str(self.ready_file), "--json"]
-        done = await asyncio.to_thread(
-            subprocess.run, [*command, "--wait", "20"], capture_output=True, check=False, timeout=100
-        )
-        assert done.returncode == 0, done.stdout.decode() + done.stderr.decode() + self.log.read_text()
+        located = locate(conductor="", url="", ready_file=self.ready_file)
+        give_up = time.monotonic() + REST_S
+        while held := [answer for answer in await validate_cluster(located) if not answer.ok]:
+            assert time.monotonic() < give_up, f"{held}\n{self.log.read_text()}"
+            await asyncio.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -171,6 +179,40 @@ def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def weightless() -> Callable[[Path, Path], Path]:
+    """A model's folder without its weights, as paced engines need it, with the profile "slow.json" to pace them."""
+
+    def make(model: Path, folder: Path) -> Path:
+        for file in model.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copyfile(file, folder / file.name)
+        instant = profile_of("instant")
+        slow = replace(instant, name="slow", decode=replace(instant.decode, fixed_s=0.004, per_sequence_s=0.0005))
+        save_profile(slow, folder / "slow.json")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def paced_model(
+    random_model: Path, weightless: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """For what processes do, whatever they compute: `start_paced` starts them in half of the time, without torch."""
+    return weightless(random_model, tmp_path_factory.mktemp("paced"))
+
+
+@pytest.fixture(scope="session")
+def start_paced(start_cluster: Callable[..., Any], paced_model: Path) -> Callable[..., Any]:
+    """As `start_cluster`: workers with paced engines, whose KV and tokens are known, and judged by `judge_of`."""
+
+    def start(*flags: str, model: Path = paced_model) -> Any:
+        return start_cluster(model, "--engine", "paced", "--paced-profile", str(model / "slow.json"), *flags)
+
+    return start
+
+
+@pytest.fixture(scope="session")
 def start_cluster(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., contextlib.AbstractContextManager[Cluster]]:
@@ -227,13 +269,27 @@ class Judge:
         return wrong
 
 
-@pytest.fixture(scope="session")
-def judge_of() -> Callable[[Path], Judge]:
-    judges: dict[Path, Judge] = {}
+class PacedJudge:
+    """The tokens of paced engines follow from the ids before them; KV that is not what its ids give changes them."""
 
-    def judge(model: Path) -> Judge:
+    def __init__(self, model: Path) -> None:
+        self._tokens = PacedTokens.of(model, read_config(model), 0)
+
+    def wrong_tokens(self, answer: Answer, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        """Indices of tokens that are not the ones."""
+        prompt, count = np.array(answer.prompt_ids, np.int32), len(answer.token_ids)
+        right = self._tokens.answer(prompt, Draw(seed, temperature, 0), count)
+        return [index for index, token in enumerate(answer.token_ids) if token != right[index]]
+
+
+@pytest.fixture(scope="session")
+def judge_of() -> Callable[[Path], Judge | PacedJudge]:
+    judges: dict[Path, Judge | PacedJudge] = {}
+
+    def judge(model: Path) -> Judge | PacedJudge:
         if model not in judges:
-            judges[model] = Judge(load_model(model, threads=1))
+            is_real = any(model.glob("*.safetensors"))
+            judges[model] = Judge(load_model(model, threads=1)) if is_real else PacedJudge(model)
         return judges[model]
 
     return judge

@@ -27,9 +27,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
+def cluster(start_paced: Callable[..., Any]) -> Any:
     flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--block-tokens", "8", *NO_RESTART]
-    with start_cluster(random_model, *flags) as running:
+    with start_paced(*flags) as running:
         yield running
 
 
@@ -89,7 +89,7 @@ async def suspects(session: aiohttp.ClientSession, cluster: Any, expected: set[s
 
 
 async def test_answers_go_on_elsewhere_when_their_decode_node_hangs(
-    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     answers = [Streamed(session, cluster, prompt(seed, 100 + 8 * seed)) for seed in range(4)]
     try:
@@ -99,7 +99,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_node_hangs(
         with stopped(pid):
             await asyncio.gather(*(answer.task for answer in answers))
             await suspects(session, cluster, {"decode-0"})
-        judge = judge_of(random_model)
+        judge = judge_of(paced_model)
         for answer in answers:
             assert len(answer.token_ids) == LONG["max_tokens"]
             assert answer.moonpool["decode_node"] == "decode-1"
@@ -118,11 +118,11 @@ async def test_answers_go_on_elsewhere_when_their_decode_node_hangs(
 
 
 async def test_new_requests_are_served_while_a_prefill_node_hangs(
-    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     pid = cluster.pid("prefill-0")
     assert pid is not None
-    judge = judge_of(random_model)
+    judge = judge_of(paced_model)
     with stopped(pid):
         # Half of these may be placed on the node before its silence is noticed.
         asked = [prompt(200 + seed, 150) for seed in range(4)]
@@ -140,9 +140,9 @@ async def test_new_requests_are_served_while_a_prefill_node_hangs(
 
 
 async def test_a_request_waits_for_the_only_prefill_node_to_wake_up(
-    random_model: Path, start_cluster: Callable[..., Any], session: aiohttp.ClientSession
+    start_paced: Callable[..., Any], session: aiohttp.ClientSession
 ) -> None:
-    with start_cluster(random_model, "--block-tokens", "8", *NO_RESTART) as single:
+    with start_paced("--block-tokens", "8", *NO_RESTART) as single:
         pid = single.pid("prefill-0")
         with stopped(pid):
             # Asked before anybody has noticed, of a frontend that never spoke to the node.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +16,23 @@ import numpy as np
 import pytest
 
 from engine.config import read_config
-from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens
-from worker.policy.cost_profile import save_profile
 
 DRAWN: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0.8, "seed": 42}
 
 
 @pytest.fixture(scope="module")
-def folder(two_group_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with two KV groups, without its weights."""
-    path = tmp_path_factory.mktemp("weightless")
-    for file in two_group_model.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copyfile(file, path / file.name)
-    return path
+def folder(
+    two_group_model: Path, weightless: Callable[[Path, Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model with two KV groups."""
+    return weightless(two_group_model, tmp_path_factory.mktemp("weightless"))
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, start_cluster: Callable[..., Any]) -> Any:
-    instant = profile_of("instant")
-    slow = replace(instant, name="slow", decode=replace(instant.decode, fixed_s=0.004, per_sequence_s=0.0005))
-    save_profile(slow, folder / "slow.json")
-    flags = ["--engine", "paced", "--paced-profile", str(folder / "slow.json"), "--block-tokens", "8"]
-    with start_cluster(folder, *flags, "--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2") as running:
+def cluster(folder: Path, start_paced: Callable[..., Any]) -> Any:
+    flags = ["--block-tokens", "8", "--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2"]
+    with start_paced(*flags, model=folder) as running:
         yield running
 
 

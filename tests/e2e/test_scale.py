@@ -57,9 +57,8 @@ class Streamed:
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
-    flags = ["--block-tokens", "8", "--hang-timeout", str(HANG_S), "--worker-drain-grace", "3"]
-    with start_cluster(random_model, *flags) as running:
+def cluster(start_paced: Callable[..., Any]) -> Any:
+    with start_paced("--block-tokens", "8", "--hang-timeout", str(HANG_S), "--worker-drain-grace", "3") as running:
         yield running
 
 
@@ -83,7 +82,7 @@ async def check(answers: list[Streamed], judge: Any) -> None:
 
 
 async def test_scaling_up_and_down_under_load_loses_nothing(
-    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     code, said = await moonpool(cluster, "scale", "prefill=2", "decode=2")
     assert code == 0, said
@@ -97,7 +96,7 @@ async def test_scaling_up_and_down_under_load_loses_nothing(
         ["decode-1", "gone"],
     ]
     assert workers(cluster) == {"prefill-0", "decode-0"}
-    await check(answers, judge_of(random_model))
+    await check(answers, judge_of(paced_model))
     # New ids are fresh: a node that left is never taken for a new one.
     code, said = await moonpool(cluster, "scale", "decode=2")
     assert code == 0, said
@@ -106,7 +105,7 @@ async def test_scaling_up_and_down_under_load_loses_nothing(
 
 
 async def test_a_drained_node_hands_over_what_it_does_not_finish_and_does_not_come_back(
-    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     code, said = await moonpool(cluster, "scale", "decode=2")
     assert code == 0, said
@@ -115,7 +114,7 @@ async def test_a_drained_node_hands_over_what_it_does_not_finish_and_does_not_co
     await asyncio.gather(*(answer.reach(10) for answer in answers))
     code, said = await moonpool(cluster, "drain", newest)
     assert code == 0, said
-    await check(answers, judge_of(random_model))
+    await check(answers, judge_of(paced_model))
     assert {answer.moonpool["decode_node"] for answer in answers} <= {"decode-0", newest}
     assert workers(cluster) == {"prefill-0", "decode-0"}
     await cluster.validate()
@@ -140,12 +139,12 @@ async def test_what_would_stop_the_service_is_refused(cluster: Any, arguments: t
 
 @pytest.mark.parametrize("victim", ["decode-0", "pool-0", "conductor", "frontend"])
 async def test_a_process_that_hangs_is_started_again(
-    victim: str, cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    victim: str, cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     pid = cluster.pid(victim)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     await cluster.wait_restarted(victim, pid)
     answer = await cluster.complete(session, prompt(20), max_tokens=6, temperature=0.0)
-    assert judge_of(random_model).wrong_tokens(answer) == []
+    assert judge_of(paced_model).wrong_tokens(answer) == []
     assert re.search(rf"{victim} +ended \(it hung: silent for", cluster.log.read_text())
