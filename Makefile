@@ -20,6 +20,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# Many images tell Python to keep no compiled modules. Then each of the hundreds of processes that tests start compiles
+# all that it imports, which is more than half of its start.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
 
