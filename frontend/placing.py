@@ -135,7 +135,7 @@ class Placer:
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
         """A request that was accepted once is not refused for load, and a lost worker is soon replaced.
 
-        A new one waits only where silent workers are all that is missing: they come back, or are replaced, as soon.
+        A new one waits where workers that are silent, restarting or still to join are all that is missing.
         """
         if rejection.reason in _FINAL_REASONS:
             return False

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from conductor.policy.config import NS
 from conductor.policy.decisions import Reject
 from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import RequestArrived
@@ -12,6 +13,8 @@ from conductor.policy.quick import quick
 from conductor.policy.state import ClusterState
 
 __all__ = ["Places", "find_places"]
+
+_LONG_AGO_NS = 1 << 62
 
 
 @quick
@@ -51,18 +54,31 @@ def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Pl
     without = f", {', '.join(excluded)} excluded" if excluded else ""
     silent = [node_id for node_id in (*everyone[0].ids, *everyone[1].ids) if state.nodes.is_suspect(node_id)]
     hanging = f", {', '.join(silent)} silent" if silent else ""
-    woken = (_woken(state, candidates).without(excluded) for candidates in everyone)
-    may_return = len(_fitting(request, model, need, *woken).prefill) > 0
+    left_over = (candidates.without(excluded) for candidates in everyone)
+    may_return = len(_fitting(request, model, need, *left_over).prefill) > 0 or _may_join(now_ns, state, request)
     return _no_nodes(request, f"no node can serve model {request.model!r} now: {roles}{without}{hanging}", may_return)
 
 
 def _unserved(now_ns: int, state: ClusterState, request: RequestArrived) -> Reject:
-    age_ns = now_ns - (state.started_ns if state.started_ns is not None else now_ns)
-    settling = age_ns < state.config.settle_s * 1e9
+    settling = _age_ns(now_ns, state) < state.config.settle_s * NS
     if settling or request.model in state.costs or not state.nodes.has_workers():
-        return _no_nodes(request, f"no worker of model {request.model!r} has joined")
+        may_return = _may_join(now_ns, state, request)
+        return _no_nodes(request, f"no worker of model {request.model!r} has joined", may_return)
     message = f"model {request.model!r} is not served here"
     return Reject(request.request_id, request.attempt, "unknown_model", message, 0.0)
+
+
+def _age_ns(now_ns: int, state: ClusterState) -> int:
+    return now_ns - (state.started_ns if state.started_ns is not None else now_ns)
+
+
+def _may_join(now_ns: int, state: ClusterState, request: RequestArrived) -> bool:
+    """Whether a worker of the model is likely to join soon: one left just now, or all are still to find this conductor.
+
+    Not where the request has failed on some that are here.
+    """
+    since_ns = min(_age_ns(now_ns, state), now_ns - state.lost_ns.get(request.model, -_LONG_AGO_NS))
+    return not request.excluded and since_ns < state.config.return_s * NS
 
 
 def _no_class(state: ClusterState, request: RequestArrived) -> Reject:
@@ -74,11 +90,6 @@ def _no_class(state: ClusterState, request: RequestArrived) -> Reject:
 
 def _no_nodes(request: RequestArrived, message: str, may_return: bool = False) -> Reject:
     return Reject(request.request_id, request.attempt, "no_nodes", message, 1.0, may_return)
-
-
-def _woken(state: ClusterState, everyone: Candidates) -> Candidates:
-    """The candidates there would be if the silent nodes reported again; draining ones would not be among them."""
-    return everyone.where(np.array([not state.nodes.is_draining(node_id) for node_id in everyone.ids], bool))
 
 
 def _staffed(request: RequestArrived, prefill: Candidates, decode: Candidates) -> Candidates:

@@ -56,6 +56,7 @@ class PolicyConfig:
     orphan_timeout_s: float = 120.0  # a request that no worker holds and no frontend completes is forgotten
     recent_s: float = 30.0  # how long a completed request is remembered, so that late reports do not revive it
     report_timeout_s: float = 0.0  # a node that has not reported for longer is suspect and gets no work; 0 = off
+    return_s: float = 30.0  # after its loss, or after a start, a worker may be about to join: requests wait for it
     settle_s: float = 5.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
     admission: Admission = "enforce"
     admission_mode: AdmissionMode = "predicted-uniform"

@@ -143,7 +143,8 @@ class Place:
 class Reject:
     """Do not serve the request now; `retry_after_s` is in whole seconds, 0 where trying again cannot help.
 
-    `may_return`: nothing is missing but nodes that are silent now, which may report again at any moment.
+    `may_return`: nothing is missing but nodes that are silent, leave, or left just now: they or their successors are
+    likely to be there in a moment.
     `after_prefill`: the prompt was computed in vain.
     """
 

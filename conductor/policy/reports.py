@@ -100,6 +100,8 @@ def _if_there(state: ClusterState, node_id: str) -> str:
 
 def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
     """A node is gone with all that it held. What its requests claim elsewhere stays until that ends there."""
+    if node.model:
+        state.lost_ns[node.model] = now_ns
     slot = state.nodes.slot(node.node_id)
     for row in state.requests.rows_at(slot):
         for column in ("prefill_node", "decode_node"):

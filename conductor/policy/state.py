@@ -81,6 +81,7 @@ class ClusterState:
     tallies: dict[str, ModelTally] = field(default_factory=dict)  # of models that some node has served
     started_ns: int | None = None
     past: Past = field(default_factory=Past)
+    lost_ns: dict[str, int] = field(default_factory=dict)  # by model: when it lost a worker last
     copies: Copies = field(init=False)
     heat: Heat = field(init=False)
     replication: Replication = field(init=False)

@@ -51,24 +51,34 @@ def test_a_cluster_whose_only_places_hang_is_not_ready_and_says_who(cluster, mak
     assert c.conductor.snapshot(c.now_ns)["nodes"]["decode-0"]["suspect"]
 
 
-def test_a_refusal_says_whether_only_silent_nodes_are_missing(cluster, make):
-    c = cluster(make.node("prefill-0", "prefill"), make.node("decode-0", "decode"), report_timeout_s=5.0)
-    let_pass(c, 6, silent=("decode-0",))
-    assert c.send(make.request())[0].may_return
+def test_a_refusal_says_whether_what_is_missing_is_likely_to_be_there_in_a_moment(cluster, make):
+    c = cluster(make.node("prefill-0", "prefill"), make.node("decode-0", "decode"), report_timeout_s=5.0, return_s=30.0)
+    let_pass(c, 40, silent=("decode-0",))
+    assert c.send(make.request())[0].may_return  # silent
     assert not c.send(make.request("r2", excluded=("decode-0",)))[0].may_return
     c.send(NodeReported("prefill-0", draining=True))
-    assert not c.send(make.request("r3"))[0].may_return
+    assert c.send(make.request("r3"))[0].may_return  # leaving
     c.send(NodeReported("prefill-0"))
     c.send(NodeLost("decode-0", 1))
-    assert not c.send(make.request("r4"))[0].may_return
+    assert c.send(make.request("r4"))[0].may_return  # it left just now
+    let_pass(c, 29)
+    assert c.send(make.request("r5"))[0].may_return
+    assert not c.send(make.request("r6", excluded=("decode-0",)))[0].may_return
+    let_pass(c, 2)
+    assert not c.send(make.request("r7"))[0].may_return
+    c.send(NodeLost("prefill-0", 1))
+    assert c.send(make.request("r8"))[0].may_return
+    c.after(31)
+    assert not c.send(make.request("r9"))[0].may_return
 
 
-def test_a_silent_node_that_was_draining_is_not_waited_for(cluster, make):
-    c = cluster(make.node("prefill-0", "prefill"), make.node("decode-0", "decode"), report_timeout_s=5.0)
-    c.send(NodeReported("decode-0", draining=True))
-    let_pass(c, 6, silent=("decode-0",))
-    assert c.conductor.suspects == {"decode-0"}
-    assert not c.send(make.request())[0].may_return
+def test_after_a_start_requests_wait_for_the_workers_that_are_still_to_join(cluster, make):
+    c = cluster(make.node("pool-0", "pool"), return_s=30.0)
+    (reject,) = c.send(make.request())
+    assert (reject.reason, reject.may_return) == ("no_nodes", True)
+    c.send(NodeJoined(make.node("prefill-0", "prefill")))
+    assert c.after(29).send(make.request("r2"))[0].may_return
+    assert not c.after(2).send(make.request("r3"))[0].may_return
 
 
 def test_a_request_that_only_the_silent_nodes_could_take_is_not_called_too_long(cluster, make):

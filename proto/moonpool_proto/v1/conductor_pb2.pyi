@@ -736,7 +736,7 @@ class Rejection(_message.Message):
     message: _builtins.str
     retry_after_s: _builtins.float
     may_return: _builtins.bool
-    """of "no_nodes": suspect nodes could have served it, and may report again at any moment"""
+    """of "no_nodes": nodes that are silent or draining, or left just now, could have served it: wait"""
     def __init__(
         self,
         *,
