@@ -1,4 +1,4 @@
-"""A cluster of roles started one by one, as systemd or Kubernetes would, and a load that notices whatever goes wrong."""
+"""A cluster of roles started one by one, as Kubernetes would, and a load that notices all that goes wrong."""
 
 from __future__ import annotations
 

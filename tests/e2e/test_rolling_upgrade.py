@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -155,8 +156,10 @@ def test_without_conductors_every_role_ends_when_it_is_told(roles: Roles) -> Non
 
 
 def test_a_worker_that_waits_for_its_cluster_ends_when_it_is_told(roles: Roles) -> None:
+    before = len(roles["p0"].log)
     roles["p0"].start()
-    while "waiting for the pool node" not in roles["p0"].log:
+    while "waiting for the pool node" not in roles["p0"].log[before:]:
         assert roles["p0"].is_running
+        time.sleep(0.05)  # polling for a line of a process that is seen to run
     roles["p0"].signal(signal.SIGTERM)
     assert roles["p0"].wait_ended() == 0
