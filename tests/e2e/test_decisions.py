@@ -47,12 +47,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any], log: Path) -> Any:
+def cluster(start_paced: Callable[..., Any], log: Path) -> Any:
     """One that has served, refused, lost a decode node and a conductor; with the ids of its requests by what they
     were."""
     flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--block-tokens", "8"]
     settings = ["--decision-log", str(log), "--decision-log-block-tokens", "64"]
-    with start_cluster(random_model, *flags, *settings) as running:
+    with start_paced(*flags, *settings) as running:
         running.names = asyncio.run(live(running, log))
         yield running
 

@@ -82,12 +82,11 @@ def answered_on_a_terminal(cluster: Any, answer: str) -> tuple[int, str]:
 
 
 async def test_the_pool_of_a_live_cluster_is_shown_verified_and_emptied(
-    random_model: Path,
-    start_cluster: Callable[..., AbstractContextManager[Any]],
+    start_paced: Callable[..., AbstractContextManager[Any]],
     session: aiohttp.ClientSession,
     tmp_path: Path,
 ) -> None:
-    with start_cluster(random_model, *FLAGS, "--pool-ssd-dir", str(tmp_path)) as cluster:
+    with start_paced(*FLAGS, "--pool-ssd-dir", str(tmp_path)) as cluster:
         pool = Pool(cluster)
         for number in range(NUM_PROMPTS):
             await cluster.complete(session, prompt(number), max_tokens=2, temperature=0.0)

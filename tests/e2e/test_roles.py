@@ -24,13 +24,13 @@ def switch(cluster: Any, node_id: str, role: str, *more: str) -> subprocess.Comp
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Any:
-    with start_cluster(random_model, "--prefill-nodes", "2", "--decode-nodes", "1", "--block-tokens", "8") as running:
+def cluster(start_paced: Callable[..., Any]) -> Any:
+    with start_paced("--prefill-nodes", "2", "--decode-nodes", "1", "--block-tokens", "8") as running:
         yield running
 
 
 async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
-    cluster: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     asked = [prompt(seed) for seed in range(24)]
     pid = cluster.pid("prefill-1")
@@ -56,7 +56,7 @@ async def test_a_prefill_node_decodes_and_prefills_again_while_requests_run(
     ]
     answers = await asyncio.gather(*running)
     assert "prefill-1" in {answer.moonpool["prefill_node"] for answer in answers[16:]}
-    judge = judge_of(random_model)
+    judge = judge_of(paced_model)
     assert [judge.wrong_tokens(answer) for answer in answers] == [[]] * len(asked)
     assert cluster.pid("prefill-1") == pid
     await cluster.validate()

@@ -55,11 +55,11 @@ class Slo:
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cluster(start_paced: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("slo") / "first.yaml"
     path.write_text(FIRST)
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    with start_cluster(random_model, "--conductors", "2", "--slo-file", str(path), *keys) as cluster:
+    with start_paced("--conductors", "2", "--slo-file", str(path), *keys) as cluster:
         yield cluster
 
 
