@@ -1,12 +1,16 @@
 """A role under Ray: the actor is a thin wrapper around a child process, to whose life its own is tied.
 
 The actor's death, however it comes, ends the role: the kernel kills it. The role's end leaves the actor idle, until it
-is told to start it again. What the role says is kept until it was asked for. Imports no ray: the runtime makes it an
-actor.
+is told to start it again. What the role says is kept until it was asked for. Who asks may go, and another come in its
+place and take the role over as it runs; where nobody comes, the role is drained, and the actor leaves. Imports no ray
+but to leave: the runtime makes it an actor.
 """
 
 import asyncio
+import signal
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,34 @@ from moonpool.run_dir import make_run_dir
 from moonpool.runtime.processes import child_plan
 
 _START_S = 60.0
+_LOOK_S = 1.0
+_MOST_EVENTS = 20_000  # kept of a role that nobody listens to; the oldest go first
+LOST_EXIT_CODE = -int(signal.SIGKILL)  # of a life whose end nobody saw
 
 Event = tuple[str, Any]  # ("line", text), ("ready", announcement), ("drained", None), ("end", exit code)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role runs: Ray's id of its host, this cluster's run directory there, and whether the actor prints what
+    the role says, for Ray to keep.
+    """
+
+    host: str
+    folder: str
+    prints: bool
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A life of the role that runs: its number, its process, the first of its events that is still kept, and how it
+    announced itself, if it did.
+    """
+
+    number: int
+    pid: int
+    after: int
+    ready: dict[str, Any] | None
 
 
 class RoleActor:
@@ -33,21 +63,45 @@ class RoleActor:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
         self._life = _Life()
+        self._lives = 0
+        self._start: tuple[Any, ...] = ()  # what the present life was begun with
+        self._host = ""
+        self._heard_s = time.monotonic()
+        self._starting = threading.Lock()
 
     def free_port(self, host: str) -> int:
         """A TCP port that nobody listens at on this host now."""
         return claim_port(host, 0)
 
-    def start(self, node_id: str, role: str, settings: dict[str, Any], env: dict[str, str], folder: str) -> int:
-        """Begin one life of the role; its pid. `folder`: this cluster's run directory on this host."""
-        own = make_run_dir(Path(folder))
-        plan = child_plan(node_id, role, {**settings, "socket_dir": str(own)}, env, own)
-        former, self._life = self._life, _Life()
-        work = _replace(former, self._life, plan)
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)
+    def host(self) -> str:
+        """Ray's id of the host on which this process was told to start its role; "" if it never was."""
+        return self._host
 
-    def follow(self, after: int, wait_s: float) -> list[Event]:
-        """This life's events from number `after` on; waits up to `wait_s` for the first."""
+    def start(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "Place", *, adopt: bool) -> "Begun":
+        """Begin a life of the role: `plan` is node id, role, settings and environment. With `adopt` one that runs,
+        begun with the same plan in the same place, goes on instead.
+        """
+        with self._starting:
+            self._heard_s = time.monotonic()
+            if not (adopt and self._life.runs and self._start == (plan, place)):
+                self._begin(plan, place)
+            return self._life.begun(self._lives)
+
+    def _begin(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "Place") -> None:
+        node_id, role, settings, env = plan
+        own = make_run_dir(Path(place.folder))
+        child = child_plan(node_id, role, {**settings, "socket_dir": str(own)}, env, own)
+        former, self._life = self._life, _Life(node_id if place.prints else "")
+        self._lives, self._start, self._host = self._lives + 1, (plan, place), place.host
+        asyncio.run_coroutine_threadsafe(_replace(former, self._life, child), self._loop).result(_START_S)
+
+    def follow(self, number: int, after: int, wait_s: float) -> "tuple[int, list[Event]]":
+        """Events of life `number` from the one numbered `after` on, and the number of the next; waits up to `wait_s`
+        for the first. A life that has been replaced, or was another process's, has ended.
+        """
+        self._heard_s = time.monotonic()
+        if number != self._lives:
+            return after + 1, [("end", LOST_EXIT_CODE)]
         return self._life.follow(after, wait_s)
 
     def signal(self, *, kill: bool) -> None:
@@ -60,24 +114,43 @@ class RoleActor:
 class _Life:
     """One process of the role, and what it has said. Told on the loop, asked from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, prints_as: str = "") -> None:
         self.child: Child | None = None
+        self._prints_as = prints_as
+        self._ready: Any = None
         self._news = threading.Condition()
         self._events: list[Event] = []
         self._num_heard = 0  # events before those that are kept
 
-    def tell(self, kind: str, what: Any) -> None:
+    @property
+    def runs(self) -> bool:
+        return self.child is not None and not self.child.ended.done()
+
+    def begun(self, number: int) -> "Begun":
+        """How to go on with this life for one who knows nothing of it."""
+        assert self.child is not None
         with self._news:
+            return Begun(number, self.child.pid, self._num_heard, self._ready)
+
+    def tell(self, kind: str, what: Any) -> None:
+        if kind == "line" and self._prints_as:  # to where Ray keeps what its workers say
+            print(f"[{self._prints_as}] {what}", flush=True)
+        with self._news:
+            if kind == "ready":
+                self._ready = what
             self._events.append((kind, what))
+            if len(self._events) > _MOST_EVENTS:
+                del self._events[0]
+                self._num_heard += 1
             self._news.notify_all()
 
-    def follow(self, after: int, wait_s: float) -> list[Event]:
+    def follow(self, after: int, wait_s: float) -> tuple[int, list[Event]]:
         with self._news:
             # Whoever asks for what comes after them has them: a role may talk for months.
             del self._events[: max(0, after - self._num_heard)]
             self._num_heard = max(after, self._num_heard)
             self._news.wait_for(lambda: bool(self._events), wait_s)
-            return list(self._events)
+            return self._num_heard + len(self._events), list(self._events)
 
     def over(self, ended: "asyncio.Task[int]") -> None:
         if self.child is not None and self.child.drained:

@@ -1,27 +1,28 @@
 """One life of a role under Ray, as supervision sees it: started in its actor, followed line by line, ended."""
 
 import asyncio
-import signal
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from moonpool.child import TAIL_LINES
 from moonpool.log_file import LogFile
+from moonpool.runtime.ray_actor import LOST_EXIT_CODE, Begun
+from moonpool.runtime.ray_calls import apart
 
 _FOLLOW_S = 10.0
 _UNHEARD_S = 60.0
+_AGAIN_S = 0.5
 _KILL_S = 5.0
-LOST_EXIT_CODE = -int(signal.SIGKILL)  # of a role whose actor or host died under it
 
 
 class Actor(Protocol):
     """The calls of a role's actor that a life needs; each may raise ActorLost."""
 
-    async def follow(self, after: int, wait_s: float) -> list[tuple[str, Any]]: ...
+    async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]: ...
     async def signal(self, *, kill: bool) -> None: ...
     def kill(self) -> None:
-        """End the actor's process, and with it the role."""
+        """End the actor's process, and with it the role. May block."""
 
 
 class ActorLost(Exception):
@@ -29,19 +30,22 @@ class ActorLost(Exception):
 
 
 class ActorAway(ActorLost):
-    """The same of an actor that Ray brings back."""
+    """The same of an actor that Ray brings back, or that only cannot be reached now: its role may run well."""
 
 
 class RayLife:
-    """Begins by `begin()`, which places the actor, starts the role and gives (actor, pid)."""
+    """Begins by `begin()`, which places the actor and starts the role, or finds it running. `on_unheard` is told when
+    it ends because the actor cannot be reached, though its role may run.
+    """
 
     def __init__(
         self,
-        begin: Callable[[Callable[[str], None]], Awaitable[tuple[Actor, int] | None]],
+        begin: Callable[[Callable[[str], None]], Awaitable[tuple[Actor, Begun] | None]],
         log: LogFile,
         *,
         on_ready: Callable[[dict[str, Any]], None],
         on_line: Callable[[str], None],
+        on_unheard: Callable[[], None],
         name: str,
     ) -> None:
         self.pid: int | None = None
@@ -51,6 +55,7 @@ class RayLife:
         self._log = log
         self._on_ready = on_ready
         self._on_line = on_line
+        self._on_unheard = on_unheard
         self._actor: Actor | None = None
         self._killing: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
@@ -77,21 +82,18 @@ class RayLife:
         except ActorLost as lost:
             self._say(str(lost))
             return LOST_EXIT_CODE
-        except TimeoutError:
-            self._say(f"its Ray actor has not answered for {_UNHEARD_S:g} s")
-            return LOST_EXIT_CODE
 
     async def _live(self) -> int:
         begun = await self._begin(self._say)
         if begun is None:
             self.drained = True
             return 0
-        self._actor, self.pid = begun
-        after = 0
+        self._actor, life = begun
+        self.pid, after = life.pid, life.after
+        if life.ready is not None:
+            self._on_ready(life.ready)
         while True:
-            async with asyncio.timeout(_UNHEARD_S):
-                events = await self._actor.follow(after, _FOLLOW_S)
-            after += len(events)
+            after, events = await self._follow(self._actor, life.number, after)
             for kind, what in events:
                 if kind == "line":
                     self._say(what)
@@ -102,12 +104,28 @@ class RayLife:
                 elif kind == "end":
                     return int(what)
 
+    async def _follow(self, actor: Actor, number: int, after: int) -> tuple[int, list[tuple[str, Any]]]:
+        """The next events. An actor that cannot be reached is asked again for a while: its role may run well."""
+        why = "it has not answered"
+        try:
+            async with asyncio.timeout(_UNHEARD_S):
+                while True:
+                    try:
+                        return await actor.follow(number, after, _FOLLOW_S)
+                    except ActorAway as away:
+                        why = str(away)
+                    await asyncio.sleep(_AGAIN_S)
+        except TimeoutError:
+            if self._killing is None:
+                self._on_unheard()
+            raise ActorLost(f"its Ray actor cannot be reached for {_UNHEARD_S:g} s: {why}") from None
+
     async def _kill(self) -> None:
         if self._actor is not None:
             self._send(self._actor, kill=True)
             await asyncio.wait([self._living], timeout=_KILL_S)
             if not self._living.done():
-                self._actor.kill()
+                self._apart(apart(self._actor.kill))
                 await asyncio.wait([self._living], timeout=_KILL_S)
         self._living.cancel()
 
@@ -118,7 +136,10 @@ class RayLife:
             except ActorLost:
                 pass  # so is the role
 
-        task = asyncio.create_task(send())
+        self._apart(send())
+
+    def _apart(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 

@@ -20,14 +20,16 @@ from moonpool.log_file import LogFile
 from moonpool.plan import POOL_TIER, WORKER_TIER, RolePlan
 from moonpool.run_dir import default_run_dir
 from moonpool.runtime.processes import Processes
-from moonpool.runtime.ray_actor import RoleActor
-from moonpool.runtime.ray_hosts import POOL_RESOURCE, Host, bundle_of, environment, hosts, located
+from moonpool.runtime.ray_actor import Begun, Place, RoleActor
+from moonpool.runtime.ray_calls import Errands, apart
+from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located
 from moonpool.runtime.ray_life import ActorAway, ActorLost, RayLife
 from moonpool.runtime.seam import Running
 
 _POLL_S = 0.1
 _TELL_AFTER_S = 10.0
 _START_S = 120.0
+_ASK_S = 10.0
 _CALLS_AT_A_TIME = 8  # of one actor: following, starting, signals
 
 
@@ -49,6 +51,9 @@ class RayRuntime:
         self._actors: dict[str, _Handle] = {}
         self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
         self._pool_numbers = itertools.count()
+        self._known: dict[str, Host] = {}  # every host that a node was placed on
+        self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
+        self._errands = Errands()
 
     def bind(self, add_pool: Callable[[int], None]) -> None:
         """As ClusterRuntime.bind."""
@@ -66,45 +71,62 @@ class RayRuntime:
         if plan.tier not in (POOL_TIER, WORKER_TIER):
             return await self._processes.launch(plan, log, on_ready=on_ready, on_line=on_line)
         begin = self._begin_pool if plan.tier == POOL_TIER else self._begin_worker
-        return RayLife(lambda say: begin(plan, say), log, on_ready=on_ready, on_line=on_line, name=plan.node_id)
+        return RayLife(
+            lambda say: begin(plan, say),
+            log,
+            on_ready=on_ready,
+            on_line=on_line,
+            on_unheard=lambda: self._unheard.add(plan.node_id),
+            name=plan.node_id,
+        )
 
     def release(self, node_id: str) -> None:
         """As Runtime.release: its actor ends, its resources are free."""
-        handle = self._actors.pop(node_id, None)
+        self._unheard.discard(node_id)
+        self._known.pop(node_id, None)
+        handle, group = self._actors.pop(node_id, None), self._groups.pop(node_id, None)
         if handle is not None:
-            handle.kill(for_good=True)
-        group = self._groups.pop(node_id, None)
+            self._errands.run(handle.kill, for_good=True)
         if group is not None:
-            remove_placement_group(group)
+            self._errands.run(remove_placement_group, group)
 
     def close(self) -> None:
         """Give everything back to Ray."""
         for node_id in [*self._actors, *self._groups]:
             self.release(node_id)
+        self._errands.wait()
 
-    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, int]":
+    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, Begun]":
         bundle = bundle_of(plan, gpu=self._gpus)
-        group = self._groups.get(plan.node_id)
-        if group is None:
-            group = self._groups[plan.node_id] = placement_group([bundle], name=f"{self._name}-{plan.node_id}")
-        host = await self._host_of(group, bundle, say)
+        host = await self._present_host(plan.node_id)
+        if host is None:
+            group = self._groups.get(plan.node_id)
+            if group is None:
+                name = f"{self._name}-{plan.node_id}"
+                group = self._groups[plan.node_id] = await apart(placement_group, [bundle], name=name)
+            host = self._known[plan.node_id] = await self._host_of(group, bundle, say)
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            await self._make_actor(plan.node_id, bundle, where)
         pool = await self._pool_on(host)
-        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        handle = self._actor(plan.node_id, bundle, where)
+        handle = self._actors[plan.node_id]
         threads = int(plan.settings["threads"]) if self._only_address else 0
         target = f"{_bracketed(host.address)}:0"
         settings = located(plan, host, target=target, pool=pool, gpu=self._gpus, threads=threads)
         return handle, await self._start(handle, plan, settings, host, say)
 
-    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, int] | None":
+    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, Begun] | None":
         place = next(pool for pool in self._pools.values() if pool.node_id == plan.node_id)
-        host = self._hosts().get(place.host.ray_node_id)
-        if host is None:  # it has died, and its workers with it: nobody will ask for this pool node again
-            say(f"the host {place.host.address} has left the Ray cluster")
-            del self._pools[place.host.ray_node_id]
-            return None
-        where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
-        handle = self._actor(plan.node_id, {POOL_RESOURCE: 1.0}, where)
+        host = await self._present_host(plan.node_id)
+        if host is None:
+            host = (await self._hosts()).get(place.host.ray_node_id)
+            if host is None:  # it has died, and its workers with it: nobody will ask for this pool node again
+                say(f"the host {place.host.address} has left the Ray cluster")
+                del self._pools[place.host.ray_node_id]
+                return None
+            self._known[plan.node_id] = host
+            where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
+            await self._make_actor(plan.node_id, {POOL_RESOURCE: 1.0}, where)
+        handle = self._actors[plan.node_id]
         if not place.target.done():  # workers know it by this address, over all its lives
             port = await handle.call_back("free_port", host.address)
             place.target.set_result(f"{_bracketed(host.address)}:{port}")
@@ -114,18 +136,32 @@ class RayRuntime:
 
     async def _start(
         self, handle: "_Handle", plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
-    ) -> int:
-        variables = environment(plan, settings)
-        pid = int(await handle.call_back("start", plan.node_id, plan.role, settings, variables, self._folder))
-        say(f"Ray runs {plan.node_id} on {host.address} as process {pid}")
-        return pid
+    ) -> Begun:
+        adopt = plan.node_id in self._unheard
+        self._unheard.discard(plan.node_id)
+        what = (plan.node_id, plan.role, settings, environment(plan, settings))
+        place = Place(host.ray_node_id, self._folder, prints=not self._only_address)
+        begun: Begun = await handle.call_back("start", what, place, adopt=adopt)
+        say(f"Ray runs {plan.node_id} on {host.address} as process {begun.pid}")
+        return begun
+
+    async def _present_host(self, node_id: str) -> Host | None:
+        """The host on which the node's actor is known to run; Ray's head, which may be away, is not asked."""
+        handle, host = self._actors.get(node_id), self._known.get(node_id)
+        if handle is None or handle.dead or host is None:
+            return None
+        try:
+            async with asyncio.timeout(_ASK_S):
+                return host if await handle.call("host") == host.ray_node_id else None
+        except (ActorLost, TimeoutError):
+            return None
 
     async def _host_of(self, group: PlacementGroup, bundle: dict[str, float], say: Callable[[str], None]) -> Host:
         """The host that the group was given; waits until there is one."""
         for waited in itertools.count():
-            table = placement_group_table(group)
+            table = await apart(placement_group_table, group)
             if table["state"] == "CREATED":
-                host = self._hosts().get(table["bundles_to_node_id"][0])
+                host = (await self._hosts()).get(table["bundles_to_node_id"][0])
                 if host is not None:
                     return host
             if waited == round(_TELL_AFTER_S / _POLL_S):
@@ -134,8 +170,8 @@ class RayRuntime:
             await asyncio.sleep(_POLL_S)
         raise AssertionError
 
-    def _hosts(self) -> dict[str, Host]:
-        return hosts(ray.nodes(), self._only_address)  # type: ignore[no-untyped-call]
+    async def _hosts(self) -> dict[str, Host]:
+        return hosts(await apart(ray.nodes), self._only_address)
 
     async def _pool_on(self, host: Host) -> str:
         """The gRPC address of the host's pool node; the first to ask has it started."""
@@ -145,25 +181,20 @@ class RayRuntime:
             self._add_pool(index)
         return await asyncio.shield(self._pools[host.ray_node_id].target)
 
-    def _actor(self, node_id: str, bundle: dict[str, float], where: Any) -> "_Handle":
+    async def _make_actor(self, node_id: str, bundle: dict[str, float], where: Any) -> None:
+        """Unless there is one, which Ray restarts as often as it dies; when its role is, supervision decides."""
         handle = self._actors.get(node_id)
-        if handle is None or handle.dead:
-            resources = {name: units for name, units in bundle.items() if name != "GPU"}
-            # Ray restarts the actor as often as it dies; when the role in it is started again, supervision decides.
-            actor = (
-                ray.remote(RoleActor)
-                .options(
-                    num_cpus=0,
-                    num_gpus=bundle.get("GPU", 0),
-                    resources=resources,
-                    max_restarts=-1,
-                    max_concurrency=_CALLS_AT_A_TIME,
-                    scheduling_strategy=where,
-                )
-                .remote()
-            )
-            handle = self._actors[node_id] = _Handle(actor)
-        return handle
+        if handle is not None and not handle.dead:
+            return
+        options = {
+            "num_cpus": 0,
+            "num_gpus": bundle.get(GPU, 0),
+            "resources": {name: units for name, units in bundle.items() if name != GPU},
+            "max_restarts": -1,
+            "max_concurrency": _CALLS_AT_A_TIME,
+            "scheduling_strategy": where,
+        }
+        self._actors[node_id] = _Handle(await apart(lambda: ray.remote(RoleActor).options(**options).remote()))
 
 
 class _HostPool:
@@ -194,25 +225,27 @@ class _Handle:
         except RayError as error:
             raise ActorLost(f"Ray failed: {error}") from error
 
-    async def call_back(self, method: str, *arguments: Any) -> Any:
+    async def call_back(self, method: str, *arguments: Any, **named: Any) -> Any:
         """As `call`, of an actor that may just be on its way back."""
         try:
             async with asyncio.timeout(_START_S):
                 while True:
                     try:
-                        return await self.call(method, *arguments)
+                        return await self.call(method, *arguments, **named)
                     except ActorAway:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
 
-    async def follow(self, after: int, wait_s: float) -> list[tuple[str, Any]]:
-        return list(await self.call("follow", after, wait_s))
+    async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]:
+        next_one, events = await self.call("follow", number, after, wait_s)
+        return next_one, events
 
     async def signal(self, *, kill: bool) -> None:
         await self.call("signal", kill=kill)
 
     def kill(self, *, for_good: bool = False) -> None:
+        """Blocks while Ray's head is away."""
         ray.kill(self._actor, no_restart=for_good)
 
 

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 20.0
 _KNOCK_S = 10.0
-# Ray reads these when it is imported: no telemetry, and no warning about GPUs of actors that take none.
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Ray reads these when it is imported: no telemetry, no warning about GPUs of actors that take none, and seconds for
+# which a process waits for Ray's head to come back; Ray ends it then, and by default after a minute.
+_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
 
 
 @contextmanager
@@ -35,7 +40,7 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
     """Connect, check that Ray has what the cluster asks for, and give everything back on exit. Raises RayUnusable."""
     if importlib.util.find_spec("ray") is None:
         raise RayUnusable("the runtime ray needs the package ray, which is not installed: pip install 'moonpool[ray]'")
-    for name, value in _QUIET.items():
+    for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     given = config.runtime.ray_address
     with ExitStack() as stack:
