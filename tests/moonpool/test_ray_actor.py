@@ -114,7 +114,8 @@ def test_an_actor_starts_follows_and_hands_on_its_role(tmp_path: Path, monkeypat
         after, events = actor.follow(first.number, after, 60.0)
         heard += events
     again = actor.start(plan, place, adopt=True)
-    assert (again.number, again.pid, again.after, again.ready) == (first.number, first.pid, 0, {})
+    assert (again.number, again.pid, again.ready) == (first.number, first.pid, {})
+    assert again.after <= after  # the last answer may have been lost
     other = actor.start(("d", "decode-node", {"listen": "h:1"}, {}), place, adopt=True)  # not what runs
     assert other.pid != first.pid
     assert actor.follow(first.number, after, 60.0)[1] == [("end", LOST_EXIT_CODE)]
