@@ -170,6 +170,8 @@ class RedisStore:
         except UnicodeDecodeError:
             raise SharedStoreRefused(_foreign(self.where)) from None
         except (RedisError, OSError, TimeoutError) as error:
+            # The address may be another server's by now, while one that is no primary any more keeps its connections.
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
             # `from None`: the chain could show how the connection was made.
             raise _translated(error, self.where) from None
 
@@ -192,7 +194,7 @@ def _translated(error: Any, where: str) -> SharedStoreUnavailable | SharedStoreR
         return SharedStoreUnavailable(
             f"Redis at {where} is out of memory (it has reached maxmemory): raise it, or give a Redis of its own"
         )
-    if isinstance(error, e.TimeoutError | TimeoutError):
+    if isinstance(error, e.TimeoutError | TimeoutError) or text.startswith("Timeout "):
         return SharedStoreUnavailable(f"Redis at {where} does not answer in time")
     if isinstance(error, e.ConnectionError | OSError):
         return SharedStoreUnavailable(f"Redis at {where} cannot be reached ({_first_line(text)})")

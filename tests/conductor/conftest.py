@@ -6,7 +6,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from conductor.policy.events import (
     RequestArrived,
     Role,
 )
+from tests.conductor.world import World
 
 BLOCK = 16
 
@@ -183,7 +184,9 @@ def start_redis() -> Iterator[Callable[..., RedisServer]]:
     with tempfile.TemporaryDirectory(prefix="mp-redis-") as folder:
 
         def start(*options: str) -> RedisServer:
-            server = RedisServer(Path(folder), *options)
+            own = Path(folder, str(len(started)))
+            own.mkdir()
+            server = RedisServer(own, *options)
             server.start()
             started.append(server)
             return server
@@ -191,3 +194,10 @@ def start_redis() -> Iterator[Callable[..., RedisServer]]:
         yield start
         for server in started:
             server.kill()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    yield made
+    await made.close()
