@@ -124,6 +124,35 @@ def test_a_group_has_one_worker_unless_it_says_otherwise(render: Any, told: dict
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (made, made, made)
 
 
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("rediss://me@redis.example:6390/2", "rediss://redis.example:6390"),
+        ("redis://redis.example", "redis://redis.example:6379"),
+    ],
+)
+def test_rays_head_keeps_its_state_in_the_conductors_redis(render: Any, url: str, address: str) -> None:
+    external = {"url": url, "existingSecret": "secret", "passwordKey": "word"}
+    values = {"mode": "kuberay", "redis": {"enabled": False}, "externalRedis": external}
+    (ray,) = render(values).kind("RayCluster")
+    options = ray["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == address
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "secret", "key": "word"}
+    assert options.get("redisUsername") == ({"value": "me"} if "@" in url else None)
+    release = render({"mode": "kuberay"})
+    assert release.kind("RayCluster")[0]["spec"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis://moonpool-redis.llm.svc:6379"
+    }
+    (policy,) = [one for one in release.kind("NetworkPolicy") if one["metadata"]["name"] == "moonpool-redis"]
+    callers = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    assert [labels["app.kubernetes.io/component"] for labels in callers] == ["conductor", "ray-head"]
+
+
+def test_without_a_redis_rays_head_keeps_its_state_to_itself(render: Any) -> None:
+    release = render({"mode": "kuberay", "redis": {"enabled": False}})
+    assert "gcsFaultToleranceOptions" not in release.kind("RayCluster")[0]["spec"]
+
+
 def test_what_the_installation_guide_names_is_there(chart: Path) -> None:
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
