@@ -13,6 +13,7 @@ from rich.console import Console
 from kvpool.policy.eviction import POLICIES
 from moonpool.overload_command import run_overload
 from moonpool.simulation_console import bad_input, progress_bar
+from moonpool.tune_command import run_tune
 from simulator.cache import BELADY, CacheRun, simulate_cache
 from simulator.cache_table import cache_table
 from simulator.chains import ChainedTrace, chained
@@ -41,6 +42,7 @@ def simulate() -> None:
 
 
 app.command("overload")(run_overload)
+app.command("tune")(run_tune)
 
 
 @app.command("cache", no_args_is_help=True)

@@ -302,7 +302,7 @@ async def test_conductor_away_for_good_ends_at_the_deadline(cluster: Any, start_
 
 
 async def test_silent_worker_ends_at_the_deadline_with_what_there_is(cluster: Any, start_front: Any) -> None:
-    async with start_front(request_timeout_s=0.6) as front:
+    async with start_front(request_timeout_s=2.0) as front:
         task = asyncio.create_task(front.events(COMPLETIONS, BODY))
         submit = await cluster.workers["p0"].submitted()
         cluster.workers["p0"].send(submit, 0, IDS[:1])

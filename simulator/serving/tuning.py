@@ -1,0 +1,140 @@
+"""What other objectives, or another split of the nodes, would come to under the same arrivals: one thing changed at a
+time around a base."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from simulator.errors import BadSetting
+from simulator.serving.confidence import Estimate, mean_of
+from simulator.serving.runs import Run, RunSpec, run_all, worker_pool
+
+__all__ = ["Point", "Tuning", "Varied", "tune"]
+
+Varied = Literal["ttft", "tbt", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One setting over all seeds. Shares are of the requests that arrived. `is_base`: nothing is changed here."""
+
+    varied: Varied
+    is_base: bool
+    prefill_nodes: int
+    decode_nodes: int
+    ttft_objective_s: float
+    tbt_objective_s: float
+    goodput: Estimate  # requests a second that met both objectives
+    good: Estimate
+    rejected: Estimate
+    missed: Estimate  # served, but one objective was not met
+    ttft_p90_s: Estimate  # of the served
+    tbt_p90_s: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All points, by what was varied."""
+
+    spec: RunSpec
+    seeds: int
+    points: tuple[Point, ...]
+
+    def of(self, varied: Varied) -> list[Point]:
+        """In the order in which the values were given."""
+        return [point for point in self.points if point.varied == varied]
+
+    def to_json(self) -> dict[str, Any]:
+        settings = self.spec.settings
+        return {
+            "trace": self.spec.trace,
+            "profile": self.spec.profile.name,
+            "rate_per_s": self.spec.rate_per_s,
+            "requests": self.spec.requests,
+            "seeds": self.seeds,
+            "prefill_nodes": settings.prefill_nodes,
+            "decode_nodes": settings.decode_nodes,
+            "points": [asdict(point) for point in self.points],
+        }
+
+
+def tune(
+    spec: RunSpec,
+    *,
+    ttft_s: Sequence[float],
+    tbt_s: Sequence[float],
+    prefill_nodes: Sequence[int],
+    seeds: int,
+    processes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tuning:
+    """Run `spec` with each of these objectives in place of its own, and with so many of its nodes for prefill.
+
+    The base is among the points of each kind, wherever its value belongs. Raises BadSetting and what `run_one` raises.
+    """
+    if seeds < 1 or processes < 1:
+        raise BadSetting(f"{seeds} seeds on {processes} processes; give at least one of each")
+    settings, spec = spec.settings, replace(spec, seed=0)
+    total = settings.prefill_nodes + settings.decode_nodes
+    if wrong := [count for count in prefill_nodes if not 0 < count < total]:
+        raise BadSetting(f"{wrong[0]} of {total} nodes for prefill leaves {total - wrong[0]} to decode; both need one")
+    if wrong_s := [value for value in (*ttft_s, *tbt_s) if not 0 < value < 86400]:
+        raise BadSetting(f"an objective of {wrong_s[0]:g} seconds; give a positive number of seconds, below a day")
+    varied: list[tuple[Varied, RunSpec]] = [
+        *(
+            ("ttft", _objectives(spec, each, settings.tbt_objective_s))
+            for each in _with(settings.ttft_objective_s, ttft_s)
+        ),
+        *(
+            ("tbt", _objectives(spec, settings.ttft_objective_s, each))
+            for each in _with(settings.tbt_objective_s, tbt_s)
+        ),
+        *(("split", _split(spec, count)) for count in _with(settings.prefill_nodes, prefill_nodes)),
+    ]
+    # The base stands in each kind, and is run once.
+    others = [one for _, one in varied if one != spec]
+    wanted = [replace(one, seed=seed) for one in (spec, *others) for seed in range(seeds)]
+    with worker_pool(processes) as pool:
+        found = run_all(wanted, pool, progress)
+    runs = [found[start : start + seeds] for start in range(0, len(found), seeds)]
+    after_base = iter(runs[1:])
+    points = [_point(kind, one == spec, one, runs[0] if one == spec else next(after_base)) for kind, one in varied]
+    return Tuning(spec, seeds, tuple(points))
+
+
+def _with(base: Any, values: Sequence[Any]) -> list[Any]:
+    """Nothing, if nothing is varied."""
+    return sorted({base, *values}) if values else []
+
+
+def _split(spec: RunSpec, prefill_nodes: int) -> RunSpec:
+    settings = spec.settings
+    total = settings.prefill_nodes + settings.decode_nodes
+    split = replace(settings, prefill_nodes=prefill_nodes, decode_nodes=total - prefill_nodes)
+    return replace(spec, settings=split)
+
+
+def _objectives(spec: RunSpec, ttft_s: float, tbt_s: float) -> RunSpec:
+    told = {"ttft_objective_s": ttft_s, "tbt_objective_s": tbt_s}
+    return replace(spec, settings=replace(spec.settings, **told), policy=replace(spec.policy, **told))
+
+
+def _point(varied: Varied, is_base: bool, spec: RunSpec, runs: Sequence[Run]) -> Point:
+    outcomes = [run.outcome for run in runs]
+    arrived = [max(1, one.arrived) for one in outcomes]
+    rejected = [(one.rejected + one.withheld) / count for one, count in zip(outcomes, arrived, strict=True)]
+    missed = [(one.missed_ttft + one.missed_tbt) / count for one, count in zip(outcomes, arrived, strict=True)]
+    return Point(
+        varied=varied,
+        is_base=is_base,
+        prefill_nodes=spec.settings.prefill_nodes,
+        decode_nodes=spec.settings.decode_nodes,
+        ttft_objective_s=spec.settings.ttft_objective_s,
+        tbt_objective_s=spec.settings.tbt_objective_s,
+        goodput=mean_of([one.goodput for one in outcomes]),
+        good=mean_of([one.attainment for one in outcomes]),
+        rejected=mean_of(rejected),
+        missed=mean_of(missed),
+        ttft_p90_s=mean_of([one.ttft_p90_s for one in outcomes]),
+        tbt_p90_s=mean_of([one.tbt_p90_s for one in outcomes]),
+    )
