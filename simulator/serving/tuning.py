@@ -115,8 +115,11 @@ def _split(spec: RunSpec, prefill_nodes: int) -> RunSpec:
 
 
 def _objectives(spec: RunSpec, ttft_s: float, tbt_s: float) -> RunSpec:
-    told = {"ttft_objective_s": ttft_s, "tbt_objective_s": tbt_s}
-    return replace(spec, settings=replace(spec.settings, **told), policy=replace(spec.policy, **told))
+    return replace(
+        spec,
+        settings=replace(spec.settings, ttft_objective_s=ttft_s, tbt_objective_s=tbt_s),
+        policy=replace(spec.policy, ttft_objective_s=ttft_s, tbt_objective_s=tbt_s),
+    )
 
 
 def _point(varied: Varied, is_base: bool, spec: RunSpec, runs: Sequence[Run]) -> Point:
