@@ -40,8 +40,8 @@ class FrontendConfig:
     block_tokens: int = 16  # of every model; must equal the nodes'
     request_timeout_s: float = 600.0  # from arrival to the last token
     idle_timeout_s: float = 60.0  # between two tokens of one attempt, before its decode worker is suspected
-    max_attempts: int = 5  # placements of one request
-    replace_grace_s: float = 30.0  # how long a request whose worker died waits for a place
+    max_attempts: int = 5  # tries of one request; those for which no worker could be reached do not count at first
+    replace_grace_s: float = 30.0  # how long a request whose worker died, or cannot be reached, waits for a place
     endless_idle_s: float = 120.0  # an endless request ends when it had no token for so long
     hold_off_s: float = 1.0  # before a node that failed a request is asked again, if it is the only one; doubles
     attach_timeout_s: float = 5.0  # opening the token stream to a worker

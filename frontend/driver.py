@@ -22,6 +22,7 @@ from frontend.placing import Placer
 from frontend.request import Facts, GenerationRequest
 from frontend.streams import WorkerStream, WorkerStreams
 from frontend.timing import Handoff, Ttft
+from frontend.tries import Tries
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
 from telemetry import RequestMetrics, logs
 
@@ -67,6 +68,7 @@ class Generation:
         self._output = output
         config = context.config
         self._avoided = Avoided(config.hold_off_s, config.replace_grace_s / 2, context.cluster.incarnation)
+        self._tries = Tries(config.max_attempts, config.replace_grace_s)
         self._placer = Placer(
             context.conductor,
             context.metrics,
@@ -183,6 +185,7 @@ class Generation:
         attempt.prefill = await self._attach(attempt, placement.prefill)
         if attempt.prefill is None:
             return None
+        self._tries.reached()
         attempt.prefill.send(worker_pb2.FrontendMessage(submit=self._submit(attempt)))
         return attempt
 
@@ -190,6 +193,7 @@ class Generation:
         try:
             stream = await self._context.streams.attach(node)
         except WorkerLost as error:
+            self._tries.unreached(monotonic())
             self._set_back(attempt, Setback(node.node_id, "worker_lost", str(error), retryable=True))
             return None
         stream.subscribe(self.request.request_id, attempt.number, attempt.inbox)
@@ -342,7 +346,7 @@ class Generation:
             raise InvalidRequest(text, code=setback.code)
         if not setback.retryable:
             raise GenerationFailed(text, code=setback.code or None)
-        if self.facts.attempts >= self._context.config.max_attempts:
+        if self._tries.are_over(self.facts.attempts, monotonic()):
             raise GenerationFailed(f"given up after {self.facts.attempts} attempts; the last one's end: {text}")
 
     def _deadline_text(self) -> str:

@@ -10,7 +10,7 @@ LONGEST_FIRST = (
     "moonpool/test_serve.py",
     "e2e/test_frozen.py",
     "e2e/test_network_faults.py",
-    "e2e/test_conductors.py",
+    "e2e/test_rolling_upgrade.py",
     "e2e/test_openapi.py",
     "e2e/test_tokens.py",
     "e2e/test_encrypted.py",

@@ -125,8 +125,8 @@ class SnapshotReader:
         if left or self._file.read() != digest.digest():
             raise SnapshotUnusable(f"{path} is damaged or cut short: its checksum is another")
         self._file.seek(0)
-        if self._file.read(len(_MAGIC)) != _MAGIC:
-            raise SnapshotUnusable(f"{path} is no snapshot of this version: it does not begin with {_MAGIC.decode()}")
+        if (found := self._file.read(len(_MAGIC))) != _MAGIC:
+            raise SnapshotUnusable(f"{path} is no snapshot of this version: it begins with {found!r}, not {_MAGIC!r}")
 
     def _facts(self, path: Path) -> SnapshotFacts:
         while (count := _length(self._file)) > 0:

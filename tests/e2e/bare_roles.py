@@ -177,7 +177,9 @@ class Load:
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self, session: aiohttp.ClientSession, num_dialogues: int) -> None:
+    def begin(self, session: aiohttp.ClientSession, num_dialogues: int, *, once: bool = False) -> None:
+        """`once`: each asks one request, instead of going on until `end`."""
+        self._stopping = once
         self._tasks = [asyncio.create_task(self._lead(session, number)) for number in range(num_dialogues)]
 
     async def end(self) -> None:
@@ -196,7 +198,7 @@ class Load:
     async def _lead(self, session: aiohttp.ClientSession, number: int) -> None:
         rng = np.random.default_rng(number)
         said: list[int] = []
-        while not self._stopping:
+        while True:
             said = said if len(said) < 600 else []
             prompt = [*said, *rng.integers(5, 2000, 60).tolist()]
             try:
@@ -206,6 +208,8 @@ class Load:
                 return
             self.answers.append((prompt, tokens))
             said = [*prompt, *tokens]
+            if self._stopping:
+                return
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: list[int], number: int) -> list[int]:
         for turn in range(600):

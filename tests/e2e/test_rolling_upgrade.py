@@ -1,49 +1,42 @@
-"""SIGTERM to every role under load, one after the other, while its successor is of another version: nobody notices.
+"""Roles that end and come back one by one, as in an upgrade, two conductors among them: nobody notices.
 
-Both versions are this source tree, the newer one with another number: what is shown is that roles go and come while
-they serve, and that processes which name different versions work together. Engines are paced, every token is known.
+Both versions of the upgrade are this source tree, the newer one with another number: what is shown is that roles go and
+come while they serve, and that processes which name different versions work together. Engines are paced, every token is
+known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
-from engine.config import read_config
+from messenger.control import open_channel
 from messenger.software import package_version
 from moonpool.questions import ask_cluster
+from moonpool_proto.v1 import common_pb2
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from tests.e2e.bare_roles import Load, Roles
 from worker.paced.profiles import profile_of
-from worker.paced.tokens import Draw, PacedTokens
 from worker.policy.cost_profile import save_profile
 
 NEWER = "99.0.0"
-DRAWN: dict[str, Any] = {"max_tokens": 200, "temperature": 0.8, "seed": 42}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 42}
+DRAWN: dict[str, Any] = {"max_tokens": 200, **SAMPLING}
+CONDUCTORS = ("c0", "c1")
+KNOWN_S = 60.0
 GRACE_S = 1.0  # shorter than an answer, so that some are finished and some move
 NUM_DIALOGUES = 4
-
-
-@pytest.fixture(scope="module")
-def model(two_group_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without weights, and with a profile by which an answer takes some seconds."""
-    path = tmp_path_factory.mktemp("weightless")
-    for file in two_group_model.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copyfile(file, path / file.name)
-    instant = profile_of("instant")
-    save_profile(replace(instant, decode=replace(instant.decode, fixed_s=0.015)), path / "slow.json")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +50,12 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def roles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+def roles(paced_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
     folder = Path(os.path.realpath(tmp_path_factory.mktemp("r")))
-    flags = ["--engine", "paced", "--paced-profile", str(model / "slow.json"), "--block-tokens", "8"]
-    started = Roles(folder, model, *flags, "--worker-drain-grace", str(GRACE_S))
+    instant = profile_of("instant")
+    save_profile(replace(instant, decode=replace(instant.decode, fixed_s=0.015)), folder / "slower.json")
+    flags = ["--engine", "paced", "--paced-profile", str(folder / "slower.json"), "--block-tokens", "8"]
+    started = Roles(folder, paced_model, *flags, "--worker-drain-grace", str(GRACE_S))
     try:
         started.start()
         yield started
@@ -69,16 +64,15 @@ def roles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rol
 
 
 @pytest.fixture
-def check(model: Path) -> Callable[[Load], None]:
+def check(paced_model: Path, judge_of: Callable[[Path], Any]) -> Callable[[Load], None]:
     """Nothing went wrong, and each token is the one that had to be."""
-    known = PacedTokens.of(model, read_config(model), 0)
 
     def check(load: Load) -> None:
         assert load.errors == []
-        assert len(load.answers) >= NUM_DIALOGUES
+        assert load.answers
         for prompt, tokens in load.answers:
-            draw = Draw(DRAWN["seed"], DRAWN["temperature"], 0)
-            assert tokens == known.answer(np.array(prompt, np.int32), draw, len(tokens))
+            answer = SimpleNamespace(prompt_ids=prompt, token_ids=tokens)
+            assert judge_of(paced_model).wrong_tokens(answer, **SAMPLING) == []
 
     return check
 
@@ -96,6 +90,89 @@ async def load(roles: Roles, session: aiohttp.ClientSession) -> Load:
 async def versions(roles: Roles) -> dict[str, str]:
     reply = await ask_cluster(roles.conductors[0])
     return {status.node.node_id: status.node.software.version for status in reply.nodes}
+
+
+async def states(roles: Roles) -> dict[str, dict[str, Any]]:
+    """The conductors', by name."""
+    found = {}
+    for name in CONDUCTORS:
+        async with open_channel(roles[name].target) as channel:
+            reply = await ConductorStub(channel).State(common_pb2.JsonRequest(), wait_for_ready=True, timeout=30)
+        found[name] = json.loads(reply.json)
+    return found
+
+
+async def until(holds: Callable[[dict[str, dict[str, Any]]], bool], roles: Roles) -> dict[str, dict[str, Any]]:
+    """Both conductors' states, once `holds` of them."""
+    deadline_s = time.monotonic() + KNOWN_S
+    while not holds(seen := await states(roles)):
+        assert time.monotonic() < deadline_s, seen
+        await asyncio.sleep(0.05)
+    return seen
+
+
+async def placed_by(roles: Roles) -> dict[str, int]:
+    """Requests placed, by conductor."""
+    return {name: state["counters"].get("placed", 0) for name, state in (await states(roles)).items()}
+
+
+def one(roles: Roles, session: aiohttp.ClientSession, *, max_tokens: int) -> Load:
+    """A single request to the first front door."""
+    load = Load(roles.urls[:1], max_tokens=max_tokens, **SAMPLING)
+    load.begin(session, 1, once=True)
+    return load
+
+
+async def test_both_conductors_know_the_nodes_the_blocks_and_what_the_other_placed(
+    roles: Roles, session: aiohttp.ClientSession
+) -> None:
+    await roles.until_ready()
+    load = one(roles, session, max_tokens=300)
+
+    def agree(states: dict[str, dict[str, Any]]) -> bool:
+        committed = {tuple(state["nodes"][d]["committed_tokens"] for d in ("d0", "d1")) for state in states.values()}
+        return all(state["requests"] for state in states.values()) and len(committed) == 1
+
+    seen = await until(agree, roles)
+    assert sorted(state["counters"].get("placed", 0) for state in seen.values()) == [0, 1]
+    await load.end()
+
+    def same_directory(states: dict[str, dict[str, Any]]) -> bool:
+        first, second = (state["pools"]["pool"] for state in states.values())
+        return bool(first["blocks"]) and first == second and first["state"] == "exact"
+
+    await until(lambda states: not any(state["requests"] for state in states.values()), roles)
+    await until(same_directory, roles)
+    await roles.at_rest()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_requests_go_on_and_new_ones_are_placed_when_the_conductor_that_is_asked_dies_or_hangs(
+    how: signal.Signals, roles: Roles, session: aiohttp.ClientSession, check: Callable[[Load], None]
+) -> None:
+    before = await placed_by(roles)
+    under_way = one(roles, session, max_tokens=400)
+    await under_way.more()
+    after = await placed_by(roles)
+    (asked,) = (name for name in CONDUCTORS if after[name] > before[name])
+    roles[asked].signal(how)
+    fresh = one(roles, session, max_tokens=8)
+    await fresh.end()
+    if how is signal.SIGSTOP:
+        roles[asked].signal(signal.SIGCONT)
+    else:
+        await asyncio.to_thread(roles[asked].wait_ended)
+        roles[asked].start()
+        await asyncio.to_thread(roles[asked].wait_ready)
+    await under_way.end()
+    (other,) = (name for name in CONDUCTORS if name != asked)
+    assert (await placed_by(roles))[other] > after[other]
+    check(fresh)
+    check(under_way)
+    await until(lambda states: all(state["ready_models"] for state in states.values()), roles)
+    await until(lambda states: not any(state["requests"] for state in states.values()), roles)
+    await until(lambda states: states[asked]["pools"].get("pool", {}).get("state") == "exact", roles)
+    await roles.at_rest()
 
 
 async def test_an_upgrade_role_by_role_under_load_loses_nothing(

@@ -200,6 +200,32 @@ async def test_attempts_are_limited_and_the_error_tells_the_last_cause(cluster: 
         await front.quiet()
 
 
+async def test_workers_that_cannot_be_reached_cost_no_attempts_until_the_conductor_must_know(
+    cluster: Any, start_front: Any
+) -> None:
+    """As when a rack is gone: for seconds the conductor names one lost node after the other."""
+
+    def gone(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.ScheduleReply:
+        reply = conductor_pb2.ScheduleReply()
+        reply.CopyFrom(cluster.placement("p0", "d0"))
+        number = len(request.exclude_nodes)
+        reply.placement.prefill.node_id = f"gone-{number}"
+        reply.placement.prefill.target = f"unix:/nowhere/gone-{number}.sock"
+        return reply
+
+    cluster.answer_with(lambda submit: (IDS, LENGTH))
+    cluster.conductor.place = lambda request: (
+        gone(request) if len(request.exclude_nodes) < 7 else cluster.placement("p0", "d0")
+    )
+    async with start_front(max_attempts=2) as front:
+        assert ids_in(await post(front)) == IDS
+    cluster.conductor.place = gone
+    async with start_front(max_attempts=2, replace_grace_s=0.0) as front:
+        status, body = await post(front)
+        assert (status, body["error"]["code"]) == (500, "generation_failed")
+        assert "2 attempts; the last one's end: gone-1" in body["error"]["message"]
+
+
 @pytest.fixture
 def only_pair(cluster: Any) -> None:
     """There are p0 and d0: where one is excluded, there is no place."""
