@@ -68,6 +68,7 @@ def plot_tuning(found: Tuning, path: Path) -> None:
             _goodput(grid[0][column], points)
             _ends(grid[1][column], points)
             grid[1][column].set_xlabel(name)
+        grid[0][0].set_ylim(0, 1.05 * max(point.goodput.high for point in found.points))
         grid[0][0].set_ylabel("goodput, requests/s")
         grid[1][0].set_ylabel("of the requests, %")
         settings = found.spec.settings
@@ -92,7 +93,6 @@ def _goodput(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_xticks(range(len(points)), ["" for _ in points])
     axes.grid(axis="y", color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.set_ylim(0, None)
 
 
 def _ends(axes: Axes, points: Sequence[Point]) -> None:
