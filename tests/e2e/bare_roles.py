@@ -35,11 +35,12 @@ class Role:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, python_path: str = "") -> None:
-        """`python_path`: folders that go before all others, such as another version's."""
+    def start(self, python_path: str = "", before: str = "") -> None:
+        """`python_path`: folders that go before all others, such as another version's; `before`: what to run first."""
         paths = [python_path, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "moonpool", *self.arguments]
+        program = ["-c", f"{before}; from moonpool.cli import main; main()"] if before else ["-m", "moonpool"]
+        command = [sys.executable, *program, *self.arguments]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 

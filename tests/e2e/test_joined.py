@@ -60,8 +60,8 @@ def wait_ready(url: str) -> None:
             time.sleep(0.1)
 
 
-def test_workers_join_a_running_cluster_and_leave_it_running(random_model: Path, short_path: Path) -> None:
-    conductor, common = f"unix:{short_path}/c.sock", ["--block-tokens", "8", "--model", str(random_model)]
+def test_workers_join_a_running_cluster_and_leave_it_running(paced_model: Path, short_path: Path) -> None:
+    conductor, common = f"unix:{short_path}/c.sock", ["--block-tokens", "8", "--model", str(paced_model)]
     ready_file = short_path / "ready.json"
     with ExitStack() as stack:
         head, head_says = stack.enter_context(
@@ -72,7 +72,7 @@ def test_workers_join_a_running_cluster_and_leave_it_running(random_model: Path,
             running(short_path / "f.log", "frontend", "--conductor", conductor, "--port", "0", *common)
         )
         url = json.loads(door_says(READY_PREFIX))["target"]
-        serve = ["serve", str(random_model), "--block-tokens", "8", "--join", conductor]
+        serve = ["serve", str(paced_model), "--engine", "paced", "--block-tokens", "8", "--join", conductor]
         serve += ["--run-dir", str(short_path / "r"), "--ready-file", str(ready_file), "--threads", "1"]
         serve += ["--capacity-tokens", "4096"]
         with running(short_path / "w.log", *serve) as (_, workers_say):
