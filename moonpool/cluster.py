@@ -35,11 +35,18 @@ class Cluster(TerminalView):
         self._joins = bool(config.runtime.join)
         self._url = "" if self._joins else local_url(config.http.host, port)
         planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
-        plans = planner.cluster()
+        plans = planner.cluster(runtime.found)
         self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}
         self._conductors |= {f"joined {target}": target for target in config.runtime.join}
         self._conductor = planner.conductor_targets[0]
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
+        if runtime.outlives:
+            self._supervisor.let_go()
+        self._surplus = {  # that an earlier `serve` has left
+            group: count
+            for group, count in planner.initial_counts().items()
+            if sum(node_id.rpartition("-")[0] == group for node_id in runtime.found) > count
+        }
         runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
         self._scaler = Scaler(
             self._supervisor, planner, conductor=self._conductor, startup_s=config.supervisor.startup_timeout
@@ -100,6 +107,8 @@ class Cluster(TerminalView):
         )
         service = SupervisorService(self._scaler, self._supervisor)
         server = await service.serve(self._run_dir)
+        if self._surplus:
+            service.scale(self._surplus, force=True)
         try:
             await self._supervisor.wait_failed()
         finally:

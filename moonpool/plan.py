@@ -1,5 +1,6 @@
 """From `serve`'s configuration to the processes of the cluster: who runs, with which settings, called where. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,13 @@ class Planner:
             for role, _ in _counts(TopologySettings())
         }
 
-    def cluster(self) -> list[RolePlan]:
-        """The processes to begin with, in order of start."""
+    def cluster(self, running: Sequence[str] = ()) -> list[RolePlan]:
+        """The processes to begin with, in order of start; the workers of `running`, by node id, are among them, even
+        where they are more than asked for.
+        """
         conductors = [self._one_conductor(name) for name in self._conductors]
         pools = [] if self._spread else [self.pool(index) for index in range(self._config.topology.pool_nodes)]
-        workers = [self.next_worker(group) for group, count in self._initial_counts() for _ in range(count)]
+        workers = [plan for group, count in self._initial_counts() for plan in self._workers(group, count, running)]
         if self._joins:
             return [*pools, *workers]
         drain_s = self._config.http.drain_grace
@@ -96,6 +99,19 @@ class Planner:
         """The pool node of the `index`-th host."""
         own = {"host_id": self._host_id(index)}
         return self._plan(f"pool-{index}", "pool-node", PoolNodeRole, POOL_TIER, own)
+
+    def initial_counts(self) -> dict[str, int]:
+        """Workers asked for, by group."""
+        return dict(self._initial_counts())
+
+    def _workers(self, group: str, count: int, running: Sequence[str]) -> list[RolePlan]:
+        """Those that run, then new ones up to the count, under ids beyond theirs."""
+        indices = sorted(int(index) for name, _, index in (each.rpartition("-") for each in running) if name == group)
+        plans = []
+        for index in indices:
+            self._next_index[group] = index - 1
+            plans.append(self.next_worker(group))
+        return [*plans, *(self.next_worker(group) for _ in range(count - len(indices)))]
 
     def next_worker(self, group: str) -> RolePlan:
         """A further worker, under an id that none had before."""

@@ -43,6 +43,7 @@ class Supervisor(Generic[P]):
         self._nodes: dict[str, KeptNode[P]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
+        self._let_go = False
         self._stopping = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -151,14 +152,19 @@ class Supervisor(Generic[P]):
         """Kill instead of waiting for clean stops."""
         self._hurry.set()
 
+    def let_go(self) -> None:
+        """Let the processes live on at the stop; somebody else will look after them."""
+        self._let_go = True
+
     async def stop(self) -> None:
-        """End every process; returns when none is left."""
+        """End every process; returns when none is left. After `let_go` they go on, unless it is to `hurry`."""
         self._stopping.set()
         nodes = list(self._nodes.values())
         for node in nodes:
             async with node.starting:  # a process being born must be seen by what follows
                 pass
-        for tier in sorted({node.plan.tier for node in nodes}, reverse=True):
+        tiers = [] if self._let_go and not self._hurry.is_set() else sorted({node.plan.tier for node in nodes})
+        for tier in reversed(tiers):
             await self._stop_tier([node for node in nodes if node.plan.tier == tier])
         for task in self._tasks.values():
             task.cancel()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,20 @@ class SupervisorService(SupervisorServicer):
             supervisor_target(run_dir), lambda server: add_SupervisorServicer_to_server(self, server)
         )
 
+    def scale(
+        self, counts: Mapping[str, int], *, force: bool = False, on_step: Callable[[Step], None] = lambda step: None
+    ) -> "asyncio.Task[None]":
+        """Begin a change, which goes on without its caller."""
+        change = asyncio.create_task(self._scaler.scale(counts, force=force, on_step=on_step))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return change
+
     async def Scale(
         self, request: supervisor_pb2.ScaleRequest, context: Context
     ) -> AsyncIterator[supervisor_pb2.ScaleStep]:
         steps: asyncio.Queue[Step | None] = asyncio.Queue()
-        work = self._scaler.scale(dict(request.counts), force=request.force, on_step=steps.put_nowait)
-        change = asyncio.create_task(work)  # of its own: it goes on without the caller
-        self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
+        change = self.scale(dict(request.counts), force=request.force, on_step=steps.put_nowait)
         change.add_done_callback(lambda _: steps.put_nowait(None))
         while (step := await steps.get()) is not None:
             yield supervisor_pb2.ScaleStep(**asdict(step))

@@ -68,6 +68,16 @@ class RuntimeSettings(Slice):
         ),
     ] = ()
 
+    ray_orphan_grace: Annotated[
+        float,
+        Key(
+            "With --ray-address and --join: seconds for which pool nodes and workers outlive `serve`, however it ends, "
+            "for the next one to take over; then they drain. 0: they end with it",
+            low=0,
+            high=86400,
+        ),
+    ] = 0.0
+
     @property
     def is_ray(self) -> bool:
         return self.runtime == "ray" or bool(self.ray_address)
@@ -78,4 +88,9 @@ class RuntimeSettings(Slice):
         if self.ray_address and not _HOST_PORT.fullmatch(self.ray_address):
             raise ConfigError(
                 f"--ray-address is {self.ray_address!r}: expected HOST:PORT, as `ray start --head` printed it"
+            )
+        if self.ray_orphan_grace and not (self.ray_address and self.join):
+            raise ConfigError(
+                "--ray-orphan-grace needs --ray-address and --join: a conductor and a front door of our own end with "
+                "`serve`, and so does a Ray of our own"
             )

@@ -19,6 +19,16 @@ class ClusterRuntime(Runtime[RolePlan], Protocol):
         """The conductor's address where nodes lie on several hosts; empty on one machine."""
         ...
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Node ids of workers that run already, and are taken over."""
+        ...
+
+    @property
+    def outlives(self) -> bool:
+        """Whether nodes are to go on when `serve` ends."""
+        ...
+
     def bind(self, add_pool: Callable[[int], None]) -> None:
         """Called once, before the first launch: `add_pool(index)` has the pool node of a further host started."""
 

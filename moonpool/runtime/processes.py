@@ -16,6 +16,8 @@ class Processes:
     """Runs `plan`'s role as `moonpool ROLE --config FILE`."""
 
     conductor = ""  # all is here
+    found: tuple[str, ...] = ()
+    outlives = False
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -2,8 +2,7 @@
 
 The actor's death, however it comes, ends the role: the kernel kills it. The role's end leaves the actor idle, until it
 is told to start it again. What the role says is kept until it was asked for. Who asks may go, and another come in its
-place and take the role over as it runs; where nobody comes, the role is drained, and the actor leaves. Imports no ray
-but to leave: the runtime makes it an actor.
+place and take the role over as it runs. Imports no ray: the runtime makes it an actor.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ from moonpool.child import Child, ChildPlan
 from moonpool.http_port import claim_port
 from moonpool.run_dir import make_run_dir
 from moonpool.runtime.processes import child_plan
+from moonpool.runtime.ray_orphan import Orphanhood, watch
 
 _START_S = 60.0
 _LOOK_S = 1.0
@@ -56,7 +56,8 @@ class RoleActor:
     None of them is a coroutine: that would make it an asyncio actor, in which one call that waits holds up all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, orphanhood: Orphanhood | None = None) -> None:
+        """`orphanhood`: what becomes of it when nobody asks it anything any more; None: it waits."""
         # Ray's worker processes have uvloop's policy, whose loops make no process groups. The loop's thread lives as
         # long as the process: the role is tied to the thread that began it.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
@@ -68,6 +69,8 @@ class RoleActor:
         self._host = ""
         self._heard_s = time.monotonic()
         self._starting = threading.Lock()
+        if orphanhood is not None:
+            watch(self, orphanhood)
 
     def free_port(self, host: str) -> int:
         """A TCP port that nobody listens at on this host now."""
@@ -75,7 +78,20 @@ class RoleActor:
 
     def host(self) -> str:
         """Ray's id of the host on which this process was told to start its role; "" if it never was."""
+        self._heard_s = time.monotonic()
         return self._host
+
+    def listens(self) -> str:
+        """The gRPC address that its role was told to listen at; "" if it never was told."""
+        return str(self._start[0][2].get("listen", "")) if self._start else ""
+
+    def silent_s(self) -> float:
+        """Seconds since anybody asked it for anything."""
+        return time.monotonic() - self._heard_s
+
+    def runs(self) -> bool:
+        """Whether its role does."""
+        return self._life.runs
 
     def start(self, plan: tuple[str, str, dict[str, Any], dict[str, str]], place: "Place", *, adopt: bool) -> "Begun":
         """Begin a life of the role: `plan` is node id, role, settings and environment. With `adopt` one that runs,
@@ -83,7 +99,7 @@ class RoleActor:
         """
         with self._starting:
             self._heard_s = time.monotonic()
-            if not (adopt and self._life.runs and self._start == (plan, place)):
+            if not (adopt and self._life.runs and _same(self._start, (plan, place))):
                 self._begin(plan, place)
             return self._life.begun(self._lives)
 
@@ -109,6 +125,16 @@ class RoleActor:
         child = self._life.child
         if child is not None:
             self._loop.call_soon_threadsafe(child.kill if kill else child.terminate)
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """But for the worker's number, which counts only where workers share a host's GPUs without Ray."""
+
+    def known(start: tuple[Any, ...]) -> tuple[Any, ...]:
+        (node_id, role, settings, env), place = start
+        return node_id, role, {**settings, "worker_index": 0}, env, place
+
+    return bool(one) and known(one) == known(other)
 
 
 class _Life:

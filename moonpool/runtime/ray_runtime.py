@@ -13,7 +13,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from moonpool.log_file import LogFile
@@ -24,22 +30,31 @@ from moonpool.runtime.ray_actor import Begun, Place, RoleActor
 from moonpool.runtime.ray_calls import Errands, apart
 from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located
 from moonpool.runtime.ray_life import ActorAway, ActorLost, RayLife
+from moonpool.runtime.ray_orphan import Orphanhood
 from moonpool.runtime.seam import Running
 
 _POLL_S = 0.1
 _TELL_AFTER_S = 10.0
 _START_S = 120.0
 _ASK_S = 10.0
+_POOL = "pool-"
+_DRAIN_MARGIN_S = 10.0
+_POOL_STAYS_S = 60.0
 _CALLS_AT_A_TIME = 8  # of one actor: following, starting, signals
 
 
 class RayRuntime:
     """`gpus`: whether each worker takes one. `only_address`: of this machine, where Ray has no other: the planned
-    threads then hold, too.
+    threads then hold, too. `orphan_s`: for so long nodes outlive `serve`, for the next one to take them over; 0 = they
+    end with it.
     """
 
-    def __init__(self, run_dir: Path, *, conductor: str, gpus: bool, only_address: str) -> None:
+    def __init__(self, run_dir: Path, *, conductor: str, gpus: bool, only_address: str, orphan_s: float = 0.0) -> None:
         self.conductor = conductor
+        self.outlives = orphan_s > 0
+        self.found: tuple[str, ...] = ()
+        self._orphan_s = orphan_s
+        self._found_pools: list[int] = []
         self._gpus = gpus
         self._only_address = only_address
         self._processes = Processes(run_dir)
@@ -55,6 +70,38 @@ class RayRuntime:
         self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
         self._errands = Errands()
 
+    def find(self) -> None:
+        """Take over what an earlier `serve` of the same cluster has left running. Blocks."""
+        if not self.outlives:
+            return
+        prefix = f"{self._name}/"
+        there = hosts(ray.nodes(), self._only_address)  # type: ignore[no-untyped-call]
+        for name in sorted(ray.util.list_named_actors()):
+            if name.startswith(prefix):
+                self._find(name.removeprefix(prefix), ray.get_actor(name), there)
+        self.found = tuple(node_id for node_id in self._actors if not node_id.startswith(_POOL))
+
+    def _find(self, node_id: str, actor: Any, there: dict[str, Host]) -> None:
+        group = _group_named(f"{self._name}-{node_id}")
+        try:
+            host_id, listens = ray.get([actor.host.remote(), actor.listens.remote()], timeout=_ASK_S)
+        except (RayError, TimeoutError):  # on its way back, on whatever host
+            host_id, listens = "", ""
+        host, is_pool = there.get(host_id), node_id.startswith(_POOL)
+        if (host is None or not listens) if is_pool else group is None:  # there is nothing to go on with
+            ray.kill(actor, no_restart=True)
+            return
+        self._actors[node_id] = _Handle(actor, named=True)
+        self._unheard.add(node_id)
+        if host is not None:
+            self._known[node_id] = host
+        if group is not None:
+            self._groups[node_id] = group
+        if is_pool and host is not None:
+            self._found_pools.append(int(node_id.removeprefix(_POOL)))
+            self._pools[host_id] = _HostPool(node_id, host, listens)
+            self._pool_numbers = itertools.count(max(self._found_pools) + 1)
+
     def bind(self, add_pool: Callable[[int], None]) -> None:
         """As ClusterRuntime.bind."""
         self._add_pool = add_pool
@@ -68,6 +115,8 @@ class RayRuntime:
         on_line: Callable[[str], None],
     ) -> Running:
         """As Runtime.launch; placing the actor is part of the life."""
+        while self._found_pools:
+            self._add_pool(self._found_pools.pop(0))
         if plan.tier not in (POOL_TIER, WORKER_TIER):
             return await self._processes.launch(plan, log, on_ready=on_ready, on_line=on_line)
         begin = self._begin_pool if plan.tier == POOL_TIER else self._begin_worker
@@ -91,7 +140,10 @@ class RayRuntime:
             self._errands.run(remove_placement_group, group)
 
     def close(self) -> None:
-        """Give everything back to Ray."""
+        """Give everything back to Ray; what is to outlive `serve` stays."""
+        if self.outlives:
+            self._errands.wait()
+            return
         for node_id in [*self._actors, *self._groups]:
             self.release(node_id)
         self._errands.wait()
@@ -100,13 +152,10 @@ class RayRuntime:
         bundle = bundle_of(plan, gpu=self._gpus)
         host = await self._present_host(plan.node_id)
         if host is None:
-            group = self._groups.get(plan.node_id)
-            if group is None:
-                name = f"{self._name}-{plan.node_id}"
-                group = self._groups[plan.node_id] = await apart(placement_group, [bundle], name=name)
+            group = self._groups.get(plan.node_id) or await self._make_group(plan.node_id, bundle)
             host = self._known[plan.node_id] = await self._host_of(group, bundle, say)
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            await self._make_actor(plan.node_id, bundle, where)
+            await self._make_actor(plan, bundle, where)
         pool = await self._pool_on(host)
         handle = self._actors[plan.node_id]
         threads = int(plan.settings["threads"]) if self._only_address else 0
@@ -125,14 +174,23 @@ class RayRuntime:
                 return None
             self._known[plan.node_id] = host
             where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
-            await self._make_actor(plan.node_id, {POOL_RESOURCE: 1.0}, where)
+            await self._make_actor(plan, {POOL_RESOURCE: 1.0}, where)
         handle = self._actors[plan.node_id]
-        if not place.target.done():  # workers know it by this address, over all its lives
-            port = await handle.call_back("free_port", host.address)
-            place.target.set_result(f"{_bracketed(host.address)}:{port}")
-        target = place.target.result()
+        if not place.listens:  # workers know it by this address, over all its lives
+            place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
+        target = place.listens
         settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
+
+    async def _make_group(self, node_id: str, bundle: dict[str, float]) -> PlacementGroup:
+        name = f"{self._name}-{node_id}"
+        lifetime = "detached" if self.outlives else None
+        found: Any = await apart(_group_named, name) if self.outlives else None  # of a `serve` that got no further
+        if found is None:
+            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime))
+        group: PlacementGroup = found
+        self._groups[node_id] = group
+        return group
 
     async def _start(
         self, handle: "_Handle", plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
@@ -177,12 +235,13 @@ class RayRuntime:
         """The gRPC address of the host's pool node; the first to ask has it started."""
         if host.ray_node_id not in self._pools:
             index = next(self._pool_numbers)
-            self._pools[host.ray_node_id] = _HostPool(index, host)
+            self._pools[host.ray_node_id] = _HostPool(f"{_POOL}{index}", host)
             self._add_pool(index)
-        return await asyncio.shield(self._pools[host.ray_node_id].target)
+        return await self._pools[host.ray_node_id].target()
 
-    async def _make_actor(self, node_id: str, bundle: dict[str, float], where: Any) -> None:
+    async def _make_actor(self, plan: RolePlan, bundle: dict[str, float], where: Any) -> None:
         """Unless there is one, which Ray restarts as often as it dies; when its role is, supervision decides."""
+        node_id = plan.node_id
         handle = self._actors.get(node_id)
         if handle is not None and not handle.dead:
             return
@@ -194,23 +253,47 @@ class RayRuntime:
             "max_concurrency": _CALLS_AT_A_TIME,
             "scheduling_strategy": where,
         }
-        self._actors[node_id] = _Handle(await apart(lambda: ray.remote(RoleActor).options(**options).remote()))
+        orphanhood = None
+        if self.outlives:
+            options |= {"name": f"{self._name}/{node_id}", "lifetime": "detached", "get_if_exists": True}
+            orphanhood = self._orphanhood(plan, str(options["name"]))
+        made = await apart(lambda: ray.remote(RoleActor).options(**options).remote(orphanhood))
+        self._actors[node_id] = _Handle(made, named=self.outlives)
+
+    def _orphanhood(self, plan: RolePlan, actor: str) -> Orphanhood:
+        """Pool nodes stay for as long as workers may take to finish."""
+        drain_s = float(plan.settings.get("worker_drain_grace", 0.0)) + _DRAIN_MARGIN_S
+        if plan.tier == POOL_TIER:
+            return Orphanhood(self._orphan_s + _POOL_STAYS_S, _DRAIN_MARGIN_S, actor, "")
+        return Orphanhood(self._orphan_s, drain_s, actor, f"{self._name}-{plan.node_id}")
 
 
 class _HostPool:
-    """The pool node of one host."""
+    """The pool node of one host; `listens`: its gRPC address, "" until it is known."""
 
-    def __init__(self, index: int, host: Host) -> None:
-        self.node_id = f"pool-{index}"
+    def __init__(self, node_id: str, host: Host, listens: str = "") -> None:
+        self.node_id = node_id
         self.host = host
-        self.target: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.listens = listens
+        self._known = asyncio.Event()
+
+    def listen(self, target: str) -> None:
+        self.listens = target
+        self._known.set()
+
+    async def target(self) -> str:
+        """Its gRPC address, once it is known."""
+        if not self.listens:
+            await self._known.wait()
+        return self.listens
 
 
 class _Handle:
     """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, *, named: bool = False) -> None:
         self._actor = actor
+        self._named = named
         self.dead = False
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -235,6 +318,7 @@ class _Handle:
                     except ActorAway:
                         await asyncio.sleep(_POLL_S)
         except TimeoutError:
+            self.dead = self.dead or self._named  # by its name the same is found again, if there is one
             raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
 
     async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]:
@@ -247,6 +331,14 @@ class _Handle:
     def kill(self, *, for_good: bool = False) -> None:
         """Blocks while Ray's head is away."""
         ray.kill(self._actor, no_restart=for_good)
+
+
+def _group_named(name: str) -> PlacementGroup | None:
+    try:
+        found: PlacementGroup = get_placement_group(name)
+        return found
+    except ValueError:
+        return None
 
 
 def _bracketed(address: str) -> str:

@@ -55,7 +55,14 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
         here = ray.util.get_node_ip_address() if given else _LOOPBACK
         gpus = wait_for_offer(config, ray.nodes)
         conductor = config.runtime.join[0] if config.runtime.join else _own_conductor(here)
-        runtime = RayRuntime(run_dir, conductor=conductor, gpus=gpus, only_address="" if given else _LOOPBACK)
+        runtime = RayRuntime(
+            run_dir,
+            conductor=conductor,
+            gpus=gpus,
+            only_address="" if given else _LOOPBACK,
+            orphan_s=config.runtime.ray_orphan_grace,
+        )
+        runtime.find()
         stack.callback(_bounded, runtime.close)
         yield runtime
 

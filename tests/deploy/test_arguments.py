@@ -247,5 +247,6 @@ def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: An
     serve = told(release).settings(release.pod("moonpool-launcher"))
     assert (serve.topology.num_prefill, serve.topology.num_decode, serve.topology.aggregated) == (3, 6, 0)
     assert serve.runtime.is_ray
+    assert serve.runtime.ray_orphan_grace == 600
     assert {pod.labels.get("llm-d.ai/role") for pod in release.pods} == {None, "prefill", "decode"}
     assert not release.kind("DaemonSet")

@@ -43,6 +43,16 @@ def test_who_joins_a_cluster_plans_neither_conductor_nor_front_door() -> None:
     assert {tuple(plan.settings["conductor"]) for plan in planned.values()} == {("10.0.0.8:7000", "10.0.0.9:7000")}
 
 
+def test_workers_that_run_already_are_kept_and_new_ones_have_ids_beyond_theirs() -> None:
+    joined = config(join="10.0.0.1:7000", runtime="ray", prefill_nodes=1, decode_nodes=3)
+    planner = Planner(joined, run_dir=RUN_DIR, port=0, cores=8, conductor="10.0.0.1:7000")
+    running = ("decode-10", "decode-2", "prefill-0", "prefill-3", "pool-7", "other-decode-5")
+    planned = [plan.node_id for plan in planner.cluster(running)]
+    assert planned == ["prefill-0", "prefill-3", "decode-2", "decode-10", "decode-11"]
+    assert planner.next_worker("prefill").node_id == "prefill-4"
+    assert planner.initial_counts() == {"prefill": 1, "decode": 3, "aggregated": 0}
+
+
 def test_workers_take_turns_over_the_pool_nodes_and_share_their_host() -> None:
     planned = plans(prefill_nodes=2, decode_nodes=2, pool_nodes=2)
     for name in ("prefill", "decode"):

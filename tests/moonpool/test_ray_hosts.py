@@ -111,6 +111,13 @@ def test_an_address_and_the_runtime_process_contradict_each_other() -> None:
         config(runtime="process", ray_address="10.0.0.1:6379")
 
 
+@pytest.mark.parametrize("flags", [{"ray_address": "h:1"}, {"runtime": "ray", "join": "c:1"}, {"join": "c:1"}])
+def test_nodes_outlive_serve_only_in_a_ray_and_a_cluster_that_do(flags: dict[str, str]) -> None:
+    assert config(ray_address="h:1", join="c:1", ray_orphan_grace=60).runtime.ray_orphan_grace == 60
+    with pytest.raises(Exception, match="--ray-orphan-grace needs --ray-address and --join"):
+        config(ray_orphan_grace=60, **flags)
+
+
 @pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001", "10.0.0.1", "unix:/tmp/ray"])
 def test_an_address_of_another_form_is_refused(address: str) -> None:
     with pytest.raises(Exception, match="expected HOST:PORT"):

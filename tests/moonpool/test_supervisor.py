@@ -203,6 +203,26 @@ async def test_stopping_while_processes_are_being_started_leaves_none(
     assert set(psutil.Process().children()) <= before
 
 
+async def test_processes_that_are_let_go_live_on_unless_there_is_hurry(
+    supervisor: Start, plan: Plan, tmp_path: Path
+) -> None:
+    running = supervisor([plan("a")], tmp_path)
+    async with running:
+        await running.wait_ready(30.0)
+        (pid,) = pids(running).values()
+        running.let_go()
+    process = psutil.Process(pid)
+    assert process.status() != psutil.STATUS_ZOMBIE
+    process.kill()
+    hurried = supervisor([plan("a")], tmp_path)
+    async with hurried:
+        await hurried.wait_ready(30.0)
+        (pid,) = pids(hurried).values()
+        hurried.let_go()
+        hurried.hurry()
+    assert not psutil.pid_exists(pid)
+
+
 async def test_higher_tiers_stop_first(supervisor: Start, program: Any, tmp_path: Path) -> None:
     script = """
 import signal, sys, time
