@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moonpool.autoscaler import autoscale
+from moonpool.autoscaling import parse_bounds
 from moonpool.config import ServeConfig
 from moonpool.hang_guard import guard
 from moonpool.http_port import local_url, wait_http_ready
@@ -17,6 +19,7 @@ from moonpool.plan import Planner, RolePlan, describe
 from moonpool.ready_file import READY_NAME, ReadyFile, ReadyModel, ready_nodes
 from moonpool.runtime.choice import ClusterRuntime
 from moonpool.scaler import Scaler
+from moonpool.scaling import workers
 from moonpool.startup_view import TerminalView
 from moonpool.supervisor import Supervisor
 from moonpool.supervisor_service import SupervisorService
@@ -42,10 +45,13 @@ class Cluster(TerminalView):
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
         if runtime.outlives:
             self._supervisor.let_go()
+        self._groups = planner.groups
+        self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
         self._surplus = {  # that an earlier `serve` has left
             group: count
             for group, count in planner.initial_counts().items()
-            if sum(node_id.rpartition("-")[0] == group for node_id in runtime.found) > count
+            if group not in self._bounds
+            and sum(node_id.rpartition("-")[0] == group for node_id in runtime.found) > count
         }
         runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
         self._scaler = Scaler(
@@ -109,13 +115,29 @@ class Cluster(TerminalView):
         server = await service.serve(self._run_dir)
         if self._surplus:
             service.scale(self._surplus, force=True)
+        scaling = asyncio.create_task(self._follow_demand(service))
         try:
             await self._supervisor.wait_failed()
         finally:
-            guarding.cancel()
-            await asyncio.gather(guarding, return_exceptions=True)
+            for task in (guarding, scaling):
+                task.cancel()
+            await asyncio.gather(guarding, scaling, return_exceptions=True)
             await service.close()
             await server.stop(_STOP_GRACE_S)
+
+    async def _follow_demand(self, service: SupervisorService) -> None:
+        if self._bounds:
+            await autoscale(
+                self._bounds,
+                self._groups,
+                conductors=list(self._conductors.values()),
+                present=lambda: {
+                    group: len(node_ids)
+                    for group, node_ids in workers(self._supervisor.states(), self._supervisor.plans()).items()
+                },
+                scale=service.scale,
+                say=self.show,
+            )
 
     def _announce(self, seconds: float) -> None:
         self._up = True

@@ -39,6 +39,13 @@ class SupervisorSettings(Slice):
             high=86400,
         ),
     ] = 30.0
+    autoscale: Annotated[
+        tuple[str, ...],
+        Key(
+            "ROLE=MIN:MAX, several: let the number of workers follow what the conductor says that the demand needs",
+            default_text="as many as given",
+        ),
+    ] = ()
     verbose: Annotated[bool, Key("Show every log line, not only warnings", aliases=("-v",))] = False
 
 
