@@ -57,6 +57,7 @@ class Registry:
         self._nodes: dict[str, conductor_pb2.Node] = {}
         self._refs: dict[str, conductor_pb2.NodeRef] = {}
         self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
+        self._versions: dict[bytes, set[str]] = {}  # who runs which software, as serialised: few among many nodes
 
     def __iter__(self) -> Iterator[Member]:
         return iter([self._members[node_id] for node_id in sorted(self._members)])
@@ -78,6 +79,8 @@ class Registry:
         if former is not None:
             former.replaced.set()
             self._end_switch(former, "left")
+            self._forget_version(former.node)
+        self._versions.setdefault(node.software.SerializeToString(), set()).add(node.node_id)
         member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
         self._nodes[node.node_id] = node
         self._refs[node.node_id] = node_ref(node)
@@ -172,6 +175,7 @@ class Registry:
         if self._members.get(member.node.node_id) is not member:
             return False
         self._end_switch(member, "left")
+        self._forget_version(member.node)
         del self._members[member.node.node_id], self._nodes[member.node.node_id], self._refs[member.node.node_id]
         self._peers.clear()
         return True
@@ -218,10 +222,18 @@ class Registry:
     def _check_software(self, node: conductor_pb2.Node) -> None:
         who = f"node {node.node_id!r}"
         problem = why_not_together(node.software, who, own_software(), "this conductor")
-        others = (other.node for other in self if other.node.node_id != node.node_id)
-        problems = (why_not_together(node.software, who, each.software, f"node {each.node_id!r}") for each in others)
-        if problem := problem or next(filter(None, problems), ""):
+        for told, node_ids in self._versions.items():
+            other = min(node_ids - {node.node_id}, default="")
+            if other and not problem:
+                problem = why_not_together(node.software, who, common_pb2.Software.FromString(told), f"node {other!r}")
+        if problem:
             raise JoinRefused(problem)
+
+    def _forget_version(self, node: conductor_pb2.Node) -> None:
+        told = node.software.SerializeToString()
+        self._versions[told].discard(node.node_id)
+        if not self._versions[told]:
+            del self._versions[told]
 
 
 def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import FrameType
 
 
@@ -10,10 +11,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 # The kernel gives a container's first process no signal that it has no handler for: told to end while it still imports,
-# it would come up all the same, and be killed when its grace is over. A role's own handlers take the place of these.
-if os.getpid() == 1:
-    for _number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_number, _end)
+# it would come up all the same, and be killed when its grace is over. A role's own handler takes the place of this one.
+_is_first = os.getpid() == 1 and threading.current_thread() is threading.main_thread()
+if _is_first and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    signal.signal(signal.SIGTERM, _end)
 
 # Left to itself, gRPC's core prints every handshake that fails, past our logs. What is wrong is told by those who
 # called. It looks at this once, when it is imported.
