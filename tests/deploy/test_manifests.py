@@ -88,6 +88,7 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
         "monitoring": {"tracing": {"endpoint": "http://collector:4318"}},
         "ray": {"existingTokenSecret": "ray-token", "head": pod, "launcher": pod},
     }
+    values["workers"]["more"] = {"role": "decode", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3}}
     values["workers"]["both"]["autoscaling"]["metrics"] = [  # type: ignore[index]
         {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}}}
     ]

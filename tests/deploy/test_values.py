@@ -124,6 +124,24 @@ def test_a_group_has_one_worker_unless_it_says_otherwise(render: Any, told: dict
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (made, made, made)
 
 
+def test_a_group_that_follows_the_demand_is_scaled_by_what_the_conductor_wants(render: Any) -> None:
+    group = {"role": "decode", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 5}}
+    release = render({"workers": {"decode": group}, "model": {"servedNames": ["large", "alias"]}})
+    (scaler,) = release.kind("HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "moonpool-decode"
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["metric"] == {
+        "name": "moonpool_desired_nodes",
+        "selector": {"matchLabels": {"model_name": "large", "role": "decode"}},
+    }
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+    assert scaler["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 0
+    assert "replicas" not in release.one("StatefulSet", "moonpool-decode")["spec"]
+    own = {**group["autoscaling"], "metrics": [{"type": "Resource"}]}  # type: ignore[dict-item]
+    (scaler,) = render({"workers": {"decode": {**group, "autoscaling": own}}}).kind("HorizontalPodAutoscaler")
+    assert scaler["spec"]["metrics"] == [{"type": "Resource"}]
+
+
 @pytest.mark.parametrize(
     ("url", "address"),
     [

@@ -59,6 +59,17 @@ labels:
 {{- $targets | toJson -}}
 {{- end -}}
 
+{{- /* As the metrics name it. */ -}}
+{{- define "moonpool.modelName" -}}
+{{- if .Values.model.servedNames -}}
+{{- first .Values.model.servedNames -}}
+{{- else if eq .Values.model.source "bundled" -}}
+moonpool
+{{- else -}}
+{{- base .Values.model.path -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "moonpool.redisUrl" -}}
 {{- if .Values.externalRedis.url -}}
 {{- .Values.externalRedis.url -}}

@@ -246,6 +246,10 @@ spec:
   maxReplicas: {{ int .autoscaling.maxReplicas }}
   metrics:
     {{- toYaml .autoscaling.metrics | nindent 4 }}
+  {{- with .autoscaling.behavior }}
+  behavior:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end -}}
 
 {{- /* (root, name, component, budget) */ -}}
