@@ -43,7 +43,7 @@ def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
     whole = "".join(
         f'<tr><td class="name">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in totals(f)
     )
-    head = "".join(f"<th>{name}</th>" for name in _HEADINGS)
+    head = "".join(f'<th scope="col">{name}</th>' for name in _HEADINGS)
     rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells(row)) + "</tr>" for row in f["by_turn"])
     return f"""<!doctype html>
 <html lang="en">
@@ -61,7 +61,9 @@ def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
 {notices}
 <section class="pictures after-lead">{cards}<div class="card"><h2>All turns</h2><table>{whole}</table></div></section>
 <section class="after-lead">
-<div class="card"><h2>By turn</h2><table class="steps"><tr>{head}</tr>{rows}</table></div>
+<div class="card"><h2>By turn</h2>
+<div class="scroll" tabindex="0" role="region" aria-label="By turn"><table class="steps">
+<tr>{head}</tr>{rows}</table></div></div>
 </section>
 <footer>{"".join(f"<p>{escape(text)}</p>" for text in _DEFINITIONS)}</footer>
 </main>

@@ -134,5 +134,8 @@ def _table(steps: Sequence[Step]) -> str:
         f'<td class="wrap">{escape("; ".join(step.reasons))}</td></tr>'
         for number, step in enumerate(steps, 1)
     )
-    head = "".join(f"<th>{name}</th>" for name in ("step", "rate", "verdict", "attainment", "goodput", "why"))
-    return f'<div class="card"><h2>Steps</h2><table class="steps"><tr>{head}</tr>{rows}</table></div>'
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("step", "rate", "verdict", "attainment", "goodput", "why")
+    )
+    scroll = '<div class="scroll" tabindex="0" role="region" aria-label="Steps">'
+    return f'<div class="card"><h2>Steps</h2>{scroll}<table class="steps"><tr>{head}</tr>{rows}</table></div></div>'

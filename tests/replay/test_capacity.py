@@ -21,6 +21,7 @@ from replay.capacity.page import capacity_page, headline
 from replay.capacity.runner import CapacityResult
 from replay.errors import SettingInvalid
 from replay.record import Outcome, RequestRecord
+from tests.chromium import look_at
 
 RESOLUTIONS = st.sampled_from([0.02, 0.1, 0.3, 1.0])
 
@@ -240,6 +241,7 @@ def test_a_live_search_prints_its_steps_and_ends_with_the_answer(serve, tmp_path
     page = _Page()
     page.feed((tmp_path / "capacity.html").read_text())
     assert page.svgs == 2
+    look_at(tmp_path / "capacity.html")
     assert len(page.ids) == len(set(page.ids))
     # No prompt is sent twice: nothing of one step is in the server's cache at the next.
     prompts = [tuple(body["prompt"]) for body in server.bodies]

@@ -23,6 +23,7 @@ from replay.dialogue_report import DialogueReport
 from replay.dialogue_runner import run
 from replay.errors import SettingInvalid
 from replay.tokens import ModelTokens
+from tests.chromium import look_at
 
 BUNDLED_MODEL = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 
@@ -138,6 +139,7 @@ def test_the_page_fetches_nothing_and_shows_three_pictures(serve, lead: Lead) ->
     report = lead(serve().url)
     html = (report.out / "dialogues.html").read_text()
     assert html.count("<svg") == 3
+    look_at(report.out / "dialogues.html")
     assert not re.search(r"<script|<link|(?:src|href)=\"(?!#)", html)
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from replay import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
 from replay.errors import VerificationError
 from replay.table import print_report
+from tests.chromium import look_at
 from traces import Trace
 
 ISSUE_KEYS = {
@@ -128,6 +129,7 @@ def test_the_page_stands_alone(serve, replay) -> None:
     assert not re.search(r"https?://(?!127\.0\.0\.1)", text)
     assert not re.search(r"@import|url\((?!#)", text)
     assert page.svgs == 10
+    look_at(report.html_path)
     assert len(page.ids) == len(set(page.ids))
     assert "prefers-color-scheme: dark" in text
     assert not re.search(r"#0[0-9]0[0-9]0[0-9]", text), "a placeholder colour was left in"
