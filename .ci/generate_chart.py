@@ -25,7 +25,17 @@ GOLDEN = ROOT / "tests" / "deploy" / "golden"
 KUBERNETES = "v1.32.0"
 # What the chart says itself, by its own values.
 OWN = {
-    *("model", "served_model_name", "models", "host", "port", "api_key", "drain_grace", "worker_drain_grace"),
+    *(
+        "model",
+        "served_model_name",
+        "models",
+        "host",
+        "port",
+        "api_key",
+        "api_keys_file",
+        "drain_grace",
+        "worker_drain_grace",
+    ),
     *("pool_bytes", "pool_hugepages", "pool_ssd_dir", "pool_ssd_bytes", "slo_file", "slo_force", "slo_dir"),
     *("redis_url", "redis_password", "cluster_name", "state_dir", "data_host", "rdma_devices"),
     *("tls_cert", "tls_key", "tls_ca"),

@@ -7,6 +7,7 @@ from typing import Final
 
 from frontend.api.fields import CLASS_NAME
 from frontend.errors import InvalidRequest
+from frontend.keys import Caller
 from telemetry.tracing import OFF, Span
 
 __all__ = ["Arrival"]
@@ -21,7 +22,7 @@ class Arrival:
     """`at_s` is of the monotonic clock; objectives of 0 are those that the cluster's record gives the request."""
 
     at_s: float
-    tenant: str
+    caller: Caller
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
     slo_class: str = ""
@@ -29,10 +30,10 @@ class Arrival:
     span: Span = OFF
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], *, at_s: float, tenant: str, span: Span = OFF) -> "Arrival":
+    def of(cls, headers: Mapping[str, str], *, at_s: float, caller: Caller, span: Span = OFF) -> "Arrival":
         """Reads x-slo-ttft-ms, x-slo-tpot-ms, x-slo-class and x-moonpool-timing. Raises InvalidRequest."""
         ttft_s, tpot_s = (_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"))
-        return cls(at_s, tenant, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers), span)
+        return cls(at_s, caller, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers), span)
 
     def class_beside(self, in_body: str | None) -> str:
         """The class that the request asks for, in its header or its body. Raises InvalidRequest if they differ."""

@@ -38,9 +38,14 @@ class ConductorClient:
         first = zlib.crc32(asked_by.encode()) % len(targets)
         ordered = [*targets[first:], *targets[:first]]
         self._lines = [Line(target) for target in ordered]  # the preferred one first
-        known = list(tenants) if len(tenants) <= _MOST_TENANTS else []
-        self._cluster = conductor_pb2.ClusterRequest(frontend_id=asked_by if known else "", tenants=known)
+        self._asked_by = asked_by
+        self.know_tenants(tenants)
         self._telling: set[asyncio.Task[None]] = set()
+
+    def know_tenants(self, tenants: Sequence[str]) -> None:
+        """Those to tell from now on, with each look at the cluster."""
+        known = list(tenants) if len(tenants) <= _MOST_TENANTS else []
+        self._cluster = conductor_pb2.ClusterRequest(frontend_id=self._asked_by if known else "", tenants=known)
 
     @property
     def target(self) -> str:

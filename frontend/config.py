@@ -36,7 +36,11 @@ class FrontendConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     node_id: str = "frontend-0"
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    api_keys: tuple[
+        str, ...
+    ] = ()  # of trials, each a tenant of its own; with neither these nor a file none is asked for
+    api_keys_file: Path | None = None  # YAML, read again when it changes
+    metrics_need_admin: bool = False  # else whoever reaches the port may read them
     block_tokens: int = 16  # of every model; must equal the nodes'
     request_timeout_s: float = 600.0  # from arrival to the last token
     idle_timeout_s: float = 60.0  # between two tokens of one attempt, before its decode worker is suspected

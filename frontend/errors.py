@@ -2,6 +2,7 @@
 
 FrontendError
 ├── ConfigError             a value of FrontendConfig that cannot be right
+├── KeysFileError           the file of API keys cannot be read, or says what cannot be
 ├── ModelFolderError        the model folder lacks a usable tokenizer, configuration or chat template
 ├── PortInUse               somebody already listens at the HTTP address (also messenger's AddressInUse)
 ├── WorkerLost              a worker's token stream could not be opened, or ended
@@ -10,6 +11,7 @@ FrontendError
     ├── InvalidRequest      400
     │   └── ContextLengthExceeded
     ├── Unauthorized        401
+    ├── Forbidden           403
     ├── ModelNotFound       404
     ├── BodyTimeout         408
     ├── BodyTooLarge        413
@@ -32,6 +34,10 @@ class FrontendError(Exception):
 
 class ConfigError(FrontendError, ValueError):
     """A configuration value that cannot be right; names the field."""
+
+
+class KeysFileError(FrontendError):
+    """The file of API keys cannot be read, or says what cannot be; names the entry and the field, never a value."""
 
 
 class ModelFolderError(FrontendError):
@@ -98,6 +104,17 @@ class Unauthorized(ApiError):
     status = 401
     kind = "authentication_error"
     default_code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"www-authenticate": "Bearer"}
+
+
+class Forbidden(ApiError):
+    """The key is known, and may not do this."""
+
+    status = 403
+    kind = "permission_error"
+    default_code = "admin_only"
 
 
 class ModelNotFound(ApiError):

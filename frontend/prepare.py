@@ -131,7 +131,7 @@ class Preparer:
 
     def _chat_prompt(self, body: ChatBody, arrival: Arrival, asked: int | None) -> tuple[ChatPrompt, int]:
         """(the chat's prompt, how many of its messages were left out)"""
-        special, scope = body.add_special_tokens is True, (arrival.tenant, body.cache_salt or "")
+        special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
         limit = self.max_model_len
         if body.truncation != "auto" or not limit:
             check = partial(self._check_length, wanted=asked or 1, param="messages", least=True)
@@ -153,7 +153,7 @@ class Preparer:
         """A prompt's answers. The first goes by `request_id` itself."""
         config, tokenizer = self._config, self._tokenizer
         prompt = np.array(ids, np.int32)
-        seed = chain_seed(body.cache_salt or "", tokenizer.identity, config.block_tokens)
+        seed = chain_seed(arrival.caller.block_salt(body.cache_salt or ""), tokenizer.identity, config.block_tokens)
         sampling = sampling_of(
             body,
             config,
@@ -175,7 +175,7 @@ class Preparer:
             tokenize_s=monotonic() - arrival.at_s,
             ttft_objective_s=arrival.ttft_objective_s,
             tpot_objective_s=arrival.tpot_objective_s,
-            tenant=arrival.tenant,
+            tenant=arrival.caller.tenant,
             slo_class=arrival.class_beside(body.slo_class),
             priority=body.priority or 0,
             idle_s=config.endless_idle_s if body.endless else 0.0,

@@ -8,12 +8,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from frontend.accepting import Turnstile
-from frontend.auth import ApiKeys
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
 from frontend.driver import DriverContext, Generation
 from frontend.errors import ServiceUnavailable
+from frontend.keys import ApiKeys
+from frontend.keys.watched_file import KeysFile
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel, ServedModels
 from frontend.session import Session
@@ -23,6 +24,7 @@ from frontend.work_threads import WorkThreads
 from telemetry import (
     ConductorCollector,
     ConductorSample,
+    DoorMetrics,
     LoopWatch,
     NodesCollector,
     RequestFamilies,
@@ -44,8 +46,14 @@ class Service:
         self.config = config
         self.turnstile = Turnstile()
         self._on_rest = on_rest
-        self.keys = ApiKeys(config.api_keys)
         self.registry = new_registry()
+        self.door_metrics = DoorMetrics(self.registry)
+        self.keys = ApiKeys(config.api_keys, asks=config.api_keys_file is not None)
+        self._keys_file = (
+            None
+            if config.api_keys_file is None
+            else KeysFile(config.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
+        )
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
@@ -77,6 +85,8 @@ class Service:
 
     async def start(self) -> None:
         """Look at the cluster for the first time; a conductor that is away is no error."""
+        if self._keys_file is not None:
+            self._keys_file.start()
         await self.cluster.start()
 
     async def admit(self, name: str | None) -> ServedModel:
@@ -143,6 +153,8 @@ class Service:
         for session in list(self._sessions):
             await self.close_session(session)
         await self.streams.close()
+        if self._keys_file is not None:
+            await self._keys_file.close()
         if self._background:
             await asyncio.wait(self._background, timeout=_LAST_WORDS_S)
         for task in self._background:
@@ -164,6 +176,9 @@ class Service:
         # Neither outlives its purpose: streams are kept for the next request, last words end within their deadline.
         counts |= {"streams": self.streams.num_open, "last_words": len(self._background)}
         return {"ok": not problems, "problems": problems, "counts": counts}
+
+    def _tell_tenants(self) -> None:
+        self.conductor.know_tenants(self.keys.tenants)
 
     def _samples(self) -> list[ConductorSample]:
         """The conductor's numbers, and the same of this process."""

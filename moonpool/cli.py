@@ -96,6 +96,12 @@ _LAZY = (
         "[bold]moonpool slo show[/bold]",
     ),
     (
+        "keys",
+        "moonpool.keys_command",
+        "API keys for the front door: draw one, and the entry by which it is known.\n\n"
+        "[bold]moonpool keys new --name acme-2027 --tenant acme --file keys.yaml[/bold]",
+    ),
+    (
         "explain",
         "moonpool.explain_command",
         "Tell why a request went where it went, or was rejected: predictions, losers, what became of it.\n\n"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from rich.table import Table
 from moonpool.config import all_settings
 from moonpool.locate import DEFAULT_URL, locate
 from moonpool.options import reported_errors
+from moonpool.secret_file import read_secret
 from moonpool.status_command import Conductor, Json, ReadyPath, Url, wide_console
 
 _POLL_S = 0.2
@@ -23,6 +25,9 @@ def validate(
     ready_file: ReadyPath = None,
     wait: Annotated[float, typer.Option(help="Ask again for so many seconds until all is well.", min=0.0)] = 0.0,
     as_json: Json = False,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds an admin's API key, where front doors ask for one.")
+    ] = None,
 ) -> None:
     """Ask every process of a cluster at rest whether it still holds anything: pages, leases, puts, streams, ledger.
 
@@ -32,9 +37,10 @@ def validate(
 
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        admin_key = read_secret(admin_key_file) if admin_key_file is not None else ""
         deadline_s = time.monotonic() + wait
         while True:
-            answers = asyncio.run(validate_cluster(located))
+            answers = asyncio.run(validate_cluster(located, admin_key=admin_key))
             ok = all(answer.ok for answer in answers)
             if ok or time.monotonic() >= deadline_s:
                 break

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -51,14 +52,17 @@ async def ask_conductor(conductor: str, *, deadline_s: float) -> conductor_pb2.C
         )
 
 
-async def validate_cluster(located: Located) -> list[Answer]:
-    """Every process's answer, the conductors' first; one that does not answer is an answer with a problem."""
+async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Answer]:
+    """Every process's answer, the conductors' first; one that does not answer is an answer with a problem.
+
+    `admin_key`: for front doors that have admins' API keys.
+    """
     cluster = await ask_cluster(located.conductor)
     asked = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors_of(located).items()]
     for status in cluster.nodes:
         stub = PoolStub if status.node.role == common_pb2.ROLE_POOL else WorkerStub
         asked.append(_validate(status.node.node_id, role_name(status.node.role), status.node.target, stub))
-    asked += [_validate_frontend(url) for url in located.urls]
+    asked += [_validate_frontend(url, admin_key) for url in located.urls]
     answers = list(await asyncio.gather(*asked))
     return answers + _not_joined(located, {answer.node_id for answer in answers})
 
@@ -90,14 +94,20 @@ async def _validate(node_id: str, role: str, target: str, stub: Callable[[Any], 
     return _answer(node_id, role, target, reply.json)
 
 
-async def _validate_frontend(url: str) -> Answer:
+async def _validate_frontend(url: str, admin_key: str) -> Answer:
     def fetch() -> str:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{url}/validate", timeout=ANSWER_DEADLINE_S) as reply:
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        asked = urllib.request.Request(f"{url}/validate", headers=headers)
+        with opener.open(asked, timeout=ANSWER_DEADLINE_S) as reply:
             return str(reply.read().decode())
 
     try:
         text = await asyncio.to_thread(fetch)
+    except urllib.error.HTTPError as error:
+        error.close()
+        hint = "; give an admin's API key with --admin-key-file" if error.code in (401, 403) else ""
+        return Answer("frontend", "frontend", url, ok=False, problems=(f"it answers {error.code}{hint}",))
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         return Answer("frontend", "frontend", url, ok=False, problems=(f"no answer: {error}",))
     return _answer("frontend", "frontend", url, text)

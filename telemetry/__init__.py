@@ -1,6 +1,7 @@
 """Metrics under vLLM's names and structured logs with request ids; knows no other package."""
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
+from telemetry.door import DoorMetrics
 from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel
 from telemetry.loop_lag import LoopWatch
 from telemetry.metrics import RequestFamilies, RequestMetrics, exposition, new_registry
@@ -11,6 +12,7 @@ __all__ = [
     "BadTracing",
     "ConductorCollector",
     "ConductorSample",
+    "DoorMetrics",
     "LoopWatch",
     "NodeSample",
     "NodesCollector",

@@ -20,6 +20,7 @@ from frontend.api.stream import encode
 from frontend.api.tracing import Traced, span_of
 from frontend.arrival import Arrival
 from frontend.errors import ApiError, ClientGone
+from frontend.keys import Caller
 from frontend.served import ServedModel
 from frontend.service import Service
 from messenger.software import package_version
@@ -103,7 +104,7 @@ class _Routes:
         return await answer(self._service, http, body, model, requests, ChatFormat, timing=arrival.wants_timing)
 
     async def tokenize(self, http: Request) -> Response:
-        self._tenant(http)
+        self._caller(http)
         body = await self._body(http, models.TokenizeBody)
         model = self._service.models.find(body.model)
         ids = await model.preparer.tokens(body)
@@ -116,18 +117,18 @@ class _Routes:
         return await self._service.threads.run(told)  # a body's text may have millions
 
     async def detokenize(self, http: Request) -> Response:
-        self._tenant(http)
+        self._caller(http)
         body = await self._body(http, models.DetokenizeBody)
         model = self._service.models.find(body.model)
         return _json({"prompt": await model.preparer.text(body.tokens)})
 
     async def models(self, http: Request) -> Response:
-        self._tenant(http)
+        self._caller(http)
         cards = [self._card(name, model) for model in self._service.models for name in model.config.names]
         return _json({"object": "list", "data": cards})
 
     async def model(self, http: Request) -> Response:
-        self._tenant(http)
+        self._caller(http)
         name = http.scope["path"].removeprefix(_MODEL)
         return _json(self._card(name, self._service.models.find(name)))
 
@@ -144,10 +145,14 @@ class _Routes:
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def metrics(self, http: Request) -> Response:
+        if self._service.config.metrics_need_admin:
+            self._service.keys.admin(http.headers.get("authorization"))
         text, content_type = exposition(self._service.registry, http.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     async def validate(self, http: Request) -> Response:
+        if self._service.keys.has_admin:
+            self._service.keys.admin(http.headers.get("authorization"))
         return _json(self._service.validate())
 
     async def openapi(self, http: Request) -> Response:
@@ -155,7 +160,7 @@ class _Routes:
 
     async def _generation(self, http: Request, kind: type[G]) -> tuple[Arrival, G, ServedModel]:
         at_s = monotonic()
-        arrival = Arrival.of(http.headers, at_s=at_s, tenant=self._tenant(http), span=span_of(http))
+        arrival = Arrival.of(http.headers, at_s=at_s, caller=self._caller(http), span=span_of(http))
         body = await self._body(http, kind)
         return arrival, body, await self._service.admit(body.model)
 
@@ -164,8 +169,8 @@ class _Routes:
         body = await read_body(http, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
         return await parse_body(kind, body, self._service.threads)
 
-    def _tenant(self, http: Request) -> str:
-        return self._service.keys.check(http.headers.get("authorization"))
+    def _caller(self, http: Request) -> Caller:
+        return self._service.keys.caller(http.headers.get("authorization"))
 
     def _card(self, name: str, model: ServedModel) -> dict[str, object]:
         """A model under one of its names; `root` is the one that its aliases share."""

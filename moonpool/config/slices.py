@@ -175,6 +175,11 @@ class HttpSettings(Slice):
     api_key: Annotated[
         tuple[str, ...], Key("Accepted API key; may be given several times", default_text="no key asked")
     ] = ()
+    api_keys_file: Annotated[
+        Path | None,
+        Key("YAML file of API keys' hashes, tenants, scopes and quotas; read again when it changes"),
+    ] = None
+    metrics_need_admin: Annotated[bool, Key("Ask for an admin's API key where metrics are read")] = False
     request_timeout: Annotated[float, Key("Seconds after which a request fails", low=0.1, high=86400)] = 600.0
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)

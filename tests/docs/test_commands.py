@@ -20,6 +20,7 @@ from moonpool.cli import app
 from moonpool.config import all_settings
 from moonpool.doctor.command import app as doctor_app
 from moonpool.explain_command import app as explain_app
+from moonpool.keys_command import app as keys_app
 from moonpool.pool_command import app as pool_app
 from moonpool.profiling.command import app as profile_app
 from moonpool.replay_decisions_command import app as replay_decisions_app
@@ -32,7 +33,7 @@ from replay.dialogue_cli import app as dialogues_app
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = "docs/objectives.md"
 # Commands that are followed by another.
-GROUPS = {"bench": bench_app, "pool": pool_app, "simulate": simulate_app, "slo": slo_app}
+GROUPS = {"bench": bench_app, "keys": keys_app, "pool": pool_app, "simulate": simulate_app, "slo": slo_app}
 # Said of other programs, or of no command line.
 OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 

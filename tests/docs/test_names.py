@@ -26,7 +26,15 @@ from replay.dialogue_config import DialogueConfig
 from replay.dialogue_summary import summarise_dialogues
 from replay.objectives import Objectives
 from replay.summary import summarise
-from telemetry import ConductorCollector, NodeSample, NodesCollector, RequestFamilies, RequestMetrics, new_registry
+from telemetry import (
+    ConductorCollector,
+    DoorMetrics,
+    NodeSample,
+    NodesCollector,
+    RequestFamilies,
+    RequestMetrics,
+    new_registry,
+)
 
 ROOT = Path(__file__).parents[2]
 Page = Callable[[str], Any]
@@ -57,6 +65,7 @@ def front_door_metrics() -> set[str]:
     """What a front door exports of its own requests."""
     registry = new_registry()
     RequestMetrics(RequestFamilies(registry), "m").rejected("queue")
+    DoorMetrics(registry)
     return exported(registry)
 
 

@@ -50,6 +50,7 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         self.scheduled: list[conductor_pb2.ScheduleRequest] = []
         self.completed: asyncio.Queue[conductor_pb2.CompleteRequest] = asyncio.Queue()
         self.cluster = conductor_pb2.ClusterReply(ready_models=["tiny"])
+        self.tenants: list[str] = []  # that the front door says it knows
 
     async def Schedule(self, request_iterator: Any, context: Any) -> None:
         await answer_calls(request_iterator, context, self.schedule, self.completed.put_nowait)
@@ -59,6 +60,7 @@ class ScriptedConductor(conductor_pb2_grpc.ConductorServicer):
         return self.place(request)
 
     async def Cluster(self, request: Any, context: Any) -> conductor_pb2.ClusterReply:
+        self.tenants = list(request.tenants)
         return self.cluster
 
     async def completion(self) -> conductor_pb2.CompleteRequest:

@@ -1,0 +1,133 @@
+"""A front door whose keys are in a file that changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.errors import ConfigError
+from moonpool_proto.v1 import worker_pb2
+from tests.frontend.keys.conftest import ADMIN, ENTRIES, OTHER, USER, WriteKeys, bearer, entry_of
+
+COMPLETIONS = "/v1/completions"
+PROMPT = {"prompt": [4, 5, 6, 7, 8], "max_tokens": 1}
+
+
+@pytest.fixture(autouse=True)
+def answers(cluster: Any) -> None:
+    cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
+
+
+async def test_each_key_is_let_in_as_its_tenant_and_others_are_told_why_not(
+    cluster: Any, start_front: Any, write_keys: WriteKeys
+) -> None:
+    async with start_front(api_keys_file=write_keys(*ENTRIES)) as front:
+        for key, tenant in ((ADMIN, "ops"), (USER, "acme"), (OTHER, "beta")):
+            assert (await front.post(COMPLETIONS, PROMPT, **bearer(key)))[0] == 200
+            assert cluster.conductor.scheduled[-1].tenant == tenant
+        for headers in ({}, {"authorization": "Bearer mp-wrong"}):
+            async with front.http.post(front.url + COMPLETIONS, json=PROMPT, headers=headers) as response:
+                assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
+                assert "mp-wrong" not in await response.text()
+
+
+async def test_an_operator_s_page_is_for_admins_where_there_are_any(start_front: Any, write_keys: WriteKeys) -> None:
+    async def ask(front: Any, path: str, key: str | None) -> int:
+        async with front.http.get(front.url + path, **(bearer(key) if key else {})) as response:
+            return int(response.status)
+
+    async with start_front(api_keys_file=write_keys(*ENTRIES), metrics_need_admin=True) as front:
+        for path in ("/validate", "/metrics"):
+            assert [await ask(front, path, key) for key in (None, "mp-wrong", USER, ADMIN)] == [401, 401, 403, 200]
+        assert await ask(front, "/health", None) == 200
+    async with start_front(api_keys_file=write_keys(*ENTRIES[1:])) as front:
+        assert await ask(front, "/validate", None) == await ask(front, "/metrics", None) == 200
+
+
+async def test_no_two_tenants_reach_the_same_blocks_whatever_salt_they_name(
+    cluster: Any, start_front: Any, write_keys: WriteKeys
+) -> None:
+    async with start_front(api_keys_file=write_keys(*ENTRIES, entry_of("acme-2", "mp-4", "acme"))) as front:
+
+        async def blocks(key: str, **more: str) -> bytes:
+            assert (await front.post(COMPLETIONS, PROMPT | more, **bearer(key)))[0] == 200
+            return bytes(cluster.conductor.scheduled[-1].chain)
+
+        own = await blocks(USER)
+        assert own == await blocks("mp-4"), "a tenant's keys share"
+        salted = [
+            await blocks(key, **more) for key in (USER, OTHER) for more in ({"cache_salt": "a"}, {"cache_salt": "acme"})
+        ]
+        assert len({own, await blocks(OTHER), *salted}) == 6
+
+
+async def test_keys_come_and_go_without_a_restart_and_a_broken_file_changes_nothing(
+    cluster: Any, start_front: Any, write_keys: WriteKeys, until: Any, log_lines: Any
+) -> None:
+    path = write_keys(*ENTRIES[:2])
+
+    async def status(front: Any, key: str) -> int:
+        return int((await front.post(COMPLETIONS, PROMPT, **bearer(key)))[0])
+
+    async with start_front(api_keys_file=path) as front:
+        assert (await status(front, USER), await status(front, OTHER)) == (200, 401)
+        write_keys(ENTRIES[0], ENTRIES[2])
+        await until(lambda: status(front, OTHER), lambda seen: seen == 200)
+        assert await status(front, USER) == 401
+        await until(lambda: told_tenants(cluster), lambda seen: seen == ["beta", "ops"])
+        path.write_text("keys:\n- name: mp-pasted-secret oops")
+        await front.has_counted('moonpool:api_keys_file_reads_total{result="broken"}', 1)
+        assert await status(front, OTHER) == 200
+        path.unlink()
+        await front.has_counted('moonpool:api_keys_file_reads_total{result="broken"}', 2)
+        assert await status(front, OTHER) == 200
+        _, metrics = await front.get("/metrics")
+        assert "moonpool:api_keys_file_current 0.0" in metrics
+        write_keys(*ENTRIES)
+        await until(lambda: status(front, USER), lambda seen: seen == 200)
+        _, metrics = await front.get("/metrics")
+        assert "moonpool:api_keys_file_current 1.0" in metrics
+        assert 'moonpool:api_keys{scope="user"} 2.0' in metrics
+    said = json.dumps(log_lines())
+    assert "going on with the API keys from before" in said
+    assert "secret" not in said
+
+
+async def told_tenants(cluster: Any) -> list[str]:
+    return list(cluster.conductor.tenants)
+
+
+async def test_a_file_that_kubernetes_swaps_is_read_again(
+    start_front: Any, tmp_path: Path, write_keys: WriteKeys, until: Any
+) -> None:
+    """A mounted secret: keys.yaml -> ..data/keys.yaml, ..data -> ..1, and ..data is what is put anew."""
+    mount = tmp_path / "mount"
+    for version, entries in (("..1", ENTRIES[:1]), ("..2", ENTRIES[:2])):
+        (mount / version).mkdir(parents=True)
+        write_keys(*entries).replace(mount / version / "keys.yaml")
+    (mount / "..data").symlink_to("..1")
+    (mount / "keys.yaml").symlink_to("..data/keys.yaml")
+
+    async def status(front: Any) -> int:
+        return int((await front.post(COMPLETIONS, PROMPT, **bearer(USER)))[0])
+
+    async with start_front(api_keys_file=mount / "keys.yaml") as front:
+        assert await status(front) == 401
+        (mount / "..data_tmp").symlink_to("..2")
+        (mount / "..data_tmp").replace(mount / "..data")
+        await until(lambda: status(front), lambda seen: seen == 200)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(None, "cannot be read: No such file"), (b"\xff", "no UTF-8"), (b"x", "expected `keys:`")]
+)
+async def test_a_front_door_does_not_start_with_a_broken_file(
+    start_front: Any, tmp_path: Path, content: bytes | None, problem: str
+) -> None:
+    path = tmp_path / "keys.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        async with start_front(api_keys_file=path):
+            pass
