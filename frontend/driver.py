@@ -275,7 +275,8 @@ class Generation:
         metrics.generation_tokens.inc()
         if token.HasField("timing"):
             self._note(token.timing)
-        finish = _FINISH.get(token.finish)
+        # A newer worker's reason that is not known here ends the answer all the same.
+        finish = None if token.finish == worker_pb2.FINISH_NONE else _FINISH.get(token.finish, "length")
         if finish is None and len(facts.token_ids) >= self.request.sampling.max_tokens:
             finish = "length"
         if token.HasField("prompt_logprobs"):

@@ -88,7 +88,7 @@ class PoolClient:
             compute_s=compute_s,
         )
         reply = await self._call("Allocate", self._stub().Allocate(request), deadline_s)
-        status = [SlotStatus(value) for value in reply.status]
+        status = [_status(value) for value in reply.status]
         new_blocks = [i for i, each in enumerate(status) if each is SlotStatus.NEW]
         offsets = np.array([group.offsets for group in reply.groups], np.int64)
         offsets = offsets.reshape(spec.num_groups, len(new_blocks))
@@ -288,6 +288,11 @@ class PoolClient:
             if error.code in _REFUSALS:
                 raise _REFUSALS[error.code](str(error)) from error
             raise
+
+
+def _status(value: int) -> SlotStatus:
+    """What a newer node says that is not known here is no slot to write to."""
+    return SlotStatus(value) if value in list(SlotStatus) else SlotStatus.NO_SPACE
 
 
 def _evict_request(kv_namespace: bytes, chain: NDArray[np.uint8]) -> pool_pb2.EvictRequest:

@@ -16,6 +16,12 @@ STOP, LENGTH = worker_pb2.FINISH_STOP, worker_pb2.FINISH_LENGTH
 IdsOf = Callable[[str], list[int]]
 
 
+async def test_an_end_that_only_a_newer_worker_knows_ends_the_answer(cluster: Any, front: Any, ids_of: IdsOf) -> None:
+    cluster.answer_with(lambda submit: (ids_of(" and the cat"), 99))
+    status, body = await front.post("/v1/completions", {"prompt": "the quick brown fox", "max_tokens": 40})
+    assert (status, body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (200, " and the cat", "length")
+
+
 async def test_completion_returns_text_usage_and_facts(cluster: Any, front: Any, ids_of: IdsOf) -> None:
     cluster.answer_with(lambda submit: ([*ids_of(" and the cat"), 1], STOP))
     status, body = await front.post(
