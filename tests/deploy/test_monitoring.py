@@ -27,6 +27,20 @@ def test_the_rules_arrive_as_they_are_written(render: Any, chart: Path) -> None:
     assert len(rules(chart)) >= 5
 
 
+def test_alerts_lead_to_where_runbooks_are_read(render: Any, chart: Path) -> None:
+    where = "https://git.example.org/moonpool/docs/runbooks.md"
+    (found,) = render({"monitoring": {"prometheusRule": {"enabled": True, "runbooks": where}}}).kind("PrometheusRule")
+    links = [
+        rule["annotations"]["runbook_url"]
+        for group in found["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    own = [rule["annotations"]["runbook_url"] for rule in rules(chart) if "alert" in rule]
+    assert links == [link.replace("docs/runbooks.md", where) for link in own]
+    assert all(link.startswith(f"{where}#") for link in links)
+
+
 @pytest.fixture
 def with_a_dashboard(chart: Path, generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Its text, in a copy of the chart that is rendered from now on."""
