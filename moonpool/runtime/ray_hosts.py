@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moonpool.errors import RayUnusable
@@ -22,6 +22,7 @@ class Host:
     ray_node_id: str
     address: str
     resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def threads(self) -> int:
@@ -33,7 +34,9 @@ class Host:
 def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[str, Host]:
     """Ray's list of its nodes, those that live, by Ray's id; `only_address` goes before the one that Ray knows."""
     return {
-        node["NodeID"]: Host(node["NodeID"], only_address or node["NodeManagerAddress"], node["Resources"])
+        node["NodeID"]: Host(
+            node["NodeID"], only_address or node["NodeManagerAddress"], node["Resources"], node.get("Labels") or {}
+        )
         for node in nodes
         if node["Alive"]
     }

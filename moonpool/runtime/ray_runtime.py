@@ -31,6 +31,7 @@ from moonpool.runtime.ray_calls import Errands, apart
 from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located
 from moonpool.runtime.ray_life import ActorAway, ActorLost, RayLife
 from moonpool.runtime.ray_orphan import Orphanhood
+from moonpool.runtime.ray_places import preferred_host
 from moonpool.runtime.seam import Running
 
 _POLL_S = 0.1
@@ -67,6 +68,7 @@ class RayRuntime:
         self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
         self._pool_numbers = itertools.count()
         self._known: dict[str, Host] = {}  # every host that a node was placed on
+        self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
         self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
         self._errands = Errands()
 
@@ -133,6 +135,7 @@ class RayRuntime:
         """As Runtime.release: its actor ends, its resources are free."""
         self._unheard.discard(node_id)
         self._known.pop(node_id, None)
+        self._placed.pop(node_id, None)
         handle, group = self._actors.pop(node_id, None), self._groups.pop(node_id, None)
         if handle is not None:
             self._errands.run(handle.kill, for_good=True)
@@ -152,10 +155,11 @@ class RayRuntime:
         bundle = bundle_of(plan, gpu=self._gpus)
         host = await self._present_host(plan.node_id)
         if host is None:
-            group = self._groups.get(plan.node_id) or await self._make_group(plan.node_id, bundle)
+            group = self._groups.get(plan.node_id) or await self._make_group(plan, bundle)
             host = self._known[plan.node_id] = await self._host_of(group, bundle, say)
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             await self._make_actor(plan, bundle, where)
+        self._placed[plan.node_id] = plan, host.ray_node_id
         pool = await self._pool_on(host)
         handle = self._actors[plan.node_id]
         threads = int(plan.settings["threads"]) if self._only_address else 0
@@ -182,12 +186,18 @@ class RayRuntime:
         settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
 
-    async def _make_group(self, node_id: str, bundle: dict[str, float]) -> PlacementGroup:
-        name = f"{self._name}-{node_id}"
+    async def _make_group(self, plan: RolePlan, bundle: dict[str, float]) -> PlacementGroup:
+        """Where it would best be; a wish, since others may take the place, and hosts die."""
+        node_id, name = plan.node_id, f"{self._name}-{plan.node_id}"
         lifetime = "detached" if self.outlives else None
         found: Any = await apart(_group_named, name) if self.outlives else None  # of a `serve` that got no further
         if found is None:
-            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime))
+            found_hosts = await self._hosts()
+            near = preferred_host(plan, found_hosts, self._placed, gpu=self._gpus)
+            if near is not None:
+                self._placed[node_id] = plan, near  # those that are begun meanwhile reckon with it
+            wish = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
+            found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **wish))
         group: PlacementGroup = found
         self._groups[node_id] = group
         return group
