@@ -49,28 +49,27 @@ async def test_two_by_two_cluster_over_tcp_says_what_one_process_would(
         await check_says_what_one_process_would(cluster, judge_of(random_model), session)
 
 
-async def test_a_two_group_model_over_the_cluster(
-    two_group_model: Path,
-    start_cluster: Callable[..., Any],
-    judge_of: Callable[[Path], Any],
-    session: aiohttp.ClientSession,
-) -> None:
-    with start_cluster(two_group_model, "--block-tokens", "16", "--prefill-chunk-tokens", "64") as cluster:
-        judge = judge_of(two_group_model)
-        for mode in MODES:
-            for prompt in prompts(3, shared=90, own=40, seed=5):
-                answer = await cluster.complete(session, prompt, max_tokens=24, ignore_eos=True, **mode)
-                assert judge.wrong_tokens(answer, **mode) == []
-        assert answer.cached_tokens > 0
-        await cluster.validate()
-
-
 @pytest.fixture(scope="module")
-def smallest(random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
-    """A node of each role, over shared memory."""
+def smallest(random_model: Path, two_group_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
+    """A node of each role, over shared memory; beside it two for another model, and two aggregated ones for a third."""
     flags = ["--transport", "shm", "--block-tokens", "8", "--prefill-chunk-tokens", "48"]
+    flags += ["--add-model", f"two-groups={two_group_model},prefill_nodes=1,decode_nodes=1"]
+    flags += ["--add-model", f"both-phases={random_model},aggregated=2"]
     with start_cluster(random_model, *flags) as cluster:
         yield cluster
+
+
+async def test_a_two_group_model_over_the_cluster(
+    smallest: Any, two_group_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+) -> None:
+    judge = judge_of(two_group_model)
+    for mode in MODES:
+        asked = {"model": "two-groups", "max_tokens": 24, "ignore_eos": True, **mode}
+        for prompt in prompts(3, shared=90, own=40, seed=5):
+            answer = await smallest.complete(session, prompt, **asked)
+            assert judge.wrong_tokens(answer, **mode) == []
+    assert answer.cached_tokens > 0
+    await smallest.validate()
 
 
 async def test_the_smallest_cluster_says_what_one_process_would(
@@ -107,17 +106,13 @@ async def test_equal_requests_get_equal_tokens_in_two_salts_without_sharing(
 
 
 async def test_aggregated_workers_answer_like_the_reference(
-    random_model: Path,
-    start_cluster: Callable[..., Any],
-    judge_of: Callable[[Path], Any],
-    session: aiohttp.ClientSession,
+    smallest: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
-    with start_cluster(random_model, "--aggregated", "2", "--block-tokens", "8") as cluster:
-        judge = judge_of(random_model)
-        asked = prompts(8, shared=64, own=30, seed=9)
-        answers = await asyncio.gather(
-            *(cluster.complete(session, p, max_tokens=20, ignore_eos=True, **SAMPLED) for p in asked)
-        )
-        for answer in answers:
-            assert judge.wrong_tokens(answer, **SAMPLED) == []
-        await cluster.validate()
+    judge = judge_of(random_model)
+    options = {"model": "both-phases", "max_tokens": 20, "ignore_eos": True, **SAMPLED}
+    asked = prompts(8, shared=64, own=30, seed=9)
+    answers = await asyncio.gather(*(smallest.complete(session, p, **options) for p in asked))
+    for answer in answers:
+        assert judge.wrong_tokens(answer, **SAMPLED) == []
+        assert answer.moonpool["prefill_node"] == answer.moonpool["decode_node"]
+    await smallest.validate()
