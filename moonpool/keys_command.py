@@ -1,9 +1,11 @@
 """The command `keys`: draws API keys for the file that front doors read. A key is shown once and kept nowhere."""
 
 import os
+import re
 import secrets
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -78,18 +80,43 @@ def new(
 
 
 def _add(path: Path, entry: str) -> None:
-    """Put the file anew, whole, with one entry more. Raises ConfigError for one that would be of no use."""
+    """Put the file anew, whole, with one entry more. Raises ConfigError for one that is, or would be, of no use."""
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else "keys:\n"
-        after = before.replace("keys: []", "keys:").rstrip("\n") + "\n" + entry
+        parse_keys(before)
+    except KeysFileError as error:
+        raise ConfigError(f"{path} is of no use as it is: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    try:
+        after = _with_entry(before, entry)
         callers_of(parse_keys(after))
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        descriptor, partial = tempfile.mkstemp(dir=path.resolve().parent, prefix=".keys-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(after)
-        Path(partial).replace(path.resolve())
+        _write(path.resolve(), after)
     except KeysFileError as error:
         raise ConfigError(f"{path} would be of no use with this entry: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot change {path}: {error}") from error
+
+
+def _with_entry(before: str, entry: str) -> str:
+    """As far in as the entries that are there."""
+    found = re.search(r"^( *)- ", before, re.MULTILINE)
+    opened = re.sub(r"^keys: *\[ *\]", "keys:", before, flags=re.MULTILINE)
+    return opened.rstrip("\n") + "\n" + textwrap.indent(entry, found[1] if found else "")
+
+
+def _write(path: Path, text: str) -> None:
+    """Beside it first, so that no reader meets half of it."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            if path.exists():
+                kept = path.stat()
+                os.fchmod(descriptor, kept.st_mode & 0o777)
+                if (kept.st_uid, kept.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(descriptor, kept.st_uid, kept.st_gid)
+            file.write(text)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

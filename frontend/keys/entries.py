@@ -171,6 +171,8 @@ def _limits(said: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:
 def _plain(text: str) -> Any:
     """YAML's own messages show what they met: only the place is told."""
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise KeysFileError("it has aliases (*name): write each entry out")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_twice(node)
         return yaml.safe_load(text)

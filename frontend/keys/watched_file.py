@@ -62,9 +62,11 @@ class KeysFile:
                     continue
                 self._keys.replace(found)
             except KeysFileError as error:
-                self._metrics.keys_bad.inc()
-                self._metrics.keys_current.set(0)
+                self._failed()
                 _log.error("going on with the API keys from before: %s: %s", self._path, error)
+            except Exception as error:  # whatever it is: the file is to be looked at again; its words may show content
+                self._failed()
+                _log.error("going on with the API keys from before: %s: %s", self._path, type(error).__name__)
             else:
                 self._took()
                 self._on_change()
@@ -82,6 +84,10 @@ class KeysFile:
             return None
         self._seen = _mark(raw)
         return read_keys(raw)
+
+    def _failed(self) -> None:
+        self._metrics.keys_bad.inc()
+        self._metrics.keys_current.set(0)
 
     def _took(self) -> None:
         num_user, num_admin = self._keys.num_keys(admin=False), self._keys.num_keys(admin=True)

@@ -43,6 +43,15 @@ CASES: dict[str, tuple[int, Series, Series, Series]] = {
             f'moonpool:slo_requests_total{{{MODEL},objective="all",result="rejected"}}': "0+4x450",
         },
     ),
+    "MoonpoolKeysFileBroken": (
+        10,
+        {
+            'moonpool:api_keys_file_current{instance="a"}': "1x2 0x20",
+            'moonpool:api_keys_file_current{instance="b"}': "1x20",
+        },
+        {},
+        {'moonpool:api_keys_file_current{instance="a"}': "1x2 0x2 1x20"},
+    ),
     "MoonpoolObjectiveUnmeetable": (15, {"moonpool:slo_unmeetable": "1x20"}, {}, {"moonpool:slo_unmeetable": "0x20"}),
     "MoonpoolNoFrontDoor": (3, {}, {}, {f"moonpool:requests_in_flight{{{MODEL}}}": "0x20"}),
     "MoonpoolNothingCanServe": (

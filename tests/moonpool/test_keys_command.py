@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from frontend.keys import ApiKeys, Quota
@@ -49,3 +50,28 @@ def test_what_would_be_of_no_use_is_not_written(tmp_path: Path) -> None:
         assert "mp-" not in refused.output
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+@pytest.mark.parametrize(
+    "before", ["keys: []\n", "# ours\nkeys:\n", "# ours\nkeys:\n  - {entry}\n", "keys:\n- {entry}\n# the end"]
+)
+def test_a_file_written_by_hand_keeps_its_form_and_what_stands_beside(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "keys.yaml"
+    written = before.replace("{entry}", f"{{name: old, hash: 'sha256:{'0' * 64}', tenant: t, scope: user}}  # of May")
+    path.write_text(written)
+    path.chmod(0o640)
+    added = new("--name", "a", "--tenant", "t", "--file", str(path))
+    assert added.exit_code == 0, added.output
+    text = path.read_text()
+    assert [entry.name for entry in parse_keys(text)] == (["old", "a"] if "{entry}" in before else ["a"])
+    assert [line for line in written.splitlines() if "#" in line and line not in text] == []
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_is_wrong_before_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: 3\n")
+    refused = new("--name", "a", "--tenant", "t", "--file", str(path))
+    assert refused.exit_code == 2
+    assert "is of no use as it is" in refused.output
+    assert path.read_text() == "keys: 3\n"
