@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Final
 
 from frontend.conductor import ConductorClient
@@ -48,6 +49,7 @@ class ClusterWatch:
         self._misfits: dict[str, str] = {}  # by model
         self._reply = conductor_pb2.ClusterReply()
         self._problem: str | None = "the conductor was not asked yet"
+        self._seen_s: float | None = None  # the monotonic clock
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -60,6 +62,21 @@ class ClusterWatch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def reply(self) -> conductor_pb2.ClusterReply:
+        """The last one. Read it only."""
+        return self._reply
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is an old one; None: it is as new as can be."""
+        return self._problem
+
+    @property
+    def age_s(self) -> float | None:
+        """Of the last reply; None: there was none yet."""
+        return None if self._seen_s is None else monotonic() - self._seen_s
 
     def not_ready(self) -> str | None:
         """Why the cluster cannot serve; None when it can."""
@@ -118,7 +135,7 @@ class ClusterWatch:
                 _log.warning("cluster state unknown: %s", error)
             self._problem = f"the conductor does not answer: {error}"
             return
-        self._problem = None
+        self._problem, self._seen_s = None, monotonic()
         self._judge_fit()
         for status in self._reply.nodes:
             if status.suspect:

@@ -6,15 +6,18 @@ Any conductor places any request. A front door asks one of them, which its name 
 import asyncio
 import logging
 import zlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from frontend.errors import GenerationFailed, RequestDeadline
 from frontend.line import Line
 from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call
 from moonpool_proto.v1 import conductor_pb2
 from telemetry import logs
+
+if TYPE_CHECKING:
+    from moonpool_proto.v1.conductor_pb2_grpc import ConductorAsyncStub
 
 _log = logging.getLogger(__name__)
 _CALL_S: Final = 5.0  # one try of one call
@@ -123,6 +126,30 @@ class ConductorClient:
                     line, call(asked, what="Conductor.Cluster", target=line.target, deadline_s=deadline_s)
                 )
             except (Unavailable, DeadlineExceeded) as error:
+                trouble = trouble or error
+        assert trouble is not None  # there is one line at least
+        raise trouble
+
+    @property
+    def targets(self) -> list[str]:
+        """Of all conductors, the preferred one first."""
+        return [line.target for line in self._lines]
+
+    async def ask(
+        self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]", *, target: str, deadline_s: float
+    ) -> T:
+        """What this one conductor answers. Raises ControlError, which says nothing about who is asked for places."""
+        line = next(line for line in self._lines if line.target == target)
+        return await call(make(line.stub), what=f"Conductor.{what}", target=target, deadline_s=deadline_s)
+
+    async def act(self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]", *, deadline_s: float) -> T:
+        """What the first conductor that can be reached answers: a call that changes something, made once. One that does
+        not answer in time may have done it, and no other is asked. Raises ControlError."""
+        trouble: ControlError | None = None
+        for line in self._by_choice():
+            try:
+                return await self.ask(what, make, target=line.target, deadline_s=deadline_s)
+            except Unavailable as error:
                 trouble = trouble or error
         assert trouble is not None  # there is one line at least
         raise trouble

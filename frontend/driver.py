@@ -14,6 +14,7 @@ from frontend.avoiding import Avoided
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
+from frontend.console.memory import RequestMemory
 from frontend.ending import Outcome, tell_end
 from frontend.errors import ApiError, ClientTooSlow, GenerationFailed, InvalidRequest, RequestDeadline, WorkerLost
 from frontend.inbox import Inbox, TokenArrived
@@ -50,6 +51,7 @@ class DriverContext:
     metrics: RequestMetrics
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     remember: Callable[[GenerationRequest, Sequence[int], str], int]
+    memory: RequestMemory
 
 
 class Generation:
@@ -142,6 +144,7 @@ class Generation:
         if self._placer.is_known:
             self._context.spawn(self._placer.complete(self._outcome))
         tell_end(self.request, self.facts, self._context.metrics, self._outcome, self._finish_reason)
+        self._context.memory.ended(self.request, self.facts, self._outcome)
 
     # -- one attempt ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ FrontendError
     ├── Unauthorized        401
     ├── Forbidden           403
     ├── ModelNotFound       404
+    ├── NoSuchNode          404
     ├── BodyTimeout         408
+    ├── Conflict            409
     ├── BodyTooLarge        413
     ├── Overloaded          429, with Retry-After
     ├── GenerationFailed    500
@@ -123,6 +125,22 @@ class ModelNotFound(ApiError):
     status = 404
     kind = "invalid_request_error"
     default_code = "model_not_found"
+
+
+class NoSuchNode(ApiError):
+    """No node of this id has joined the cluster."""
+
+    status = 404
+    kind = "invalid_request_error"
+    default_code = "no_such_node"
+
+
+class Conflict(ApiError):
+    """It cannot be done as things stand: somebody was faster, or the cluster needs what would go."""
+
+    status = 409
+    kind = "invalid_request_error"
+    default_code = "conflict"
 
 
 class BodyTimeout(ApiError):

@@ -4,13 +4,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from frontend.accepting import Turnstile
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
+from frontend.console.actions import ConsoleActions
+from frontend.console.memory import RequestMemory, told
+from frontend.console.watch import ConsoleWatch
 from frontend.driver import DriverContext, Generation
 from frontend.errors import ServiceUnavailable
 from frontend.keys import ApiKeys
@@ -76,6 +79,9 @@ class Service:
                 for model, tokenizer in zip(config.models, tokenizers, strict=True)
             ]
         )
+        self.console = ConsoleWatch(self.conductor, self.cluster, self._about)
+        self.console_actions = ConsoleActions(self.conductor)
+        self._memory = RequestMemory()
         self.started_at = int(time.time())
         self.draining = False
         self._sessions: dict[Session, ServedModel] = {}
@@ -116,6 +122,7 @@ class Service:
             model.metrics,
             self._spawn,
             model.remember,
+            self._memory,
         )
         generations: list[Generation] = []
         for request in requests:
@@ -160,10 +167,19 @@ class Service:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.console.close()
         await self.cluster.close()
         await self.conductor.close()
         await self.loop_watch.close()
         self.threads.close()
+
+    def path_of(self, request_id: str) -> Mapping[str, Any] | None:
+        """What this front door knows of an answer, ended or under way; None of another front door's, or an old one."""
+        for session in self._sessions:
+            for each in session.generations:
+                if each.request.request_id == request_id:
+                    return told(each.request, each.facts, "open", time.time())
+        return self._memory.find(request_id)
 
     def validate(self) -> dict[str, Any]:
         """What is held now; `ok` when that is nothing."""
@@ -179,6 +195,18 @@ class Service:
 
     def _tell_tenants(self) -> None:
         self.conductor.know_tenants(self.keys.tenants)
+
+    def _about(self) -> dict[str, Any]:
+        """For the console."""
+        return {
+            "node_id": self.config.node_id,
+            "models": [model.name for model in self.models],
+            "not_ready": "draining" if self.draining else self.cluster.not_ready(),
+            "in_flight": len(self._sessions),
+            "has_admin": self.keys.has_admin,
+            "asks_for_key": self.keys.are_asked_for,
+            "started_at": self.started_at,
+        }
 
     def _samples(self) -> list[ConductorSample]:
         """The conductor's numbers, and the same of this process."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.api import models
 from frontend.api.body import parse_body, read_body
+from frontend.api.console import CONSOLE, ConsoleRoutes
 from frontend.api.fields import RequestModel
 from frontend.api.formats import ChatFormat, CompletionFormat
 from frontend.api.generate import answer, given_request_id
@@ -48,6 +49,7 @@ class _App:
         routes = _Routes(service)
         self._turnstile = service.turnstile
         self._any_model = routes.model
+        self._console = ConsoleRoutes(service)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", routes.alive),
             "/live": ("GET", routes.alive),
@@ -79,6 +81,9 @@ class _App:
 
     def _handler(self, http: Request) -> Handler:
         path: str = http.scope["path"]
+        if path.startswith(CONSOLE) and (methods := self._console.methods(path)):
+            is_fitting = http.method in methods or (http.method == "HEAD" and "GET" in methods)
+            return self._console if is_fitting else partial(_no_such_method, ", ".join(methods))
         method, handler = self._routes.get(path) or self._routes.get(path.rstrip("/"), ("", _no_such_path))
         if not method and path.startswith(_MODEL):
             method, handler = "GET", self._any_model

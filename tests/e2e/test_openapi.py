@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from playwright.async_api import expect
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+from tests.chromium import chromium, open_visit
 
 NANO = Path(__file__).parents[1] / "data" / "nano-model"
 VOCABULARY = 2048
@@ -135,3 +139,35 @@ def test_what_is_asked_for_is_answered_as_described(description: Any, path: str)
 
 async def test_nothing_is_held_after_all_of_that(cluster: Any) -> None:
     await cluster.validate()
+
+
+async def test_the_console_shows_the_cluster_and_the_path_of_a_request(
+    cluster: Any, session: aiohttp.ClientSession
+) -> None:
+    body = {"prompt": list(range(5, 69)), "max_tokens": 6, "ignore_eos": True}
+    async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
+        assert response.status == 200
+        request_id = (await response.json())["id"]
+    async with chromium() as browser, open_visit(browser, f"{cluster.url}/console/") as visit:
+        page = visit.page
+        expect.set_options(timeout=60_000)
+        await expect(page.locator(".pills")).to_contain_text("✓ serving")
+        await expect(page.locator(".pills")).to_contain_text("✓ directory exact")
+        await page.get_by_role("link", name="Nodes").click()
+        for node, role in (("prefill-0", "prefill"), ("decode-0", "decode"), ("pool-0", "pool")):
+            row = page.locator("tbody tr", has=page.get_by_text(node, exact=True))
+            await expect(row).to_contain_text(f"{node}{role}")
+            await expect(row).to_contain_text("✓ ready")
+        await page.get_by_role("link", name="Requests").click()
+        await page.get_by_label("Request id").fill(request_id)
+        await page.get_by_role("button", name="Show its path").click()
+        path = page.locator(".path li")
+        await expect(path.filter(has_text="Prefill on prefill-0").first).to_be_visible()
+        await expect(path.filter(has_text="pushed the last KV to the decode node")).to_be_visible()
+        await expect(path.filter(has_text="Decode on decode-0").first).to_be_visible()
+        await expect(page.get_by_text("as this front door measured it")).to_be_visible()
+        await expect(page.get_by_text("6 tokens, in 1 attempt(s)")).to_be_visible()
+        await page.get_by_role("link", name="KV pool").click()
+        await expect(page.locator("tbody tr", has=page.get_by_text("memory", exact=True))).to_contain_text("EXACT")
+        await visit.axe()
+        await visit.fits()

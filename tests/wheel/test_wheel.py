@@ -91,6 +91,13 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert set(shipped) <= names
 
 
+def test_the_wheel_holds_the_console(wheel: Path) -> None:
+    page = ROOT / "frontend" / "console" / "page"
+    wanted = {path.relative_to(ROOT).as_posix() for path in page.iterdir()}
+    assert {"frontend/console/page/index.html", "frontend/console/page/console.css"} <= wanted
+    assert wanted <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_every_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     script = (
         f"import importlib, json\nprint(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES!r}]))"

@@ -1,0 +1,142 @@
+"""What the console shows, made of what the front door knows of the cluster and of the conductors' overviews. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from frontend.console.flows import merged_slices, window
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+
+__all__ = ["cluster_figures", "past_figures"]
+
+Json = Mapping[str, Any]
+_ROLES: Final = {
+    common_pb2.ROLE_PREFILL: "prefill",
+    common_pb2.ROLE_DECODE: "decode",
+    common_pb2.ROLE_AGGREGATED: "aggregated",
+    common_pb2.ROLE_POOL: "pool",
+}
+_NEWEST: Final = 100  # requests, of all conductors
+
+
+def cluster_figures(reply: conductor_pb2.ClusterReply, overviews: Sequence[Json]) -> dict[str, Any]:
+    """Nodes, pool and directory: what is so now."""
+    loads = {node_id: load for overview in overviews for node_id, load in overview["workers"].items()}
+    return {
+        "nodes": [_node(status, loads.get(status.node.node_id, {})) for status in reply.nodes],
+        "pool": _pool(reply),
+        "ready_models": sorted(reply.ready_models),
+    }
+
+
+def past_figures(overviews: Sequence[Json], now_s: float) -> dict[str, Any]:
+    """What was, of all conductors together; objectives as the first one has them."""
+    slices = merged_slices(overviews)
+    first: Json = overviews[0] if overviews else {}
+    requests = [request for overview in overviews for request in overview["requests"]]
+    hot: Counter[tuple[str, int]] = Counter()
+    for overview in overviews:
+        hot.update({(each["key"], each["blocks"]): each["uses"] for each in overview["hottest"]})
+    return {
+        "slice_s": first.get("slice_s", 10.0),
+        "slices": [each.to_json() for each in slices],
+        "window": window(slices),
+        "objectives": first.get("objectives", []),
+        "slo": first.get("slo"),
+        "requests": sorted(requests, key=lambda one: -float(one["at_s"]))[:_NEWEST],
+        "hottest": [{"key": key, "blocks": blocks, "uses": uses} for (key, blocks), uses in hot.most_common(10)],
+        "now_s": now_s,
+    }
+
+
+def _node(status: conductor_pb2.NodeStatus, load: Json) -> dict[str, Any]:
+    node, report = status.node, status.report
+    return {
+        "id": node.node_id,
+        "role": _ROLES.get(node.role, "unknown"),
+        "model": node.model,
+        "host": node.host_id,
+        "target": node.target,
+        "engine": node.engine,
+        "state": _state(status, load),
+        "running": report.num_running,
+        "waiting": report.num_waiting,
+        "queue_s": load.get("queue_s"),
+        "capacity_tokens": node.capacity_tokens,
+        "free_tokens": report.free_tokens,
+        "committed_tokens": load.get("committed_tokens"),
+        "max_batch": node.max_batch,
+        "pool_node": node.pool_node_id,
+    }
+
+
+def _state(status: conductor_pb2.NodeStatus, load: Json) -> str:
+    """What matters most of it."""
+    if status.suspect:
+        return "suspect"
+    if status.report.draining or load.get("is_leaving"):
+        return "draining"
+    return "switching" if load.get("is_to_switch") else "ready"
+
+
+def _pool(reply: conductor_pb2.ClusterReply) -> dict[str, Any]:
+    totals: defaultdict[str, float] = defaultdict(float)
+    for status in reply.nodes:
+        for name, value in status.report.counters.items():
+            totals[name] += value
+    tiers = {tier: int(totals[f"cached_{tier}_tokens"]) for tier in ("dram", "ssd", "remote")}
+    exact = _directory(reply.samples)
+    nodes = [_pool_node(status, exact) for status in reply.nodes if status.node.role == common_pb2.ROLE_POOL]
+    known = [node["directory"] for node in nodes if node["directory"]]
+    return {
+        "nodes": nodes,
+        "directory": "" if not known else "DEGRADED" if "DEGRADED" in known else "EXACT",
+        "prompt_tokens": int(totals["prompt_tokens"]),
+        "reused_tokens": {"pages": max(0, int(totals["cached_tokens"]) - sum(tiers.values())), **tiers},
+    }
+
+
+def _directory(samples: Iterable[conductor_pb2.Sample]) -> dict[str, str]:
+    return {
+        sample.labels["node"]: "EXACT" if sample.value else "DEGRADED"
+        for sample in samples
+        if sample.name == "directory_exact" and "node" in sample.labels
+    }
+
+
+def _pool_node(status: conductor_pb2.NodeStatus, directory: Mapping[str, str]) -> dict[str, Any]:
+    """One pool node since its start, as it reports."""
+    counters, node_id = status.report.counters, status.node.node_id
+    tiers = {
+        "memory": _tier(counters, "dram", "pool_used_bytes", "pool_capacity_bytes", "pool_held_blocks"),
+        "ssd": _tier(counters, "ssd", "pool_ssd_used_bytes", "pool_ssd_capacity_bytes", "pool_ssd_held_blocks"),
+    }
+    return {
+        "id": node_id,
+        "state": _state(status, {}),
+        "directory": directory.get(node_id, ""),
+        "tiers": {name: tier for name, tier in tiers.items() if tier["capacity_bytes"]},
+        "asked_blocks": int(counters["pool_lookup_blocks"]) if "pool_lookup_blocks" in counters else 0,
+        "missed_blocks": int(counters["pool_lookup_missed_blocks"]) if "pool_lookup_missed_blocks" in counters else 0,
+        "leases": int(counters["pool_leases_open"]) if "pool_leases_open" in counters else 0,
+    }
+
+
+def _tier(counters: Mapping[str, float], tier: str, used: str, capacity: str, blocks: str) -> dict[str, Any]:
+    def count(name: str) -> int:
+        return int(counters[name]) if name in counters else 0  # a protobuf map makes entries of what is asked for
+
+    return {
+        "used_bytes": count(used),
+        "capacity_bytes": count(capacity),
+        "blocks": count(blocks),
+        "hit_blocks": count(f"pool_hit_{tier}_blocks"),
+        "evicted_blocks": dict(_evicted(counters, f"pool_evicted_{tier}_")),
+    }
+
+
+def _evicted(counters: Mapping[str, float], start: str) -> Iterator[tuple[str, int]]:
+    """By reason."""
+    for name, value in sorted(counters.items()):
+        if name.startswith(start) and name.endswith("_blocks") and value:
+            yield name.removeprefix(start).removesuffix("_blocks"), int(value)

@@ -1,0 +1,88 @@
+// Asking before something is done, and asking for the admin's key. One dialog at a time, closed by Escape.
+import { h, say } from "./dom.js";
+import { hasKey, holdKey } from "./api.js";
+
+function open(build) {
+  return new Promise((resolve) => {
+    const before = document.activeElement;
+    const dialog = h("dialog", { "aria-labelledby": "dialog-title" });
+    const close = (result) => {
+      dialog.close();
+      dialog.remove();
+      before?.focus?.();
+      resolve(result);
+    };
+    dialog.addEventListener("cancel", (event) => {
+      event.preventDefault();
+      close(null);
+    });
+    dialog.append(...build(close, dialog));
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+// `act` is done while the dialog stays: its refusal is shown there. Resolves with what it gave, or null.
+export function confirm({ title, consequence, details = [], verb, act, grave = false }) {
+  return open((close) => {
+    const outcome = h("p", { class: "outcome bad", role: "alert", hidden: true });
+    const cancel = h("button", { type: "button", onclick: () => close(null) }, "Cancel");
+    const go = h("button", { type: "button", class: grave ? "grave" : "main" }, verb);
+    go.addEventListener("click", async () => {
+      go.disabled = cancel.disabled = true;
+      outcome.hidden = true;
+      try {
+        const done = (await act()) ?? true;
+        close(done);
+      } catch (error) {
+        outcome.textContent = `Not done: ${error.message}`;
+        outcome.hidden = false;
+        go.disabled = cancel.disabled = false;
+        go.focus();
+      }
+    });
+    return [
+      h("h2", { id: "dialog-title" }, title),
+      ...[consequence].flat().map((text) => h("p", null, text)),
+      details.length ? h("ul", { class: "notes" }, details.map((text) => h("li", null, text))) : h("span"),
+      outcome,
+      h("div", { class: "buttons" }, cancel, go),
+    ];
+  });
+}
+
+// Resolves with true once a key is held.
+export function askKey(canAct) {
+  return open((close) => {
+    const input = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "key-input", required: true });
+    const form = h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          const text = input.value.trim();
+          if (!text) return;
+          holdKey(text);
+          say("The admin key is held until this page is closed.");
+          close(true);
+        },
+      },
+      h("p", null, h("label", { for: "key-input" }, "Admin API key")),
+      input,
+      h("p", { class: "note" }, "It is held in this page's memory only: closing or reloading the page forgets it."),
+      canAct
+        ? null
+        : h("p", { class: "note" }, "No admin key is configured here. Make one with ", h("code", null, "moonpool keys new --admin"), ", put its entry into the file of ", h("code", null, "--api-keys-file"), ", and it holds within seconds."),
+      h(
+        "div",
+        { class: "buttons" },
+        hasKey()
+          ? h("button", { type: "button", onclick: () => (holdKey(""), say("The admin key is forgotten."), close(true)) }, "Forget the key")
+          : null,
+        h("button", { type: "button", onclick: () => close(null) }, "Cancel"),
+        h("button", { type: "submit", class: "main" }, "Use this key"),
+      ),
+    );
+    return [h("h2", { id: "dialog-title" }, "Admin key"), form];
+  });
+}

@@ -1,0 +1,149 @@
+"""What the console shows, built once a second for all who look, and not at all while nobody does."""
+
+import asyncio
+import gzip
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Final
+
+from frontend.cluster import ClusterWatch
+from frontend.conductor import ConductorClient
+from frontend.console.figures import cluster_figures, past_figures
+from messenger.control import ControlError, Refused
+from moonpool_proto.v1 import conductor_pb2
+
+__all__ = ["ConsoleState", "ConsoleWatch"]
+
+_log = logging.getLogger(__name__)
+_EVERY_S: Final = 1.0
+_ASK_S: Final = 2.0
+_FORGET_S: Final = 900.0  # what a conductor that stays away told last
+
+
+@dataclass(frozen=True)
+class ConsoleState:
+    """Encoded: as it is, and packed."""
+
+    plain: bytes
+    packed: bytes
+    built_s: float  # the monotonic clock
+
+
+@dataclass
+class _Told:
+    """What one conductor told last."""
+
+    overview: dict[str, Any] | None = None
+    at_s: float = 0.0  # the monotonic clock
+    problem: str = ""
+    slices: dict[int, Any] = field(default_factory=dict)  # by number
+
+    def take(self, overview: dict[str, Any], now_s: float) -> None:
+        """Slices come once: those that cannot change any more are kept."""
+        if self.overview is None or self.overview["incarnation"] != overview["incarnation"]:
+            self.slices.clear()
+        self.slices.update({each["number"]: each for each in overview["slices"]})
+        if self.slices:
+            oldest = max(self.slices) - round(_FORGET_S / overview["slice_s"])
+            self.slices = {number: each for number, each in self.slices.items() if number > oldest}
+        self.overview = overview | {"slices": [self.slices[number] for number in sorted(self.slices)]}
+        self.at_s, self.problem = now_s, ""
+
+    @property
+    def first_slice(self) -> int:
+        """The newest that it has told: it may have grown since."""
+        return max(self.slices, default=0)
+
+
+class ConsoleWatch:
+    """`about()` tells of the front door itself; it and the cluster's last state are told with every state."""
+
+    def __init__(
+        self, conductor: ConductorClient, cluster: ClusterWatch, about: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._conductor = conductor
+        self._cluster = cluster
+        self._about = about
+        self._told: dict[str, _Told] = {}
+        self._state: ConsoleState | None = None
+        self._building: asyncio.Task[ConsoleState] | None = None
+
+    async def state(self) -> ConsoleState:
+        """No older than a second, and what the conductors take to answer."""
+        if self._state is not None and monotonic() - self._state.built_s < _EVERY_S:
+            return self._state
+        if self._building is None or self._building.done():
+            self._building = asyncio.create_task(self._build(), name="console state")
+        return await asyncio.shield(self._building)  # one viewer that leaves ends it for no other
+
+    async def close(self) -> None:
+        """Build nothing more."""
+        if self._building is not None:
+            self._building.cancel()
+            await asyncio.gather(self._building, return_exceptions=True)
+
+    async def _build(self) -> ConsoleState:
+        targets = self._conductor.targets
+        await asyncio.gather(*(self._ask(target) for target in targets))
+        now_s, at_s = monotonic(), time.time()
+        fresh = [
+            told.overview
+            for target in targets
+            if (told := self._told[target]).overview is not None and now_s - told.at_s < _FORGET_S
+        ]
+        state = {
+            "at_s": at_s,
+            "front_door": dict(self._about()),
+            "problem": self._cluster.problem,
+            "age_s": self._cluster.age_s,
+            "conductors": [self._conductor_figures(target, now_s) for target in targets],
+            **cluster_figures(self._cluster.reply, fresh),
+            **past_figures(fresh, at_s),
+        }
+        plain, packed = await asyncio.to_thread(_encoded, state)
+        self._state = ConsoleState(plain, packed, monotonic())
+        return self._state
+
+    async def _ask(self, target: str) -> None:
+        told = self._told.setdefault(target, _Told())
+        request = conductor_pb2.OverviewRequest(first_slice=told.first_slice)
+        try:
+            reply = await self._conductor.ask(
+                "Overview", lambda stub: stub.Overview(request), target=target, deadline_s=_ASK_S
+            )
+            told.take(json.loads(reply.json, parse_constant=lambda _: None), monotonic())
+        except Refused as error:
+            told.problem = (
+                "it is of a version that tells no overview" if error.code == "UNIMPLEMENTED" else f"refused: {error}"
+            )
+        except ControlError as error:
+            told.problem = f"does not answer: {error}"
+        except (ValueError, KeyError, TypeError) as error:  # another version's
+            _log.warning("the overview of the conductor at %s cannot be read: %r", target, error)
+            told.problem = f"its overview cannot be read: {error!r}"
+
+    def _conductor_figures(self, target: str, now_s: float) -> dict[str, Any]:
+        told = self._told[target]
+        overview = told.overview or {}
+        slo = overview.get("slo") or {}
+        return {
+            "target": target,
+            "is_asked": target == self._conductor.target,
+            "problem": told.problem,
+            "age_s": None if told.overview is None else now_s - told.at_s,
+            "incarnation": str(overview.get("incarnation", "")),  # more digits than a number has in JavaScript
+            "admission": overview.get("admission", ""),
+            "mode": overview.get("mode", ""),
+            "has_decision_log": overview.get("has_decision_log", False),
+            "slo_version": slo.get("version"),
+            "remembered": overview.get("remembered", 0),
+        }
+
+
+def _encoded(state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    plain = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
+    return plain, gzip.compress(plain, compresslevel=1, mtime=0)
