@@ -47,6 +47,7 @@ class _App:
 
     def __init__(self, service: Service) -> None:
         routes = _Routes(service)
+        self._service = service
         self._turnstile = service.turnstile
         self._any_model = routes.model
         self._console = ConsoleRoutes(service)
@@ -77,6 +78,8 @@ class _App:
         except Exception:
             _log.exception("%s %s failed", http.method, http.url.path)
             response = _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})
+        if self._service.draining:  # so that nobody sends another request just when the connection is closed
+            response.headers["connection"] = "close"
         await response(scope, receive, send)
 
     def _handler(self, http: Request) -> Handler:

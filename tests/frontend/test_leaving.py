@@ -115,17 +115,20 @@ async def test_other_requests_go_on_while_one_client_does_not_read(cluster: Any,
 
 
 async def test_stop_refuses_new_requests_and_finishes_running_ones(cluster: Any, front: Any) -> None:
-    running = asyncio.create_task(front.post(COMPLETIONS, BODY | {"max_tokens": 2}))
+    async with front.http.get(front.url + "/live") as response:
+        assert "connection" not in response.headers
+    running = asyncio.ensure_future(front.http.post(front.url + COMPLETIONS, json=BODY | {"max_tokens": 2}))
     submit = await cluster.workers["p0"].submitted()
     front.stop.set()
     assert json.loads((await front.readiness(503))[1])["reason"] == "draining"
     assert (await front.get("/live"))[0] == 200
     async with front.http.post(front.url + COMPLETIONS, json=BODY) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
-        assert response.headers["retry-after"] == "1"
+        assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
     cluster.workers["p0"].send(submit, 0, [20])
     cluster.workers["d0"].send(submit, 1, [21], finish=LENGTH)
-    assert (await running)[0] == 200
+    async with await running as response:
+        assert (response.status, response.headers["connection"]) == (200, "close")
     assert (await cluster.conductor.completion()).outcome == "finished"
     await asyncio.wait_for(front.task, 10)
     with pytest.raises(aiohttp.ClientConnectorError):
