@@ -81,7 +81,7 @@ class ConsoleActions:
         request = conductor_pb2.ChangeSloRequest(
             author=who,
             reason="a preview" if trial else _text(body, "reason"),
-            content=json.dumps(content),
+            content=_json(content),
             expect_version=expected,
             trial=trial,
         )
@@ -126,11 +126,23 @@ def _refuse(error: Refused) -> NoReturn:
     raise kind(str(error), code="refused") from error
 
 
+def _json(content: Any) -> str:
+    try:
+        return json.dumps(content)
+    except RecursionError as error:
+        raise InvalidRequest("content: it is nested too deeply", param="content") from error
+
+
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
-    if not isinstance(value, str) or not value.strip() or len(value) > 1000:
+    if not isinstance(value, str) or not value.strip() or len(value) > 1000 or not _is_whole(value):
         raise InvalidRequest(f"{name}: expected a text of 1 to 1000 characters", param=name)
     return value
+
+
+def _is_whole(text: str) -> bool:
+    """JSON can write halves of characters, which nothing else can."""
+    return text.encode("utf-8", "ignore").decode() == text
 
 
 def _version(version: conductor_pb2.SloVersion) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, Final
 
 from frontend.console.flows import merged_slices, window
@@ -83,7 +84,7 @@ def _pool(reply: conductor_pb2.ClusterReply) -> dict[str, Any]:
     totals: defaultdict[str, float] = defaultdict(float)
     for status in reply.nodes:
         for name, value in status.report.counters.items():
-            totals[name] += value
+            totals[name] += _finite(value)
     tiers = {tier: int(totals[f"cached_{tier}_tokens"]) for tier in ("dram", "ssd", "remote")}
     exact = _directory(reply.samples)
     nodes = [_pool_node(status, exact) for status in reply.nodes if status.node.role == common_pb2.ROLE_POOL]
@@ -116,21 +117,17 @@ def _pool_node(status: conductor_pb2.NodeStatus, directory: Mapping[str, str]) -
         "state": _state(status, {}),
         "directory": directory.get(node_id, ""),
         "tiers": {name: tier for name, tier in tiers.items() if tier["capacity_bytes"]},
-        "asked_blocks": int(counters["pool_lookup_blocks"]) if "pool_lookup_blocks" in counters else 0,
-        "missed_blocks": int(counters["pool_lookup_missed_blocks"]) if "pool_lookup_missed_blocks" in counters else 0,
-        "leases": int(counters["pool_leases_open"]) if "pool_leases_open" in counters else 0,
+        "asked_blocks": _count(counters, "pool_lookup_blocks"),
+        "leases": _count(counters, "pool_leases_open"),
     }
 
 
 def _tier(counters: Mapping[str, float], tier: str, used: str, capacity: str, blocks: str) -> dict[str, Any]:
-    def count(name: str) -> int:
-        return int(counters[name]) if name in counters else 0  # a protobuf map makes entries of what is asked for
-
     return {
-        "used_bytes": count(used),
-        "capacity_bytes": count(capacity),
-        "blocks": count(blocks),
-        "hit_blocks": count(f"pool_hit_{tier}_blocks"),
+        "used_bytes": _count(counters, used),
+        "capacity_bytes": _count(counters, capacity),
+        "blocks": _count(counters, blocks),
+        "hit_blocks": _count(counters, f"pool_hit_{tier}_blocks"),
         "evicted_blocks": dict(_evicted(counters, f"pool_evicted_{tier}_")),
     }
 
@@ -139,4 +136,13 @@ def _evicted(counters: Mapping[str, float], start: str) -> Iterator[tuple[str, i
     """By reason."""
     for name, value in sorted(counters.items()):
         if name.startswith(start) and name.endswith("_blocks") and value:
-            yield name.removeprefix(start).removesuffix("_blocks"), int(value)
+            yield name.removeprefix(start).removesuffix("_blocks"), int(_finite(value))
+
+
+def _count(counters: Mapping[str, float], name: str) -> int:
+    return int(_finite(counters[name])) if name in counters else 0  # a protobuf map makes entries of what is asked for
+
+
+def _finite(value: float) -> float:
+    """A node says what it likes; JSON knows no infinity."""
+    return value if isfinite(value) else 0.0

@@ -21,6 +21,7 @@ __all__ = ["ConsoleState", "ConsoleWatch"]
 _log = logging.getLogger(__name__)
 _EVERY_S: Final = 1.0
 _ASK_S: Final = 2.0
+_PARTS: Final = ("workers", "slice_s", "slices", "requests", "hottest", "objectives", "slo")
 _FORGET_S: Final = 900.0  # what a conductor that stays away told last
 
 
@@ -43,7 +44,9 @@ class _Told:
     slices: dict[int, Any] = field(default_factory=dict)  # by number
 
     def take(self, overview: dict[str, Any], now_s: float) -> None:
-        """Slices come once: those that cannot change any more are kept."""
+        """Slices come once: those that cannot change any more are kept. Raises KeyError where a part is missing."""
+        for part in _PARTS:
+            overview[part]
         if self.overview is None or self.overview["incarnation"] != overview["incarnation"]:
             self.slices.clear()
         self.slices.update({each["number"]: each for each in overview["slices"]})

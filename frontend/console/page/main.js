@@ -81,7 +81,7 @@ function pills() {
     [`${answering === state.conductors.length ? "✓" : "✕"} ${answering} of ${state.conductors.length} conductors`, answering === state.conductors.length ? "good" : answering ? "warn" : "bad"],
     [`${nodes.length} nodes`, ""],
   ];
-  if (state.pool.directory) told.push([state.pool.directory === "EXACT" ? "✓ directory exact" : "! directory degraded", state.pool.directory === "EXACT" ? "good" : "warn"]);
+  if (state.pool.directory && !state.problem) told.push([state.pool.directory === "EXACT" ? "✓ directory exact" : "! directory degraded", state.pool.directory === "EXACT" ? "good" : "warn"]);
   for (const [wanted, kind] of [["suspect", "bad"], ["draining", "warn"], ["switching", "warn"]]) if (count(wanted)) told.push([`${count(wanted)} ${wanted}`, kind]);
   const list = byId("pills");
   const key = JSON.stringify(told);
@@ -104,7 +104,7 @@ function standing() {
     text = `${trouble.message}. ${state ? `What is shown is ${duration(sinceS)} old.` : "There is nothing to show yet."}`;
   } else if (state?.problem) {
     isStale = true;
-    text = state.age_s === null ? `No conductor has answered yet: ${state.problem}` : `What is shown of the nodes is ${duration(state.age_s + sinceS)} old. ${state.problem}`;
+    text = state.age_s === null ? `No conductor has answered yet: ${state.problem}` : `What is shown of the nodes is ${duration(state.age_s + sinceS)} old: ${state.problem}.`;
   } else if (state && (state.age_s ?? 0) + sinceS > STALE_S) {
     isStale = true;
     text = `What is shown is ${duration(state.age_s + sinceS)} old.`;
@@ -120,7 +120,7 @@ function standing() {
     banner.dataset.reason = reason;
     banner.setAttribute("role", "alert");
   } else banner.setAttribute("role", "none");
-  setText(banner, text);
+  setText(banner, text.charAt(0).toUpperCase() + text.slice(1));
   setText(byId("age"), state ? `As of ${clock(state.at_s)}${isStale ? ", old" : ", looked at each second"}. Times are this browser's.` : "");
   setText(byId("key"), api.hasKey() ? "Admin key held" : "Admin key…");
 }

@@ -106,7 +106,7 @@ export class Nodes {
     const done = await confirm({
       title: `Drain ${node.id}?`,
       consequence: [
-        `It takes no new work, finishes or hands over what it has (${count(node.running)} running, ${count(node.waiting)} waiting), and leaves for good: nothing starts it again by itself.`,
+        `It takes no new work, finishes or hands over what it has (${count(node.running)} running, ${count(node.waiting)} waiting), and leaves. moonpool serve does not start it again by itself, unless it follows the demand; Kubernetes starts another in its place.`,
         peers.length || node.role === "pool"
           ? `${count(peers.length)} other ready ${node.role} ${peers.length === 1 ? "node stays" : "nodes stay"}${node.model ? ` for ${node.model}` : ""}.`
           : `It is the last ready ${node.role} node of ${node.model}: its requests will have nowhere to go.`,

@@ -53,7 +53,9 @@ export class Requests {
             onsubmit: (event) => {
               event.preventDefault();
               const id = this.id.value.trim();
-              if (id) location.hash = `#/requests/${encodeURIComponent(id)}`;
+              if (!id) return;
+              location.hash = `#/requests/${encodeURIComponent(id)}`;
+              this.path.load(id);
             },
           },
           h("label", { class: "wide", for: "request-id" }, "Request id: an answer's id, or the header x-moonpool-request-id", this.id),

@@ -193,6 +193,7 @@ async def test_an_admin_drains_and_switches_and_is_told_refusals(open_bed: Any, 
             ("objectives", {"content": {"cluster": {"ttft": "soon"}}, "trial": True}),
             ("objectives", {"content": {}, "trial": False}),
             ("drain", []),
+            ("drain", {"node_id": "\ud800"}),
         ):
             status, said = await done(http, bed, path, body, headers=AS_ADMIN)
             assert status == 400, (path, body, said)

@@ -203,7 +203,7 @@ async def test_what_is_old_is_marked_with_its_age_and_comes_back(open_bed: Any, 
             await expect(page.locator("#banner")).to_be_hidden()
             await bed.stop_conductor()
             await expect(page.locator("#banner")).to_contain_text(
-                re.compile(r"What is shown of the nodes is \d+ s old\.")
+                re.compile(r"What is shown of the nodes is \d+ s old: ")
             )
             await expect(page.locator("tbody tr")).to_have_count(4)
             await expect(page.locator("body")).to_have_class("is-stale")
@@ -212,7 +212,7 @@ async def test_what_is_old_is_marked_with_its_age_and_comes_back(open_bed: Any, 
             await expect(page.locator("#banner")).to_be_hidden()
             await expect(page.get_by_text("No node has joined yet.")).to_be_visible()
             await bed.stop_front()
-            await expect(page.locator("#banner")).to_contain_text("the front door cannot be reached. What is shown is")
+            await expect(page.locator("#banner")).to_contain_text("The front door cannot be reached. What is shown is")
 
 
 async def test_names_from_outside_are_text_and_nothing_else(open_bed: Any, browser: Browser) -> None:
