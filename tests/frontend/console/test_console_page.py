@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
 from tests.chromium import PHONE, chromium, open_visit
@@ -17,9 +18,10 @@ VIEWS = ("overview", "nodes", "pool", "objectives", "requests")
 HOSTILE = "<img src=x onerror=document.title='owned'>'\"&amp;${1}" + "x" * 120
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with chromium() as running:
         yield running
