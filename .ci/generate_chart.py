@@ -38,7 +38,7 @@ OWN = {
     ),
     *("pool_bytes", "pool_hugepages", "pool_ssd_dir", "pool_ssd_bytes", "slo_file", "slo_force", "slo_dir"),
     *("redis_url", "redis_password", "cluster_name", "state_dir", "data_host", "rdma_devices"),
-    *("tls_cert", "tls_key", "tls_ca"),
+    *("tls_cert", "tls_key", "tls_ca", "join_token_file"),
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
 _SERVE_ONLY = {*SupervisorSettings.__dataclass_fields__, *RuntimeSettings.__dataclass_fields__}

@@ -1,6 +1,7 @@
 """gRPC glue shared by every role: servers, channels, calls with deadlines, and the main loop. No service lives here.
 
-Targets are gRPC's: "unix:/dir/name.sock" or "host:port". Once `secure` was called, all of the latter go by mutual TLS.
+Targets are gRPC's: "unix:/dir/name.sock" or "host:port". Once `secure` was called, all of the latter go by mutual TLS;
+once `admit_by` was, every call shows a join token and every server asks for one.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import uvloop
 
 from messenger import unix_path
 from messenger.control_tls import MembersOnly, TlsChannel, server_credentials
+from messenger.control_tokens import TokenChannel, TokensOnly
 from messenger.errors import (
     AddressInUse,
     BindFailed,
@@ -27,6 +29,7 @@ from messenger.errors import (
     Refused,
     Unavailable,
 )
+from messenger.join_tokens import JoinTokens
 from messenger.tls import Identity, TlsFiles, identity
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "DeadlineExceeded",
     "Refused",
     "Unavailable",
+    "admit_by",
     "call",
     "check_target",
     "open_channel",
@@ -82,6 +86,7 @@ _CHANNEL_OPTIONS = [
 T = TypeVar("T")
 
 _identity: Identity | None = None
+_tokens: JoinTokens | None = None
 
 
 def secure(files: TlsFiles | None) -> None:
@@ -91,6 +96,13 @@ def secure(files: TlsFiles | None) -> None:
     """
     global _identity
     _identity = None if files is None else identity(files)
+
+
+def admit_by(tokens: JoinTokens | None) -> None:
+    """This process's servers that are started from now on answer only calls that show one of `tokens`, and the channels
+    opened from now on show the newest; None: neither. Unix sockets are no exception."""
+    global _tokens
+    _tokens = tokens
 
 
 class ControlServer:
@@ -125,7 +137,16 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     if path is not None:
         unix_path.claim(path)
     own = _identity if path is None else None
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[MembersOnly(own.files.name)] if own else [])
+    guards: list[grpc.aio.ServerInterceptor] = [TokensOnly(_tokens)] if _tokens else []
+    if own is not None:
+        guards.append(MembersOnly(own.files.name))
+    elif _tokens is not None and path is None:
+        log.warning(
+            "%s asks for join tokens without encryption: whoever listens on the network between hosts can read "
+            "them; set tls_cert, tls_key and tls_ca, too",
+            listen_target,
+        )
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
     add(server)
     try:
         if own is None:
@@ -165,9 +186,12 @@ def check_target(target: str) -> None:
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel with keepalive, room for 256 MiB messages and quick reconnects; must be closed by the caller."""
     check_target(target)
+    channel: grpc.aio.Channel
     if _unix_path(target) is None and _identity is not None:
-        return TlsChannel(target, _identity, _CHANNEL_OPTIONS)
-    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        channel = TlsChannel(target, _identity, _CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    return channel if _tokens is None else TokenChannel(channel, _tokens)
 
 
 async def call(rpc: Awaitable[T], *, what: str, target: str, deadline_s: float | None) -> T:

@@ -1,4 +1,4 @@
-"""Has this process's gRPC encrypted as its settings say: a role's own, `serve`'s, or those of a command that asks."""
+"""Has this process's gRPC encrypted, and closed to strangers, as settings say: a role's, `serve`'s, or a command's."""
 
 import os
 from collections.abc import Mapping
@@ -6,44 +6,48 @@ from dataclasses import dataclass, field
 
 from moonpool.config import all_settings, load
 from moonpool.config.sources import CONFIG_VARIABLE
-from moonpool.config.transport import TlsSettings
+from moonpool.config.transport import AccessSettings, TlsSettings
 from moonpool.errors import ConfigError
 from moonpool.tether import SUPERVISOR_VARIABLE
 
-_VARIABLES = ("MOONPOOL_TLS_", CONFIG_VARIABLE)
+_VARIABLES = ("MOONPOOL_TLS_", "MOONPOOL_JOIN_TOKEN_FILE", CONFIG_VARIABLE)
 
 
 @dataclass(frozen=True)
-class _Asking:
+class Asking:
     """What a command reads that has no settings of its own."""
 
     tls: TlsSettings = field(default_factory=TlsSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
 
 
-def secure(tls: TlsSettings) -> None:
+def secure(tls: TlsSettings, access: AccessSettings) -> None:
     """Before the first server or channel is made. Raises ConfigError for files that are of no use."""
-    files = tls.files
-    if files is None:
+    files, token_file = tls.files, access.join_token_file
+    if files is None and token_file is None:
         return
     from messenger import control
     from messenger.errors import InvalidArgument
+    from messenger.join_tokens import JoinTokens
 
     try:
-        control.secure(files)
+        if files is not None:
+            control.secure(files)
+        if token_file is not None:
+            control.admit_by(JoinTokens(token_file))
     except InvalidArgument as error:
         raise ConfigError(str(error)) from error
 
 
 def secure_as_environment_says() -> None:
-    """By MOONPOOL_TLS_*, and the file that MOONPOOL_CONFIG names. Raises ConfigError."""
-    secure(settings_of_environment())
+    """By MOONPOOL_TLS_*, MOONPOOL_JOIN_TOKEN_FILE, and the file that MOONPOOL_CONFIG names. Raises ConfigError."""
+    said = settings_of_environment()
+    secure(said.tls, said.access)
 
 
-def settings_of_environment(environ: Mapping[str, str] = os.environ) -> TlsSettings:
-    """Those of MOONPOOL_TLS_*, over those of the file that MOONPOOL_CONFIG names. Raises ConfigError."""
+def settings_of_environment(environ: Mapping[str, str] = os.environ) -> Asking:
+    """Those of these variables, over those of the file that MOONPOOL_CONFIG names. Raises ConfigError."""
     if not any(name.startswith(_VARIABLES) for name in environ):
-        return TlsSettings()
+        return Asking()
     reserved = (SUPERVISOR_VARIABLE,)
-    return load(
-        _Asking, flags={}, environ=environ, config_file=None, known=all_settings(), reserved_variables=reserved
-    ).tls
+    return load(Asking, flags={}, environ=environ, config_file=None, known=all_settings(), reserved_variables=reserved)

@@ -52,7 +52,7 @@ def run_role(role: Role, config: Any) -> int:
         announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
-    secure(config.tls)
+    secure(config.tls, config.access)
     try:
         tracing.configure(role.command, node_id)
         drained = run(_serve(role, config, node_id, stop, on_ready), stop=stop)

@@ -16,7 +16,7 @@ def serve(config: ServeConfig) -> int:
     """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
     from moonpool.cluster import Cluster
 
-    secure(config.tls)
+    secure(config.tls, config.access)
     for entry in config.served:
         engine = entry.engine(config.engine)
         check_model_folder(entry.path, paced=engine.engine == "paced")

@@ -32,6 +32,7 @@ COALESCE_S = 0.02
 MAX_SAMPLES = 256
 FIRST_DECODES = 64
 DECODE_EVERY_S = 0.25
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class JoinStream:
@@ -123,7 +124,7 @@ class JoinStream:
                     else:
                         self._on_command(command)
             except grpc.aio.AioRpcError as error:
-                refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+                refused = error.code() in _REFUSALS
                 if refused and error.details() != self.last_refusal:
                     self.last_refusal = error.details() or ""
                     log.error("conductor at %s refused this node: %s", self.target, self.last_refusal)

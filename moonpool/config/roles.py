@@ -27,7 +27,7 @@ from moonpool.config.slices import (
 )
 from moonpool.config.slo import SloSettings
 from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
-from moonpool.config.transport import TlsSettings, TransportSettings
+from moonpool.config.transport import AccessSettings, TlsSettings, TransportSettings
 from moonpool.errors import ConfigError
 
 
@@ -47,6 +47,7 @@ class ServeConfig:
     shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
     supervisor: SupervisorSettings = field(default_factory=SupervisorSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     logs: LogSettings = field(default_factory=LogSettings)
@@ -95,6 +96,7 @@ class ConductorRole:
     slo: SloSettings
     shared: SharedStoreSettings
     tls: TlsSettings
+    access: AccessSettings
     logs: LogSettings
 
 
@@ -110,6 +112,7 @@ class PoolNodeRole:
     pool: PoolSettings
     transport: TransportSettings
     tls: TlsSettings
+    access: AccessSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:
@@ -131,6 +134,7 @@ class WorkerRole:
     pool: PoolSettings
     transport: TransportSettings
     tls: TlsSettings
+    access: AccessSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:
@@ -149,6 +153,7 @@ class FrontendRole:
     model: ModelSettings
     further: FurtherModels
     tls: TlsSettings
+    access: AccessSettings
     logs: LogSettings
 
     def __post_init__(self) -> None:

@@ -60,6 +60,20 @@ class TransportSettings(Slice):
 
 
 @dataclass(frozen=True)
+class AccessSettings(Slice):
+    """Whom the cluster's processes answer, beside what encryption asks for."""
+
+    panel: ClassVar[str] = "Encryption"
+    join_token_file: Annotated[
+        Path | None,
+        Key(
+            "File of tokens, one per line, that the cluster's processes show each other: the first; all are accepted",
+            default_text="whoever reaches a process may call it",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class TlsSettings(Slice):
     """Mutual TLS for all that goes over TCP between the cluster's processes; unix sockets stay as they are."""
 

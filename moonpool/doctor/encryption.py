@@ -27,7 +27,7 @@ class KeyMaterial:
 
 def observe_key_material(environ: Mapping[str, str] = os.environ) -> KeyMaterial:
     try:
-        settings = settings_of_environment(environ)
+        settings = settings_of_environment(environ).tls
     except ConfigError as error:
         return KeyMaterial("?", str(error))
     with ONE_AT_A_TIME:

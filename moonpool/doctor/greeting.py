@@ -93,7 +93,7 @@ def _material(environ: Mapping[str, str]) -> "Material | None":
     from messenger.tls import load
 
     with contextlib.suppress(ConfigError, InvalidArgument):
-        files = settings_of_environment(environ).files
+        files = settings_of_environment(environ).tls.files
         return None if files is None else load(files)
     return None
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from messenger import AddressInUse, InvalidArgument, MessengerConfig, MessengerError
 from messenger.control import run
-from moonpool.encryption import settings_of_environment
+from moonpool.encryption import secure_as_environment_says, settings_of_environment
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
 from moonpool.tether import tether_to_supervisor
@@ -86,6 +86,7 @@ def messenger(
         if data_port and not listen:
             raise ConfigError("--data-port is of the side that listens: give it with --listen, the other side is told")
         tls = tls_of(tls_cert, tls_key, tls_ca, tls_name)
+        secure_as_environment_says()  # the join tokens; the certificates are given on by hand, as flags go before
         try:
             if listen:
                 tether_to_supervisor()
@@ -126,7 +127,7 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> Tls:
     """What the flags say, over MOONPOOL_TLS_* and the file of MOONPOOL_CONFIG, as for a role. Raises ConfigError."""
-    said = settings_of_environment()
+    said = settings_of_environment().tls
     settings = replace(
         said,
         tls_cert=cert or said.tls_cert,

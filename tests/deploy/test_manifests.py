@@ -86,6 +86,7 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
         },
         "serviceAccount": {"annotations": {"e": "f"}},
         "monitoring": {"tracing": {"endpoint": "http://collector:4318"}},
+        "joinToken": {"existingSecret": "join"},
         "ray": {"existingTokenSecret": "ray-token", "head": pod, "launcher": pod},
     }
     values["workers"]["more"] = {"role": "decode", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3}}

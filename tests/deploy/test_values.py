@@ -115,6 +115,20 @@ def test_what_is_not_for_production_is_said(render: Any, values: dict[str, Any],
     assert "!" not in render(fit).notes
 
 
+@pytest.mark.parametrize("mode", ["statefulset", "kuberay"])
+def test_join_tokens_reach_every_role(render: Any, mode: str) -> None:
+    release = render({"mode": mode, "joinToken": {"existingSecret": "mine"}, "redis": {"enabled": False}})
+    assert len(release.pods) >= 5
+    for pod in release.pods:
+        (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "join"]
+        assert volume["secret"]["secretName"] == "mine"
+        assert {"name": "join", "mountPath": "/etc/moonpool/join", "readOnly": True} in pod.container["volumeMounts"]
+    assert (
+        "join_token_file: /etc/moonpool/join/tokens"
+        in release.one("ConfigMap", "moonpool-config")["data"]["moonpool.yaml"]
+    )
+
+
 @pytest.mark.parametrize(("told", "made"), [({}, 1), ({"replicas": 0}, 0), ({"replicas": 3}, 3)])
 def test_a_group_has_one_worker_unless_it_says_otherwise(render: Any, told: dict[str, int], made: int) -> None:
     values = {"workers": {"more": {"role": "decode", **told}}}

@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from messenger import InvalidArgument
-from messenger.control import ControlServer, start_server
+from messenger.control import ControlServer, admit_by, start_server
+from messenger.join_tokens import JoinTokens
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
 from worker.errors import StartupError
@@ -214,3 +215,25 @@ async def test_one_that_is_told_to_end_while_nobody_answers_ends(short_path: Pat
         if not done:
             running.cancel()
             pytest.fail(f"told to end after {moment % 10} steps of the loop, it goes on")
+
+
+async def test_a_node_with_another_join_token_is_told_so_at_its_start(tmp_path: Path) -> None:
+    def tokens(name: str) -> JoinTokens:
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(f"token-of-{name}-0123456789abcdef")
+        return JoinTokens(tmp_path / name)
+
+    admit_by(tokens("cluster"))
+    conductor, server = await _serve(tmp_path)
+    admit_by(tokens("stranger"))
+    reporter = _reporter(server.target)
+    running = asyncio.create_task(reporter.run())
+    try:
+        with pytest.raises(StartupError, match=r"refused this node: the join token .* set join_token_file"):
+            await asyncio.wait_for(reporter.first_join(), 20)
+        assert conductor.joins == 0
+    finally:
+        admit_by(None)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)

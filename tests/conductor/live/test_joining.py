@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 
 import grpc
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from conductor import server
 from conductor.service import ConductorService
 from kvpool import KvGroup, KvSpec
+from messenger import control
+from messenger.join_tokens import JoinTokens
 from messenger.software import KV_WIRE, OLDEST_WIRE, WIRE, named, own_software
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
@@ -267,3 +270,38 @@ async def test_a_pool_node_leaves_on_request_only_when_no_worker_needs_it(conduc
     await client.drain("pool-0")
     assert await pool.ended() is True
     await client.until_joined()
+
+
+async def test_who_shows_no_join_token_can_neither_join_nor_ask_nor_drain_and_harms_nobody(
+    conductor, tmp_path, request, caplog
+):
+    caplog.set_level(logging.DEBUG, "conductor")
+    good, bad = "of-the-cluster-0123456789", "of-a-stranger-0123456789"
+    request.addfinalizer(lambda: control.admit_by(None))
+    for name, token in (("good", good), ("bad", bad)):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(token)
+    control.admit_by(JoinTokens(tmp_path / "good"))
+    _, client = await conductor()
+    await client.join_pair()
+    for tokens in (None, JoinTokens(tmp_path / "bad")):
+        control.admit_by(tokens)
+        stranger = type(client)(client.line.target)
+        refusals = [await stranger.worker("decode-1", common_pb2.ROLE_DECODE).refusal()]
+        node = conductor_pb2.DrainNodeRequest(node_id="decode-0")
+        asked = [stranger.cluster(), stranger.stub.DrainNode(node, timeout=10), stranger.json("Validate")]
+        for call in asked:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            refusals.append(caught.value)
+        assert {refusal.code() for refusal in refusals} == {grpc.StatusCode.UNAUTHENTICATED}
+        assert all("join_token_file" in refusal.details() for refusal in refusals)
+        with pytest.raises(control.Unavailable, match="join_token_file"):
+            await stranger.schedule("stolen")
+        await stranger.close()
+    assert (await client.schedule("r")).WhichOneof("result") == "placement"
+    await client.complete("r")
+    await client.until_joined("prefill-0", "decode-0")
+    assert "refused a call from" in caplog.text
+    assert good not in caplog.text
+    assert bad not in caplog.text

@@ -109,6 +109,7 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- $_ := set $config "tls_key" "/etc/moonpool/tls/tls.key" -}}
 {{- $_ := set $config "tls_ca" "/etc/moonpool/tls/ca.crt" -}}
 {{- end -}}
+{{- if .Values.joinToken.existingSecret -}}{{- $_ := set $config "join_token_file" "/etc/moonpool/join/tokens" -}}{{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
 

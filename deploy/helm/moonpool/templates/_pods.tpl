@@ -162,6 +162,9 @@ livenessProbe:
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/moonpool/tls, readOnly: true}
 {{- end }}
+{{- if .root.Values.joinToken.existingSecret }}
+- {name: join, mountPath: /etc/moonpool/join, readOnly: true}
+{{- end }}
 {{- if and .model (has .root.Values.model.source (list "pvc" "hostPath" "imageVolume")) }}
 - {name: model, mountPath: {{ .root.Values.model.path }}, readOnly: true{{ with .root.Values.model.subPath }}, subPath: {{ . }}{{ end }}}
 {{- end }}
@@ -181,6 +184,10 @@ livenessProbe:
 {{- if .root.Values.tls.enabled }}
 - name: tls
   secret: {secretName: {{ include "moonpool.tlsSecret" .root }}, defaultMode: 0440}
+{{- end }}
+{{- with .root.Values.joinToken.existingSecret }}
+- name: join
+  secret: {secretName: {{ . }}, items: [{key: tokens, path: tokens}], defaultMode: 0440}
 {{- end }}
 {{- with .root.Values.model }}
 {{- if and $.model (has .source (list "pvc" "hostPath" "imageVolume")) }}
