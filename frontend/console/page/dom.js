@@ -29,7 +29,7 @@ export function setAttribute(node, name, value) {
 export const byId = (id) => document.getElementById(id);
 
 // A horizontal bar of a share from 0 to 1. What it shows stands beside it in figures.
-export function bar(share, isLow = false) {
+function bar(share, isLow = false) {
   const width = Math.max(0, Math.min(1, Number.isFinite(share) ? share : 0)) * 100;
   return svg(
     "svg",

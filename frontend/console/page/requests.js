@@ -7,7 +7,7 @@ import { Path } from "./path.js";
 const KINDS = { finished: "good", rejected: "bad", failed: "bad", cancelled: "warn", open: "" };
 const SIGNS = { finished: "✓", rejected: "✕", failed: "✕", cancelled: "–", open: "…" };
 
-export const outcomeOf = (request) =>
+const outcomeOf = (request) =>
   h("span", { class: `state ${KINDS[request.outcome] ?? ""}` }, `${SIGNS[request.outcome] ?? "?"} ${request.outcome === "open" ? "under way" : request.outcome}${request.reason ? `: ${request.reason}` : ""}`);
 
 // What was predicted, and what it was.

@@ -147,6 +147,7 @@ async def test_reading_needs_an_admins_key_where_any_key_is_asked_for(
                 (AS_ADMIN, 200),
             ):
                 assert (await told(http, bed, path, headers=headers))[0] == expected, (path, headers)
+        assert await told(http, bed, "about") == (200, {"needs_key": True, "has_admin": True})
         async with http.get(f"{bed.url}/console/") as answer:  # the page itself tells nothing
             assert answer.status == 200
 
