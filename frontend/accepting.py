@@ -19,9 +19,16 @@ _PAUSE_S: Final = 0.5  # when the process has no file descriptor left
 class Accepting:
     """Accepts connections of a listening socket until `close`. Stands where uvicorn expects a server of asyncio's."""
 
-    def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        has_room: Callable[[int], bool] = lambda num_opening: True,
+    ) -> None:
+        """`has_room` is asked, with the number of those on their way in, before each: it is turned away where not."""
         self._listener = listener
         self._protocol = protocol
+        self._has_room = has_room
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -55,6 +62,9 @@ class Accepting:
                 self._loop.remove_reader(self._listener)
                 self._pause = self._loop.call_later(_PAUSE_S, self._listen)
                 return
+            if not self._has_room(len(self._opening)):
+                connection.close()
+                continue
             connection.setblocking(False)
             opening = self._loop.create_task(self._open(connection))
             self._opening.add(opening)

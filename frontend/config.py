@@ -51,6 +51,8 @@ class FrontendConfig:
     attach_timeout_s: float = 5.0  # opening the token stream to a worker
     max_body_nbytes: int = 16 << 20
     body_timeout_s: float = 60.0  # receiving one request's body
+    header_timeout_s: float = 15.0  # receiving one request's headers
+    max_connections: int = 10_000  # of clients
     max_prompts: int = 64  # in one completions request
     max_choices: int = 128  # answers of one request: prompts times n
     max_prompt_scores: int = 4 << 20  # log-probabilities of prompts' tokens told in one answer

@@ -15,6 +15,8 @@ from frontend.accepting import Accepting
 from frontend.api.app import build_app
 from frontend.config import FrontendConfig
 from frontend.errors import ConfigError, PortInUse
+from frontend.http.bounded_protocol import BoundedProtocol
+from frontend.http.connections import Connection, Connections, Limits
 from frontend.served import load_tokenizers
 from frontend.service import Service
 
@@ -76,9 +78,10 @@ async def _serve(
     service: Service, listener: socket.socket, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> None:
     server = _Server(
+        service,
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -87,7 +90,7 @@ async def _serve(
             server_header=False,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_CONNECTIONS_END_S,
-        )
+        ),
     )
     serving = asyncio.create_task(server.serve([listener]), name="http")
     up, stopping = asyncio.create_task(server.is_up.wait()), asyncio.create_task(stop.wait())
@@ -102,6 +105,7 @@ async def _serve(
             await service.drain()
     finally:
         server.should_exit = True
+        server.connections.close()
         for task in (up, stopping):
             task.cancel()
         await serving
@@ -117,17 +121,23 @@ def url_of(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """Says when it is up, takes few connections at a time, and leaves signals to whoever runs the process."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        limits = Limits(service.config.max_connections, service.config.header_timeout_s)
+        self.connections = Connections(limits, self._open_now, service.door_metrics.turned_away)
+        service.door_metrics.watch_connections(lambda: len(self.server_state.connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        config = self.config
-        make = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
-        protocol = partial(make, config, self.server_state, self.lifespan.state)
-        self.servers = [Accepting(listener, protocol) for listener in sockets or ()]  # type: ignore[misc]
+        protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state, self.connections)
+        has_room = self.connections.has_room
+        self.servers = [Accepting(listener, protocol, has_room) for listener in sockets or ()]  # type: ignore[misc]
+        self.connections.start()
         self.is_up.set()
+
+    def _open_now(self) -> set[Connection]:
+        return cast("set[Connection]", self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -187,6 +187,8 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         api_keys=config.http.api_key,
         api_keys_file=config.http.api_keys_file,
         metrics_need_admin=config.http.metrics_need_admin,
+        max_connections=config.http.max_connections,
+        header_timeout_s=config.http.header_timeout,
         block_tokens=config.model.block_tokens,
         request_timeout_s=config.http.request_timeout,
         drain_grace_s=config.http.drain_grace,

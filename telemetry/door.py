@@ -1,5 +1,7 @@
 """What a front door counts of who knocks: keys and the like. No label comes from a client."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
@@ -15,3 +17,15 @@ class DoorMetrics:
         self.keys_current.set(1)
         num_keys = Gauge("moonpool:api_keys", "API keys in force.", ["scope"], registry=registry)
         self.user_keys, self.admin_keys = num_keys.labels("user"), num_keys.labels("admin")
+        self._turned_away = Counter(
+            "moonpool:http_turned_away", "Clients' connections ended by a bound.", ["reason"], registry=registry
+        )
+        self._connections = Gauge("moonpool:http_connections", "Clients' connections open.", registry=registry)
+
+    def turned_away(self, reason: str) -> None:
+        """A bound ended a connection; `reason` is one of ours."""
+        self._turned_away.labels(reason).inc()
+
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Ask `count` whenever the number of open connections is read."""
+        self._connections.set_function(count)

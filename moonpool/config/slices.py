@@ -180,6 +180,17 @@ class HttpSettings(Slice):
         Key("YAML file of API keys' hashes, tenants, scopes and quotas; read again when it changes"),
     ] = None
     metrics_need_admin: Annotated[bool, Key("Ask for an admin's API key where metrics are read")] = False
+    max_connections: Annotated[
+        int,
+        Key(
+            "Clients' connections open at a time; at most three quarters of the files that the process may open",
+            low=1,
+            high=10**6,
+        ),
+    ] = 10_000
+    header_timeout: Annotated[
+        float, Key("Seconds that a client has to send a request's headers", low=0.1, high=3600)
+    ] = 15.0
     request_timeout: Annotated[float, Key("Seconds after which a request fails", low=0.1, high=86400)] = 600.0
     drain_grace: Annotated[
         float, Key("Seconds that running requests have when the front door is stopped", low=0, high=3600)
