@@ -13,6 +13,7 @@ from typing import Any
 from moonpool.autoscaler import autoscale
 from moonpool.autoscaling import parse_bounds
 from moonpool.config import ServeConfig
+from moonpool.errors import ConfigError
 from moonpool.hang_guard import guard
 from moonpool.http_port import local_url, wait_http_ready
 from moonpool.plan import Planner, RolePlan, describe
@@ -45,6 +46,8 @@ class Cluster(TerminalView):
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
         if runtime.outlives:
             self._supervisor.let_go()
+        if config.supervisor.autoscale and config.scheduling.role_switching == "act":
+            raise ConfigError("--autoscale and --role-switching act would both answer the same need: leave one out")
         self._groups = planner.groups
         self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
         self._surplus = {  # that an earlier `serve` has left

@@ -9,6 +9,7 @@ from moonpool.config.fields import Key, Slice
 from moonpool.errors import ConfigError
 
 _HOST_PORT = re.compile(r"[^:/]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
+_LEAST_ORPHAN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ class RuntimeSettings(Slice):
         if self.ray_address and not _HOST_PORT.fullmatch(self.ray_address):
             raise ConfigError(
                 f"--ray-address is {self.ray_address!r}: expected HOST:PORT, as `ray start --head` printed it"
+            )
+        if 0 < self.ray_orphan_grace < _LEAST_ORPHAN_S:
+            raise ConfigError(
+                f"--ray-orphan-grace is {self.ray_orphan_grace:g}: expected 0, or at least {_LEAST_ORPHAN_S:g} s, "
+                "since a busy `serve` asks its nodes no more often than every 10 s"
             )
         if self.ray_orphan_grace and not (self.ray_address and self.join):
             raise ConfigError(

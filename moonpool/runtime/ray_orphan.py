@@ -53,8 +53,7 @@ def _watch(orphan: Orphan, rule: Orphanhood, leave: Callable[[Orphanhood], None]
             if orphan.runs() and orphan.silent_s() >= rule.after_s:
                 orphan.signal(kill=kill)
                 _wait_ended(orphan, rule, within_s)
-        if orphan.silent_s() >= rule.after_s:
-            leave(rule)
+        if orphan.silent_s() >= rule.after_s and _left(rule, leave):
             return
 
 
@@ -65,10 +64,22 @@ def _wait_ended(orphan: Orphan, rule: Orphanhood, within_s: float) -> None:
         time.sleep(min(0.1, rule.after_s / 4))
 
 
+def _left(rule: Orphanhood, leave: Callable[[Orphanhood], None]) -> bool:
+    try:
+        leave(rule)
+    except Exception as error:  # whatever it is, an actor that stays would hold its host's place for ever
+        print(f"Ray did not let it leave, again soon: {error}", flush=True)
+        return False
+    return True
+
+
 def _leave(rule: Orphanhood) -> None:
     import ray
     from ray.util import get_placement_group, remove_placement_group
 
-    if rule.group:
-        remove_placement_group(get_placement_group(rule.group))
+    try:
+        if rule.group:
+            remove_placement_group(get_placement_group(rule.group))
+    except ValueError:
+        pass  # there is none any more
     ray.kill(ray.get_actor(rule.actor), no_restart=True)

@@ -7,12 +7,12 @@ when `serve` dies the cluster ends anyway. Ray places and restarts actors; it ca
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -28,15 +28,16 @@ from moonpool.run_dir import default_run_dir
 from moonpool.runtime.processes import Processes
 from moonpool.runtime.ray_actor import Begun, Place, RoleActor
 from moonpool.runtime.ray_calls import Errands, apart
+from moonpool.runtime.ray_handle import Handle
 from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located
-from moonpool.runtime.ray_life import ActorAway, ActorLost, RayLife
+from moonpool.runtime.ray_life import ActorLost, RayLife
 from moonpool.runtime.ray_orphan import Orphanhood
 from moonpool.runtime.ray_places import preferred_host
 from moonpool.runtime.seam import Running
 
+T = TypeVar("T")
 _POLL_S = 0.1
 _TELL_AFTER_S = 10.0
-_START_S = 120.0
 _ASK_S = 10.0
 _POOL = "pool-"
 _DRAIN_MARGIN_S = 10.0
@@ -64,13 +65,15 @@ class RayRuntime:
         self._folder = str(run_dir) if only_address else str(default_run_dir(self._name))
         self._add_pool: Callable[[int], None]
         self._groups: dict[str, PlacementGroup] = {}
-        self._actors: dict[str, _Handle] = {}
+        self._actors: dict[str, Handle] = {}
         self._pools: dict[str, _HostPool] = {}  # by Ray's id of the host
         self._pool_numbers = itertools.count()
         self._known: dict[str, Host] = {}  # every host that a node was placed on
         self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
+        self._wanted: set[str] = set()  # nodes that were launched and not released
         self._unheard: set[str] = set()  # nodes that may run well though their last life was given up
         self._errands = Errands()
+        self._making: set[asyncio.Task[Any]] = set()
 
     def find(self) -> None:
         """Take over what an earlier `serve` of the same cluster has left running. Blocks."""
@@ -78,9 +81,14 @@ class RayRuntime:
             return
         prefix = f"{self._name}/"
         there = hosts(ray.nodes(), self._only_address)  # type: ignore[no-untyped-call]
-        for name in sorted(ray.util.list_named_actors()):
-            if name.startswith(prefix):
-                self._find(name.removeprefix(prefix), ray.get_actor(name), there)
+        names = [name.removeprefix(prefix) for name in ray.util.list_named_actors() if name.startswith(prefix)]
+        for node_id in sorted(names):
+            try:
+                self._find(node_id, ray.get_actor(prefix + node_id), there)
+            except ValueError:  # it has just left
+                continue
+        numbers = [int(node_id.removeprefix(_POOL)) for node_id in names if node_id.startswith(_POOL)]
+        self._pool_numbers = itertools.count(max(numbers, default=-1) + 1)
         self.found = tuple(node_id for node_id in self._actors if not node_id.startswith(_POOL))
 
     def _find(self, node_id: str, actor: Any, there: dict[str, Host]) -> None:
@@ -93,7 +101,7 @@ class RayRuntime:
         if (host is None or not listens) if is_pool else group is None:  # there is nothing to go on with
             ray.kill(actor, no_restart=True)
             return
-        self._actors[node_id] = _Handle(actor, named=True)
+        self._actors[node_id] = Handle(actor, named=True)
         self._unheard.add(node_id)
         if host is not None:
             self._known[node_id] = host
@@ -102,7 +110,6 @@ class RayRuntime:
         if is_pool and host is not None:
             self._found_pools.append(int(node_id.removeprefix(_POOL)))
             self._pools[host_id] = _HostPool(node_id, host, listens)
-            self._pool_numbers = itertools.count(max(self._found_pools) + 1)
 
     def bind(self, add_pool: Callable[[int], None]) -> None:
         """As ClusterRuntime.bind."""
@@ -121,6 +128,7 @@ class RayRuntime:
             self._add_pool(self._found_pools.pop(0))
         if plan.tier not in (POOL_TIER, WORKER_TIER):
             return await self._processes.launch(plan, log, on_ready=on_ready, on_line=on_line)
+        self._wanted.add(plan.node_id)
         begin = self._begin_pool if plan.tier == POOL_TIER else self._begin_worker
         return RayLife(
             lambda say: begin(plan, say),
@@ -133,7 +141,9 @@ class RayRuntime:
 
     def release(self, node_id: str) -> None:
         """As Runtime.release: its actor ends, its resources are free."""
+        self._wanted.discard(node_id)
         self._unheard.discard(node_id)
+        self._pools = {host_id: pool for host_id, pool in self._pools.items() if pool.node_id != node_id}
         self._known.pop(node_id, None)
         self._placed.pop(node_id, None)
         handle, group = self._actors.pop(node_id, None), self._groups.pop(node_id, None)
@@ -151,14 +161,16 @@ class RayRuntime:
             self.release(node_id)
         self._errands.wait()
 
-    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, Begun]":
+    async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[Handle, Begun]:
         bundle = bundle_of(plan, gpu=self._gpus)
         host = await self._present_host(plan.node_id)
         if host is None:
-            group = self._groups.get(plan.node_id) or await self._make_group(plan, bundle)
+            group = self._groups.get(plan.node_id)
+            if group is None:
+                group = await self._whole(self._make_group(plan, bundle))
             host = self._known[plan.node_id] = await self._host_of(group, bundle, say)
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            await self._make_actor(plan, bundle, where)
+            await self._whole(self._make_actor(plan, bundle, where))
         self._placed[plan.node_id] = plan, host.ray_node_id
         pool = await self._pool_on(host)
         handle = self._actors[plan.node_id]
@@ -167,7 +179,7 @@ class RayRuntime:
         settings = located(plan, host, target=target, pool=pool, gpu=self._gpus, threads=threads)
         return handle, await self._start(handle, plan, settings, host, say)
 
-    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> "tuple[_Handle, Begun] | None":
+    async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[Handle, Begun] | None:
         place = next(pool for pool in self._pools.values() if pool.node_id == plan.node_id)
         host = await self._present_host(plan.node_id)
         if host is None:
@@ -178,13 +190,20 @@ class RayRuntime:
                 return None
             self._known[plan.node_id] = host
             where = NodeAffinitySchedulingStrategy(host.ray_node_id, soft=False)
-            await self._make_actor(plan, {POOL_RESOURCE: 1.0}, where)
+            await self._whole(self._make_actor(plan, {POOL_RESOURCE: 1.0}, where))
         handle = self._actors[plan.node_id]
         if not place.listens:  # workers know it by this address, over all its lives
             place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
         target = place.listens
         settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, also when its caller is cancelled: what Ray is about to make must be known, to be given back."""
+        making = asyncio.create_task(work)
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        return await asyncio.shield(making)
 
     async def _make_group(self, plan: RolePlan, bundle: dict[str, float]) -> PlacementGroup:
         """Where it would best be; a wish, since others may take the place, and hosts die."""
@@ -199,11 +218,14 @@ class RayRuntime:
             wish = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
             found = await apart(lambda: placement_group([bundle], name=name, lifetime=lifetime, **wish))
         group: PlacementGroup = found
-        self._groups[node_id] = group
+        if node_id in self._wanted:
+            self._groups[node_id] = group
+        else:
+            self._errands.run(remove_placement_group, group)
         return group
 
     async def _start(
-        self, handle: "_Handle", plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
+        self, handle: Handle, plan: RolePlan, settings: dict[str, Any], host: Host, say: Callable[[str], None]
     ) -> Begun:
         adopt = plan.node_id in self._unheard
         self._unheard.discard(plan.node_id)
@@ -268,7 +290,11 @@ class RayRuntime:
             options |= {"name": f"{self._name}/{node_id}", "lifetime": "detached", "get_if_exists": True}
             orphanhood = self._orphanhood(plan, str(options["name"]))
         made = await apart(lambda: ray.remote(RoleActor).options(**options).remote(orphanhood))
-        self._actors[node_id] = _Handle(made, named=self.outlives)
+        handle = Handle(made, named=self.outlives)
+        if node_id in self._wanted:
+            self._actors[node_id] = handle
+        else:
+            self._errands.run(handle.kill, for_good=True)
 
     def _orphanhood(self, plan: RolePlan, actor: str) -> Orphanhood:
         """Pool nodes stay for as long as workers may take to finish."""
@@ -296,51 +322,6 @@ class _HostPool:
         if not self.listens:
             await self._known.wait()
         return self.listens
-
-
-class _Handle:
-    """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
-
-    def __init__(self, actor: Any, *, named: bool = False) -> None:
-        self._actor = actor
-        self._named = named
-        self.dead = False
-
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            return await getattr(self._actor, method).remote(*arguments, **named)
-        except RayActorError as error:
-            self.dead = isinstance(error, ActorUnschedulableError)  # of others, Ray brings it back
-            kind = ActorLost if self.dead else ActorAway
-            raise kind(f"its Ray actor died: {' '.join(str(error).split())}") from error
-        except RayTaskError as error:
-            raise ActorLost(f"its Ray actor failed: {error.cause!r}") from error
-        except RayError as error:
-            raise ActorLost(f"Ray failed: {error}") from error
-
-    async def call_back(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """As `call`, of an actor that may just be on its way back."""
-        try:
-            async with asyncio.timeout(_START_S):
-                while True:
-                    try:
-                        return await self.call(method, *arguments, **named)
-                    except ActorAway:
-                        await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            self.dead = self.dead or self._named  # by its name the same is found again, if there is one
-            raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
-
-    async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]:
-        next_one, events = await self.call("follow", number, after, wait_s)
-        return next_one, events
-
-    async def signal(self, *, kill: bool) -> None:
-        await self.call("signal", kill=kill)
-
-    def kill(self, *, for_good: bool = False) -> None:
-        """Blocks while Ray's head is away."""
-        ray.kill(self._actor, no_restart=for_good)
 
 
 def _group_named(name: str) -> PlacementGroup | None:

@@ -60,6 +60,22 @@ def test_one_that_somebody_comes_for_at_the_last_moment_stays_until_it_is_an_orp
     assert role.left_alive == [False]
 
 
+def test_one_that_ray_does_not_let_go_tries_again() -> None:
+    role = Role()
+    tries: list[int] = []
+
+    def leave(rule: Orphanhood) -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise RuntimeError("the head is away")
+
+    thread = watch(role, RULE, leave)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(tries) == 3
+    assert role.signals == [False]
+
+
 def test_nothing_happens_while_somebody_asks() -> None:
     role = Role()
     thread = watch(role, RULE, role.leave)
