@@ -129,7 +129,7 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
     try:
         if not folder.exists():
             check_folder(folder.parent)  # before a folder is left where none can be used
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise SsdFolderError(
             f"the node's folder {folder} cannot be made: {error.strerror}; give a folder that this user can write to"

@@ -17,7 +17,7 @@ class Disk:
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
         """A descriptor to read and write by."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
-        return os.open(path, flags, 0o644)
+        return os.open(path, flags, 0o600)  # who can read KV can tell the prompt
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -154,3 +154,10 @@ def test_the_space_may_grow_and_shrink_between_runs(open_store: Open, blocks: An
 def test_impossible_configurations_are_refused(ssd_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(SsdFolderError, match=r"expected|needs"):
         SsdConfig(**{"dir": ssd_path, "nbytes": 4096, "node_id": "node", **fields})
+
+
+def test_what_is_on_the_ssd_can_be_read_by_its_user_alone(filled: dict[str, bytes], ssd_path: Path) -> None:
+    assert filled
+    assert {path.name: oct(path.stat().st_mode & 0o077) for path in ssd_path.iterdir()} == dict.fromkeys(
+        [*filled, "lock"], "0o0"
+    )
