@@ -62,6 +62,26 @@ async def test_no_two_tenants_reach_the_same_blocks_whatever_salt_they_name(
         assert len({own, await blocks(OTHER), *salted}) == 6
 
 
+async def test_another_tenants_configured_salt_reaches_none_of_its_blocks_and_its_own_keys_share(
+    cluster: Any, start_front: Any, write_keys: WriteKeys
+) -> None:
+    salt = "salt-that-acme-was-given"
+    entries = [*ENTRIES, entry_of("acme-2", "mp-4", "acme", cache_salt=salt)]
+    async with start_front(api_keys_file=write_keys(*entries)) as front:
+
+        async def blocks(key: str, **more: str) -> bytes:
+            assert (await front.post(COMPLETIONS, PROMPT | more, **bearer(key)))[0] == 200
+            return bytes(cluster.conductor.scheduled[-1].chain)
+
+        own = await blocks(USER)
+        assert own
+        assert own == await blocks("mp-4"), "said in one entry, it is the tenant's"
+        guesses = (salt, f"\0{salt}", "acme", USER, own.hex())
+        others = [await blocks(OTHER), *[await blocks(OTHER, cache_salt=guess) for guess in guesses]]
+        assert own not in others
+        assert len({own[:16], *(other[:16] for other in others)}) == 1 + len(others)  # not even the first block's
+
+
 async def test_keys_come_and_go_without_a_restart_and_a_broken_file_changes_nothing(
     cluster: Any, start_front: Any, write_keys: WriteKeys, until: Any, log_lines: Any
 ) -> None:
