@@ -68,7 +68,7 @@ def shell_lines(block: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def pages() -> list[Page]:
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "SECURITY.md"]
     return [Page(path, path.read_text(encoding="utf-8")) for path in paths]
 
 
