@@ -133,14 +133,16 @@ def test_a_long_request_goes_to_the_node_that_is_large_enough(cluster, make):
 
 def test_unknown_models_and_lost_nodes_are_told_apart(cluster, make):
     c = cluster()
-    assert reason(c.after(10).send(make.request(model="other"))) == "unknown_model"
+    assert reason(c.after(31).send(make.request(model="other"))) == "unknown_model"
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
         c.send(NodeLost(name, 1))
     assert reason(c.send(make.request())) == "no_nodes"
 
 
 def test_just_after_a_start_a_model_may_still_be_reconnecting(cluster, make):
-    assert reason(cluster().send(make.request(model="other"))) == "no_nodes"
+    for age_s in (0, 29):
+        (rejection,) = cluster().after(age_s).send(make.request(model="other"))
+        assert (rejection.reason, rejection.may_return) == ("no_nodes", True)
 
 
 def test_an_aggregated_node_without_room_waits_for_pages_in_its_ttft(cluster, make):

@@ -306,7 +306,9 @@ async def test_an_unknown_model_is_rejected_by_the_conductor_and_a_request_witho
     cluster: Any, undisturbed: None
 ) -> None:
     line = Line(f"unix:{cluster.ready['run_dir']}/conductor.sock")
-    reply = await line.schedule(SCHEDULE, waits=False, deadline_s=20)
+    async with asyncio.timeout(60):  # for half a minute after a start its workers might still be on their way
+        while (reply := await line.schedule(SCHEDULE, waits=False, deadline_s=20)).rejection.reason == "no_nodes":
+            await asyncio.sleep(0.5)
     assert reply.rejection.reason == "unknown_model"
     assert "gpt-4" in reply.rejection.message
     with pytest.raises(CallRefused, match="request_id is empty"):

@@ -64,6 +64,7 @@ def test_spans_arrive_with_parents_times_and_facts(configure: Any, otlp_receiver
     assert (spans["compute"]["is_error"], spans["compute"]["status"]) == (True, "ValueError: boom")
     assert {(span["node"], span["service"]) for span in spans.values()} == {("fe-0", "moonpool-frontend")}
     assert otlp_receiver.headers[-1]["x-key"] == "secret"
+    wait_for(lambda: tracing.counts()["exported"] == 5)  # counted once the receiver has answered
     assert tracing.counts() == {"exported": 5, "failed": 0, "dropped": 0}
 
 
