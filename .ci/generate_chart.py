@@ -33,6 +33,8 @@ OWN = {
         "port",
         "api_key",
         "api_keys_file",
+        "http_tls_cert",
+        "http_tls_key",
         "drain_grace",
         "worker_drain_grace",
     ),

@@ -7,9 +7,12 @@ before it comes round again.
 import asyncio
 import logging
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+from frontend.http.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Certificate
 
 _log = logging.getLogger(__name__)
 _PER_TURN: Final = 8  # each takes some tenths of a millisecond
@@ -24,13 +27,20 @@ class Accepting:
         listener: socket.socket,
         protocol: Callable[[], asyncio.Protocol],
         has_room: Callable[[int], bool] = lambda num_opening: True,
+        certificate: Certificate | None = None,
+        refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`has_room` is asked, with the number of those on their way in, before each: it is turned away where not."""
+        """`has_room` is asked, with the number of those on their way in, before each: it is turned away where not.
+
+        With a certificate TLS is spoken, without it not; `refused` is called where that does not come about.
+        """
+        self._certificate = certificate
+        self._refused = refused
         self._listener = listener
         self._protocol = protocol
         self._has_room = has_room
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
 
@@ -42,7 +52,7 @@ class Accepting:
 
     async def wait_closed(self) -> None:
         """Until each connection that was taken has its protocol."""
-        await asyncio.gather(*self._opening)
+        await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _listen(self) -> None:
         self._pause = None
@@ -64,18 +74,36 @@ class Accepting:
                 return
             if not self._has_room(len(self._opening)):
                 connection.close()
+                self._end_oldest_handshake()
                 continue
             connection.setblocking(False)
             opening = self._loop.create_task(self._open(connection))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+            self._opening[opening] = None
+            opening.add_done_callback(self._opening.pop)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol, connection)
+            if self._certificate is None:
+                await self._loop.connect_accepted_socket(self._protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._protocol,
+                    connection,
+                    ssl=self._certificate.context(),
+                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+                    ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+                )
         except OSError as error:
-            _log.info("a client left as it came: %s", error)
+            if isinstance(error, ssl.SSLError | ConnectionAbortedError):  # the latter: not in time
+                self._refused("tls_handshake")
+            _log.debug("a client left as it came: %s", error)
             connection.close()
+
+    def _end_oldest_handshake(self) -> None:
+        """Whoever begins handshakes and does not end them must not keep the others out."""
+        if self._certificate is not None and self._opening:
+            self._refused("tls_handshake")
+            next(iter(self._opening)).cancel()
 
 
 class Turnstile:

@@ -40,6 +40,8 @@ class FrontendConfig:
         str, ...
     ] = ()  # of trials, each a tenant of its own; with neither these nor a file none is asked for
     api_keys_file: Path | None = None  # YAML, read again when it changes
+    tls_cert: Path | None = None  # PEM, with its key: HTTPS instead of HTTP; read again when they change
+    tls_key: Path | None = None
     metrics_need_admin: bool = False  # else whoever reaches the port may read them
     block_tokens: int = 16  # of every model; must equal the nodes'
     request_timeout_s: float = 600.0  # from arrival to the last token
@@ -78,6 +80,8 @@ class FrontendConfig:
             raise ConfigError("conductor_targets is empty, or one of them: the front door needs a conductor")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is not between 0 and 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("of tls_cert and tls_key one is missing: HTTPS needs both")
         if any(not key for key in self.api_keys):
             raise ConfigError("api_keys contains an empty key")
         for field in fields(self):

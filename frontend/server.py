@@ -17,6 +17,7 @@ from frontend.config import FrontendConfig
 from frontend.errors import ConfigError, PortInUse
 from frontend.http.bounded_protocol import BoundedProtocol
 from frontend.http.connections import Connection, Connections, Limits
+from frontend.http.tls import Certificate, certificate_of
 from frontend.served import load_tokenizers
 from frontend.service import Service
 
@@ -37,12 +38,13 @@ async def serve_frontend(
     `on_rest` whenever the last request in flight has ended.
     Raises PortInUse, ConfigError, ModelFolderError before anything is served.
     """
+    certificate = certificate_of(config.tls_cert, config.tls_key)
     listener = bind(config.host, config.port)
     try:
         service = Service(config, await load_tokenizers(config.models), on_rest)
         try:
             await service.start()
-            await _serve(service, listener, stop, on_ready)
+            await _serve(service, listener, certificate, stop, on_ready)
         finally:
             await service.close()
     finally:
@@ -75,10 +77,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    service: Service, listener: socket.socket, stop: asyncio.Event, on_ready: Callable[[str], None]
+    service: Service,
+    listener: socket.socket,
+    certificate: Certificate | None,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
 ) -> None:
     server = _Server(
         service,
+        certificate,
         uvicorn.Config(
             build_app(service),
             http=BoundedProtocol,
@@ -97,7 +104,7 @@ async def _serve(
     try:
         await asyncio.wait((serving, up), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            url = url_of(listener)
+            url = url_of(listener, "http" if certificate is None else "https")
             _log.info("serving %s at %s", ", ".join(model.name for model in service.models), url)
             on_ready(url)
             service.loop_watch.start()
@@ -111,18 +118,19 @@ async def _serve(
         await serving
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Where a client on this machine finds the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
     """Says when it is up, takes few connections at a time, and leaves signals to whoever runs the process."""
 
-    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+    def __init__(self, service: Service, certificate: Certificate | None, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self._certificate = certificate
         self.is_up = asyncio.Event()
         limits = Limits(service.config.max_connections, service.config.header_timeout_s)
         self.connections = Connections(limits, self._open_now, service.door_metrics.turned_away)
@@ -131,8 +139,14 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state, self.connections)
-        has_room = self.connections.has_room
-        self.servers = [Accepting(listener, protocol, has_room) for listener in sockets or ()]  # type: ignore[misc]
+        entrance = partial(
+            Accepting,
+            protocol=protocol,
+            has_room=self.connections.has_room,
+            certificate=self._certificate,
+            refused=self.connections.refused,
+        )
+        self.servers = [entrance(listener) for listener in sockets or ()]  # type: ignore[misc]
         self.connections.start()
         self.is_up.set()
 

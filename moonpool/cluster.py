@@ -37,7 +37,7 @@ class Cluster(TerminalView):
         self._config = config
         self._run_dir = run_dir
         self._joins = bool(config.runtime.join)
-        self._url = "" if self._joins else local_url(config.http.host, port)
+        self._url = "" if self._joins else local_url(config.http.host, port, config.http.scheme)
         planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
         plans = planner.cluster(runtime.found)
         self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}

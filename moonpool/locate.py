@@ -79,9 +79,9 @@ def _usual_ready_file() -> ReadyFile | None:
 def _default_ready_file(url: str) -> Path:
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
-        port = parts.port or 80
+        port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         raise ConfigError(f"--url {url!r} is no URL: {error}") from error
-    if parts.scheme not in ("", "http") or not parts.hostname:
+    if parts.scheme not in ("", "http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url!r}: expected http://HOST:PORT")
     return default_run_dir(str(port)) / READY_NAME

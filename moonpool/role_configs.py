@@ -186,6 +186,8 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         node_id=node_id,
         api_keys=config.http.api_key,
         api_keys_file=config.http.api_keys_file,
+        tls_cert=config.http.http_tls_cert,
+        tls_key=config.http.http_tls_key,
         metrics_need_admin=config.http.metrics_need_admin,
         max_connections=config.http.max_connections,
         header_timeout_s=config.http.header_timeout,

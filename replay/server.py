@@ -110,6 +110,13 @@ async def _ask(request: Any, url: str) -> tuple[int, str]:
     try:
         async with request as response:
             return response.status, await response.text()
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise ServerUnreachable(
+            f"the certificate at {url} is not trusted ({error.certificate_error}); name the CA that signed it in "
+            "SSL_CERT_FILE, and in the URL a name that it carries"
+        ) from error
+    except aiohttp.ClientConnectorSSLError as error:
+        raise ServerUnreachable(f"no TLS at {url} ({error.strerror}); is it http://?") from error
     except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
         raise ServerUnreachable(
             f"no usable server at {url} ({type(error).__name__}: {error}); start one with `moonpool serve`"

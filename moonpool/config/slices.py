@@ -179,6 +179,11 @@ class HttpSettings(Slice):
         Path | None,
         Key("YAML file of API keys' hashes, tenants, scopes and quotas; read again when it changes"),
     ] = None
+    http_tls_cert: Annotated[
+        Path | None,
+        Key("PEM file: the certificate that clients are shown, read again when it changes", default_text="plain HTTP"),
+    ] = None
+    http_tls_key: Annotated[Path | None, Key("PEM file: that certificate's private key, not encrypted")] = None
     metrics_need_admin: Annotated[bool, Key("Ask for an admin's API key where metrics are read")] = False
     max_connections: Annotated[
         int,
@@ -219,6 +224,13 @@ class HttpSettings(Slice):
     def check(self) -> None:
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave it out and no key is asked")
+        if (self.http_tls_cert is None) != (self.http_tls_key is None):
+            raise ConfigError("of --http-tls-cert and --http-tls-key one is missing: HTTPS needs both")
+
+    @property
+    def scheme(self) -> str:
+        """Of the API's URLs."""
+        return "http" if self.http_tls_cert is None else "https"
 
 
 @dataclass(frozen=True)
