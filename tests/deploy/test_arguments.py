@@ -165,13 +165,11 @@ def test_a_secret_reaches_the_process_that_needs_it_and_no_manifest(render: Any,
         {
             "redis": {"enabled": False},
             "externalRedis": {"url": "rediss://user@redis.example.com/3", "existingSecret": "redis"},
-            "frontend": {"apiKeys": {"existingSecret": "keys"}},
         }
     )
     reader = told(release)
     conductor = conductor_config(reader.settings(release.pod("moonpool-conductor")), "c")
     assert conductor.redis_url == "rediss://user:a-secret@redis.example.com/3"
-    assert reader.settings(release.pod("moonpool-frontend")).http.api_key == ("a-secret",)
     assert not release.kind("Secret")
     assert not [one for one in release.objects if one["metadata"]["name"].endswith("-redis")]
     assert "a-secret" not in json.dumps(release.objects)
@@ -250,3 +248,34 @@ def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: An
     assert serve.runtime.ray_orphan_grace == 600
     assert {pod.labels.get("llm-d.ai/role") for pod in release.pods} == {None, "prefill", "decode"}
     assert not release.kind("DaemonSet")
+
+
+def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, told: Callable[[Any], Told]) -> None:
+    frontend = {"apiKeys": {"existingSecret": "keys", "key": "k.yaml"}, "tls": {"existingSecret": "web"}}
+    release = render({"frontend": frontend, "monitoring": {"serviceMonitor": {"enabled": True}}})
+    pod = release.pod("moonpool-frontend")
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"] if "subPath" not in mount}
+    volumes = {volume["name"]: volume.get("secret") for volume in pod.spec["volumes"]}
+    http = told(release).settings(pod).http
+    for name, secret, files in (
+        ("keys", "keys", {http.api_keys_file: "k.yaml"}),
+        ("https", "web", {http.http_tls_cert: "tls.crt", http.http_tls_key: "tls.key"}),
+    ):
+        assert volumes[name]["secretName"] == secret
+        assert {f"{mounts[name]}/{item['path']}": item["key"] for item in volumes[name]["items"]} == {
+            str(path): key for path, key in files.items()
+        }
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert pod.container[probe]["httpGet"]["scheme"] == "HTTPS"
+    (port,) = release.one("Service", "moonpool-frontend")["spec"]["ports"]
+    assert port["appProtocol"] == "https"
+    (monitor,) = release.kind("ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["scheme"] == "https"
+
+
+def test_without_them_the_api_is_plain_and_asks_for_no_key(render: Any, told: Callable[[Any], Told]) -> None:
+    release = render({})
+    pod = release.pod("moonpool-frontend")
+    http = told(release).settings(pod).http
+    assert (http.api_keys_file, http.http_tls_cert) == (None, None)
+    assert "scheme" not in pod.container["livenessProbe"]["httpGet"]

@@ -139,18 +139,19 @@ resources:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{- /* Probes over HTTP: port, and how many seconds it may take until started answers 200. */ -}}
+{{- /* Probes over HTTP, or https: port, and how many seconds it may take until started answers 200. */ -}}
 {{- define "moonpool.probes" -}}
+{{- $scheme := ternary ", scheme: HTTPS" "" (not (empty .https)) -}}
 startupProbe:
-  httpGet: {path: {{ .started }}, port: {{ .port }}}
+  httpGet: {path: {{ .started }}, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 5
   failureThreshold: {{ div (add .startSeconds 4) 5 }}
 readinessProbe:
-  httpGet: {path: /ready, port: {{ .port }}}
+  httpGet: {path: /ready, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 5
 livenessProbe:
-  httpGet: {path: /live, port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .port }}{{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
