@@ -97,6 +97,19 @@ class Generation:
         self._output.read_prompt()
 
     @property
+    def was_refused(self) -> bool:
+        """Whether it failed before it had a token."""
+        return self._outcome == "failed" and self.facts.last_token_s is None
+
+    @property
+    def used_tokens(self) -> int:
+        """Of the prompt, which its first answer counts, and of the answer so far; none if it was refused."""
+        if self.was_refused:
+            return 0
+        prompt_tokens = 0 if self.request.sampling.choice else len(self.request.prompt_ids)
+        return prompt_tokens + (0 if self.facts.last_token_s is None else 1 + len(self.facts.intervals_s))
+
+    @property
     def may_begin(self) -> bool:
         """Whether the prompt's KV is there to be reused, where another answer makes it."""
         return self.leader is None or bool(self.leader.facts.token_ids)

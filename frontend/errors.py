@@ -18,6 +18,7 @@ FrontendError
     ├── Conflict            409
     ├── BodyTooLarge        413
     ├── Overloaded          429, with Retry-After
+    ├── QuotaExceeded       429, with Retry-After and x-ratelimit-*
     ├── GenerationFailed    500
     │   └── ClientTooSlow
     ├── ServiceUnavailable  503, with Retry-After
@@ -165,6 +166,20 @@ class Overloaded(ApiError):
     status = 429
     kind = "rate_limit_error"
     default_code = "overloaded"
+
+
+class QuotaExceeded(ApiError):
+    """The tenant has asked for as much as it may for now; `code` says of what."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float, quota_headers: dict[str, str]) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self._quota_headers = quota_headers
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | self._quota_headers
 
 
 class GenerationFailed(ApiError):

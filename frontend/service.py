@@ -18,6 +18,7 @@ from frontend.driver import DriverContext, Generation
 from frontend.errors import ServiceUnavailable
 from frontend.keys import ApiKeys
 from frontend.keys.watched_file import KeysFile
+from frontend.quotas import DoorQuotas, Stay
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel, ServedModels
 from frontend.session import Session
@@ -57,6 +58,7 @@ class Service:
             if config.api_keys_file is None
             else KeysFile(config.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
         )
+        self.quotas = DoorQuotas(self.door_metrics.quota_rejected)
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
@@ -111,8 +113,8 @@ class Service:
             raise
         return model
 
-    def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest]) -> Session:
-        """Start what `close_session` must end."""
+    def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest], stay: Stay) -> Session:
+        """Start what `close_session` must end, the stay with it."""
         context = DriverContext(
             self.config,
             self.conductor,
@@ -129,7 +131,7 @@ class Service:
             # A prompt's answers stand side by side, in their order.
             leader = generations[-request.sampling.choice] if request.sampling.choice else None
             generations.append(Generation(context, request, model.output(request), leader))
-        session = Session(generations)
+        session = Session(generations, stay)
         self._sessions[session] = model
         self._is_idle.clear()
         model.count_session(1)

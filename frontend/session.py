@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from frontend.driver import Generation
 from frontend.errors import ApiError
 from frontend.output import Step
+from frontend.quotas import UNCOUNTED, Stay
 
 
 class Session:
     """Merges generations. `close` must be called in any case; it ends what still runs."""
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    def __init__(self, generations: Sequence[Generation], stay: Stay = UNCOUNTED) -> None:
         self.generations = generations
+        self._stay = stay
         self._running = set(range(len(generations)))
         self._pending: dict[asyncio.Task[Step], int] = {}
 
@@ -64,6 +66,8 @@ class Session:
         self._running.clear()
         for generation in self.generations:
             generation.close()
+        served = not all(generation.was_refused for generation in self.generations)
+        self._stay.leave(used_tokens=sum([each.used_tokens for each in self.generations]), served=served)
 
     def _took(self, index: int, step: Step) -> tuple[int, Step]:
         if step.finish_reason is not None:

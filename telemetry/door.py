@@ -20,11 +20,18 @@ class DoorMetrics:
         self._turned_away = Counter(
             "moonpool:http_turned_away", "Clients' connections ended by a bound.", ["reason"], registry=registry
         )
+        self._quota_rejected = Counter(
+            "moonpool:quota_rejected", "Requests over their tenant's quota.", ["tenant", "reason"], registry=registry
+        )
         self._connections = Gauge("moonpool:http_connections", "Clients' connections open.", registry=registry)
 
     def turned_away(self, reason: str) -> None:
         """A bound ended a connection; `reason` is one of ours."""
         self._turned_away.labels(reason).inc()
+
+    def quota_rejected(self, tenant: str, reason: str) -> None:
+        """A request over its quota; tenants are those of the file of keys, `reason` is one of ours."""
+        self._quota_rejected.labels(tenant, reason).inc()
 
     def watch_connections(self, count: Callable[[], int]) -> None:
         """Ask `count` whenever the number of open connections is read."""

@@ -14,7 +14,7 @@ from frontend.api import models
 from frontend.api.body import parse_body, read_body
 from frontend.api.console import CONSOLE, ConsoleRoutes
 from frontend.api.fields import RequestModel
-from frontend.api.formats import ChatFormat, CompletionFormat
+from frontend.api.formats import ChatFormat, CompletionFormat, Format
 from frontend.api.generate import answer, given_request_id
 from frontend.api.openapi import describe
 from frontend.api.stream import encode
@@ -22,6 +22,8 @@ from frontend.api.tracing import Traced, span_of
 from frontend.arrival import Arrival
 from frontend.errors import ApiError, ClientGone
 from frontend.keys import Caller
+from frontend.prepare import Preparer
+from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
 from messenger.software import package_version
@@ -32,6 +34,7 @@ _MODEL: Final = "/v1/models/"
 
 B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=models.GenerationBody)
+Prepare = Callable[[Preparer, G, Arrival], Awaitable[list[GenerationRequest]]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -102,14 +105,10 @@ class _Routes:
         self._description = describe(asks_for_key=service.keys.are_asked_for)
 
     async def completions(self, http: Request) -> Response:
-        arrival, body, model = await self._generation(http, models.CompletionBody)
-        requests = await model.preparer.completion(body, arrival)
-        return await answer(self._service, http, body, model, requests, CompletionFormat, timing=arrival.wants_timing)
+        return await self._generate(http, models.CompletionBody, Preparer.completion, CompletionFormat)
 
     async def chat(self, http: Request) -> Response:
-        arrival, body, model = await self._generation(http, models.ChatBody)
-        requests = await model.preparer.chat(body, arrival)
-        return await answer(self._service, http, body, model, requests, ChatFormat, timing=arrival.wants_timing)
+        return await self._generate(http, models.ChatBody, Preparer.chat, ChatFormat)
 
     async def tokenize(self, http: Request) -> Response:
         self._caller(http)
@@ -166,11 +165,20 @@ class _Routes:
     async def openapi(self, http: Request) -> Response:
         return _json(self._description)
 
-    async def _generation(self, http: Request, kind: type[G]) -> tuple[Arrival, G, ServedModel]:
-        at_s = monotonic()
-        arrival = Arrival.of(http.headers, at_s=at_s, caller=self._caller(http), span=span_of(http))
-        body = await self._body(http, kind)
-        return arrival, body, await self._service.admit(body.model)
+    async def _generate(self, http: Request, kind: type[G], prepare: Prepare[G], form: type[Format]) -> Response:
+        at_s, caller = monotonic(), self._caller(http)
+        stay = self._service.quotas.enter(caller)
+        try:
+            arrival = Arrival.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
+            body = await self._body(http, kind)
+            model = await self._service.admit(body.model)
+            requests = await prepare(model.preparer, body, arrival)
+            stay.reserve(requests)
+            timing = arrival.wants_timing
+            return await answer(self._service, http, body, model, requests, form, timing=timing, stay=stay)
+        except BaseException:
+            stay.leave(used_tokens=0, served=False)  # unless its session has settled it
+            raise
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         config = self._service.config

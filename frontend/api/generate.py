@@ -16,6 +16,7 @@ from frontend.api.stream import EventStream, encode
 from frontend.api.view import View
 from frontend.errors import ApiError
 from frontend.output import Step
+from frontend.quotas import Stay
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
@@ -37,14 +38,15 @@ async def answer(
     form: type[Format],
     *,
     timing: bool,
+    stay: Stay,
 ) -> Response:
     """Run the requests on their model and answer in `form`; with `timing`, tell where the time went.
 
     Raises ApiError while no byte of the answer is out.
     """
-    headers = {"x-request-id": given_request_id(http) or requests[0].request_id}
+    headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | stay.headers()
     with logs.request(requests[0].request_id):
-        session = service.open_session(model, requests)
+        session = service.open_session(model, requests, stay)
         presence = Presence(http.receive)
         handed_over = False
         try:
