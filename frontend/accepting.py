@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from frontend.http.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, Certificate
@@ -79,7 +80,7 @@ class Accepting:
             connection.setblocking(False)
             opening = self._loop.create_task(self._open(connection))
             self._opening[opening] = None
-            opening.add_done_callback(self._opening.pop)
+            opening.add_done_callback(partial(self._opened, connection))
 
     async def _open(self, connection: socket.socket) -> None:
         try:
@@ -97,6 +98,11 @@ class Accepting:
             if isinstance(error, ssl.SSLError | ConnectionAbortedError):  # the latter: not in time
                 self._refused("tls_handshake")
             _log.debug("a client left as it came: %s", error)
+            connection.close()
+
+    def _opened(self, connection: socket.socket, opening: asyncio.Task[None]) -> None:
+        del self._opening[opening]
+        if opening.cancelled():  # perhaps before it began
             connection.close()
 
     def _end_oldest_handshake(self) -> None:
