@@ -92,6 +92,8 @@ class Connections:
         for each in waiting[: max(1, self._most // _LEAVING_PART)]:
             self.refused("no_room")
             each.leave()
+        if not waiting:
+            self.refused("no_room")
         # They are gone in the next turn of the loop; the one that came may stand in for one of them.
         return bool(waiting)
 
