@@ -60,7 +60,7 @@ def find_places(now_ns: int, state: ClusterState, request: RequestArrived) -> Pl
 
 
 def _unserved(now_ns: int, state: ClusterState, request: RequestArrived) -> Reject:
-    settling = _age_ns(now_ns, state) < state.config.return_s * NS
+    settling = _age_ns(now_ns, state) < state.config.settle_s * NS
     if settling or request.model in state.costs or not state.nodes.has_workers():
         may_return = _may_join(now_ns, state, request)
         return _no_nodes(request, f"no worker of model {request.model!r} has joined", may_return)

@@ -57,6 +57,7 @@ class PolicyConfig:
     recent_s: float = 30.0  # how long a completed request is remembered, so that late reports do not revive it
     report_timeout_s: float = 0.0  # a node that has not reported for longer is suspect and gets no work; 0 = off
     return_s: float = 30.0  # after its loss, or after a start, a worker may be about to join: requests wait for it
+    settle_s: float = 30.0  # after a start, a model that nobody serves yet may be one whose workers are reconnecting
     admission: Admission = "enforce"
     admission_mode: AdmissionMode = "predicted-uniform"
     attained_share: float = 0.0  # of the admitted that are to meet each objective: learned margins see to it; 0 = none

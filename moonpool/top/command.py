@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Final
@@ -14,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.errors import ClusterNotFound
 from moonpool.locate import DEFAULT_URL, Located, locate
 from moonpool.options import reported_errors
 from moonpool.questions import ask_cluster
@@ -48,10 +48,8 @@ def top(
     with reported_errors():
         located = locate(conductor=conductor, url=url, ready_file=ready_file)
         asker = _Asker(located, every)
-        asker.look()  # whoever is not there is told at once
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            time.sleep(every)
-            seen, _ = asker.look()
+            seen = asyncio.run(asker.twice())
             shown = View(clock=_clock())
             wide_console().print(picture(seen, shown, columns=wide_console().width, lines=_TEXT_LINES))
             return
@@ -62,37 +60,57 @@ def top(
 
 
 class _Asker:
-    """Looks at the cluster; on a thread of its own once it is followed."""
+    """Looks at the cluster, in one event loop."""
 
     def __init__(self, located: Located, every_s: float) -> None:
         self._located = located
         self._every_s = every_s
         self._history = History()
-        self.seen: tuple[TopFigures, str]
+        self.seen: Future[tuple[TopFigures, str]] = (
+            Future()
+        )  # the last look, and what is wrong since; a new one each time
 
-    def look(self) -> tuple[TopFigures, str]:
-        """What there is now, and no trouble. Raises ClusterNotFound."""
-        reply = asyncio.run(ask_cluster(self._located.conductor))
-        self.seen = self._history.add(Look(time.monotonic(), reply), self._located.ready), ""
-        return self.seen
+    async def twice(self) -> TopFigures:
+        """What happened in between. Raises ClusterNotFound."""
+        await self._look()
+        await asyncio.sleep(self._every_s)
+        return await self._look()
 
-    def follow(self, tell: Callable[[], None]) -> None:
-        """For ever, calling `tell` after each try."""
+    async def follow(self, tell: Callable[[], None]) -> None:
+        """For ever, calling `tell` after each try. Ends if there is nobody at first, which `seen` then raises."""
+        try:
+            seen = await self._look()
+        except Exception as error:
+            self.seen.set_exception(error)
+            return
+        self.seen.set_result((seen, ""))
         while True:
-            time.sleep(self._every_s)
+            await asyncio.sleep(self._every_s)
+            trouble = ""
             try:
-                self.look()
-            except ClusterNotFound as error:
-                self.seen = self.seen[0], str(error)
+                seen = await self._look()
+            except Exception as error:  # whatever it is, the person is told, and the next look may go well
+                trouble = str(error) or type(error).__name__
+            latest: Future[tuple[TopFigures, str]] = Future()
+            latest.set_result((seen, trouble))
+            self.seen = latest
             tell()
+
+    async def _look(self) -> TopFigures:
+        reply = await ask_cluster(self._located.conductor)
+        return self._history.add(Look(time.monotonic(), reply), self._located.ready)
 
 
 def _watch(asker: _Asker) -> None:
     event, told = os.pipe()
+
+    def follow() -> None:
+        asyncio.run(asker.follow(lambda: _tell(told)))
+
     # It may be in the midst of a call when the person goes.
-    threading.Thread(target=asker.follow, args=(lambda: _tell(told),), name="top", daemon=True).start()
+    threading.Thread(target=follow, name="top", daemon=True).start()
+    drawn = asker.seen.result()
     console, view = Console(), View(keys=KEYS, clock=_clock())
-    drawn = asker.seen
     with single_keys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             view = replace(view, trouble=drawn[1])
@@ -105,7 +123,7 @@ def _watch(asker: _Asker) -> None:
             else:
                 view = after_key(view, key, num_nodes=len(drawn[0].status.nodes))
             if not view.paused:
-                drawn, view = asker.seen, replace(view, clock=_clock())
+                drawn, view = asker.seen.result(), replace(view, clock=_clock())
 
 
 def after_key(view: View, key: str, *, num_nodes: int) -> View:

@@ -34,7 +34,7 @@ async def ask(
         name, count = response.headers["x-request-id"], 0
         async for line in response.content:
             if line.startswith(b"data: {"):
-                assert b'"error"' not in line, line
+                assert b'"error":' not in line, line
                 count += 1
                 if on_token is not None:
                     on_token(name, count)

@@ -31,6 +31,7 @@ GOT = (
     "/live",
     "/ready",
     "/validate",
+    "/version",
     "/metrics",
     "/openapi.json",
 )

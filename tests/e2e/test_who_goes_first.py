@@ -35,7 +35,7 @@ class Client:
         async with self.session.post(url, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
-                assert b'"error"' not in line, line
+                assert b'"error":' not in line, line
                 if line.startswith(b"data: {") and name not in self.began:
                     self.began.append(name)
 
@@ -123,7 +123,7 @@ async def test_an_endless_request_goes_on_until_its_client_leaves_and_a_second_o
     async with client.session.post(url, json=body, headers=headers) as response:
         assert response.status == 200
         for _ in range(20):
-            assert b'"error"' not in await response.content.readline()
+            assert b'"error":' not in await response.content.readline()
         async with client.session.post(url, json=body, headers=headers) as second:
             error = (await second.json())["error"]
             assert (second.status, error["code"]) == (429, "endless")
