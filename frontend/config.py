@@ -52,6 +52,7 @@ class FrontendConfig:
     hold_off_s: float = 1.0  # before a node that failed a request is asked again, if it is the only one; doubles
     attach_timeout_s: float = 5.0  # opening the token stream to a worker
     max_body_nbytes: int = 16 << 20
+    max_bodies_nbytes: int = 1 << 30  # of all bodies that come in and are read, together
     body_timeout_s: float = 60.0  # receiving one request's body
     header_timeout_s: float = 15.0  # receiving one request's headers
     max_connections: int = 10_000  # of clients

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from frontend.accepting import Turnstile
+from frontend.body_room import BodyRoom
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig
@@ -49,6 +50,7 @@ class Service:
         """`tokenizers`: one per configured model; `on_rest` is called whenever no request is left in flight."""
         self.config = config
         self.turnstile = Turnstile()
+        self.body_room = BodyRoom(config.max_bodies_nbytes)
         self._on_rest = on_rest
         self.registry = new_registry()
         self.door_metrics = DoorMetrics(self.registry)
@@ -189,6 +191,7 @@ class Service:
             "sessions": len(self._sessions),
             "subscriptions": self.streams.num_subscriptions,
             "outgoing": self.streams.num_outgoing,
+            "body_bytes": self.body_room.used_nbytes,
         }
         problems = [f"{count} {name} held" for name, count in counts.items() if count]
         # Neither outlives its purpose: streams are kept for the next request, last words end within their deadline.

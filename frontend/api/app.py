@@ -182,8 +182,9 @@ class _Routes:
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         config = self._service.config
-        body = await read_body(http, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
-        return await parse_body(kind, body, self._service.threads)
+        with self._service.body_room.place() as place:
+            body = await read_body(http, place, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
+            return await parse_body(kind, body, self._service.threads)
 
     def _caller(self, http: Request) -> Caller:
         return self._service.keys.caller(http.headers.get("authorization"))

@@ -7,6 +7,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from frontend.api.fields import RequestModel
 from frontend.api.models import parse
+from frontend.body_room import Place
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone
 from frontend.work_threads import WorkThreads
 
@@ -14,8 +15,9 @@ B = TypeVar("B", bound=RequestModel)
 _LARGE_BODY_NBYTES: Final = 32 << 10
 
 
-async def read_body(request: Request, *, max_nbytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as that is known, BodyTimeout, ClientGone."""
+async def read_body(request: Request, place: Place, *, max_nbytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as that is known, ServiceUnavailable where there is no room for it,
+    BodyTimeout, ClientGone."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_nbytes:
         raise BodyTooLarge(f"the body has {declared} bytes: at most {max_nbytes} are taken")
@@ -23,6 +25,7 @@ async def read_body(request: Request, *, max_nbytes: int, timeout_s: float) -> b
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
+                place.take(len(chunk))
                 body += chunk
                 if len(body) > max_nbytes:
                     raise BodyTooLarge(f"the body has more than {max_nbytes} bytes")

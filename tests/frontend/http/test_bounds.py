@@ -1,6 +1,7 @@
 """Clients that try to fill the front door: each is refused or sent away, others are served meanwhile and afterwards."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -61,6 +62,11 @@ def serves(cluster: Any) -> Callable[[Any], Any]:
     return ask
 
 
+async def held(front: Any) -> int:
+    """Bytes of bodies."""
+    return int(json.loads((await front.get("/validate"))[1])["counts"]["body_bytes"])
+
+
 async def at_rest(front: Any, until: Any) -> None:
     """Nothing is held, and no connection left but the one that asks."""
     await front.quiet()
@@ -92,6 +98,26 @@ async def test_a_body_of_a_gib_in_chunks_is_refused_as_soon_as_it_is_over(
             piece = b"%x\r\n%b\r\n" % (1 << 16, bytes(1 << 16))
             assert b" 413 " in await send_until_answered(reader, writer, piece)
             await serves(front)
+        await at_rest(front, until)
+
+
+async def test_bodies_together_take_no_more_memory_than_there_is_for_them(
+    start_front: Any, serves: Any, until: Any
+) -> None:
+    async with start_front(max_body_nbytes=1 << 20, max_bodies_nbytes=2 << 20) as front:
+        async with connected(front) as (_, one), connected(front) as (_, other):
+            for writer in (one, other):  # each lacks its last byte
+                writer.write(HEAD + b"content-length: %d\r\n\r\n" % (1 << 20) + b" " * ((1 << 20) - 1))
+                await writer.drain()
+            await until(lambda: held(front), lambda nbytes: nbytes == (2 << 20) - 2)
+            async with connected(front) as (reader, third):
+                third.write(HEAD + b"content-length: 9\r\n\r\n" + b" " * 9)
+                answer = await asyncio.wait_for(reader.readuntil(b"}}"), WAIT_S)
+                assert b" 503 " in answer
+                assert b'"code":"bodies"' in answer
+                assert b"retry-after: 1" in answer
+        await until(lambda: held(front), lambda nbytes: nbytes == 0)
+        await serves(front)
         await at_rest(front, until)
 
 
