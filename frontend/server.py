@@ -42,6 +42,8 @@ async def serve_frontend(
     listener = bind(config.host, config.port)
     try:
         service = Service(config, await load_tokenizers(config.models), on_rest)
+        if certificate is not None:
+            service.door_metrics.watch_certificate(certificate.left_s)
         try:
             await service.start()
             await _serve(service, listener, certificate, stop, on_ready)

@@ -1,5 +1,6 @@
 """What a front door counts of who knocks: keys and the like. No label comes from a client."""
 
+import math
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -24,6 +25,12 @@ class DoorMetrics:
             "moonpool:quota_rejected", "Requests over their tenant's quota.", ["tenant", "reason"], registry=registry
         )
         self._connections = Gauge("moonpool:http_connections", "Clients' connections open.", registry=registry)
+        self._certificate_left_s = Gauge(
+            "moonpool:http_certificate_left_seconds",
+            "Until the certificate that clients are shown ends; not a number where they are shown none.",
+            registry=registry,
+        )
+        self._certificate_left_s.set(math.nan)
 
     def turned_away(self, reason: str) -> None:
         """A bound ended a connection; `reason` is one of ours."""
@@ -32,6 +39,10 @@ class DoorMetrics:
     def quota_rejected(self, tenant: str, reason: str) -> None:
         """A request over its quota; tenants are those of the file of keys, `reason` is one of ours."""
         self._quota_rejected.labels(tenant, reason).inc()
+
+    def watch_certificate(self, left_s: Callable[[], float]) -> None:
+        """Ask `left_s` whenever the time that the HTTP certificate has left is read."""
+        self._certificate_left_s.set_function(left_s)
 
     def watch_connections(self, count: Callable[[], int]) -> None:
         """Ask `count` whenever the number of open connections is read."""

@@ -1,7 +1,10 @@
 """The certificate that clients are shown, read again when its files change. Opens no connection."""
 
+import contextlib
 import logging
+import math
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,6 +13,8 @@ from frontend.errors import ConfigError
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_TIMEOUT_S: Final = 2.0
+_MAX_STEPS: Final = 5  # of a handshake with oneself
+_HAS_EXPIRED: Final = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +34,11 @@ class Certificate:
         self._files = files
         self._seen = self._mark()
         self._context = _load(files)
+        self._ends_s = _end_of(self._context, files)
+
+    def left_s(self) -> float:
+        """Until it ends; below 0 once it has, and not a number where that cannot be told."""
+        return self._ends_s - time.time()
 
     def context(self) -> ssl.SSLContext:
         """For a new connection."""
@@ -37,6 +47,7 @@ class Certificate:
             self._seen = seen  # a file may be half written: it is looked at again once it has changed
             try:
                 self._context = _load(self._files)
+                self._ends_s = _end_of(self._context, self._files)
             except ConfigError as error:
                 _log.warning("going on with the HTTP certificate from before: %s", error)
             else:
@@ -75,6 +86,26 @@ def _load(files: CertificateFiles) -> ssl.SSLContext:
     except OSError as error:  # since it was read just now
         raise ConfigError(f"{files.cert} or {files.key} has just been taken away") from error
     return context
+
+
+def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
+    """Seconds since the epoch, as a client finds it that trusts this very certificate; 0 if it has ended."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        client.load_verify_locations(files.cert)
+        caller = client.wrap_bio(to_client, to_server)
+        owner = server.wrap_bio(to_server, to_client, server_side=True)
+        for side in (caller, owner) * _MAX_STEPS:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        return float(ssl.cert_time_to_seconds(str((caller.getpeercert() or {})["notAfter"])))
+    except ssl.SSLCertVerificationError as error:
+        return 0.0 if error.verify_code == _HAS_EXPIRED else math.nan
+    except (OSError, KeyError, ValueError):
+        return math.nan
 
 
 def _refuse_password(files: CertificateFiles) -> bytes:

@@ -140,7 +140,11 @@ CASES: dict[str, tuple[int, Series, Series, Series]] = {
         70,
         {f"moonpool:messenger_tls_certificate_left_seconds{{{NODE}}}": "1000000x90"},
         {"node": "n1"},
-        {f"moonpool:messenger_tls_certificate_left_seconds{{{NODE}}}": "3000000x90"},
+        {
+            f"moonpool:messenger_tls_certificate_left_seconds{{{NODE}}}": "3000000x90",
+            'moonpool:http_certificate_left_seconds{instance="f"}': "3000000x90",
+            'moonpool:http_certificate_left_seconds{instance="plain"}': "NaN NaN NaN",
+        },
     ),
     "MoonpoolDamagedKV": (
         90,

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,6 +106,34 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(start_front
         assert await shown(front) == der("successor")
         files["tls_key"].unlink()
         assert await shown(front) == der("successor")
+
+
+async def test_how_long_the_certificate_lasts_is_told(start_front: Any, files: Any) -> None:
+    folder = files["tls_cert"].parent
+    async with start_front(**files) as front:
+        for name in ("node", "successor"):
+            put(folder, name)
+            _, writer = await connect(front, trusting())
+            certificate = writer.get_extra_info("ssl_object").getpeercert()
+            writer.close()
+            await writer.wait_closed()
+            left = ssl.cert_time_to_seconds(certificate["notAfter"]) - time.time()
+            assert await left_s(front) == pytest.approx(left, abs=60)
+    put(folder, "expired")
+    async with start_front(**files) as front:
+        assert await left_s(front) < 0
+
+
+async def test_where_http_is_plain_no_certificate_ends(front: Any) -> None:
+    assert "moonpool:http_certificate_left_seconds NaN" in (await front.get("/metrics"))[1]
+
+
+async def left_s(front: Any) -> float:
+    async with front.http.get(f"{front.url}/metrics", ssl=False) as response:
+        (line,) = [
+            row for row in (await response.text()).splitlines() if row.startswith("moonpool:http_certificate_left")
+        ]
+    return float(line.rsplit(" ", 1)[1])
 
 
 async def test_plain_text_to_the_tls_port_ends_at_once(
