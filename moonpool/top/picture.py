@@ -15,6 +15,9 @@ from moonpool.top.figures import Attained, PoolRow, Tier, TopFigures
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _BAR_CELLS: Final = 10
 _STYLES: Final = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
+_NARROW: Final = 110  # columns
+_NODE_CELLS: Final = 20
+_MODEL_CELLS: Final = 14
 _LEAST_NODES: Final = 3  # lines that nodes have, however low the terminal
 KEYS: Final = "q quit · p pause · s sort · r reverse · ↑↓ scroll"
 
@@ -52,7 +55,7 @@ def picture(seen: TopFigures, view: View, *, columns: int, lines: int) -> Render
     used = sum(part.row_count + 1 if isinstance(part, Table) else 1 for part in upper)
     footer = [Text(view.keys, style="dim", no_wrap=True, overflow="ellipsis")] if view.keys else []
     room = max(_LEAST_NODES, lines - used - 2 - len(footer))  # its heading, and how many are not shown
-    return Group(*upper, *_nodes(seen.status.nodes, view, room), *footer)
+    return Group(*upper, *_nodes(seen.status.nodes, view, room, narrow=columns < _NARROW), *footer)
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
@@ -143,29 +146,42 @@ def _bar(tier: Tier | None) -> Text:
     return text.append(f" {share:.0%} of {size_text(tier.capacity)}", style="default")
 
 
-def _nodes(rows: Sequence[NodeRow], view: View, room: int) -> list[RenderableType]:
+def _nodes(rows: Sequence[NodeRow], view: View, room: int, *, narrow: bool) -> list[RenderableType]:
     ordered = sorted(sorted(rows, key=lambda row: row.node), key=SORTS[view.sort], reverse=view.reverse)
     first = max(0, min(view.first, len(ordered) - room))
     shown = ordered[first : first + room]
-    headings = [f"{name}{'▲' if view.reverse else '▼'}" if name == view.sort else name for name in _COLUMNS]
-    table = _table(*headings)
+    left_out = {"role"} if narrow else set()
+    table = _table(*(_heading(name, view) for name in _COLUMNS if name not in left_out))
     for row in shown:
-        table.add_row(*_cells(row))
+        cells = zip(_COLUMNS, _cells(row, narrow=narrow), strict=True)
+        table.add_row(*(cell for name, cell in cells if name not in left_out))
     below = len(ordered) - first - len(shown)
     hidden = ", ".join([*([f"{first} above"] if first else []), *([f"{below} below"] if below else [])])
     return [table, *([Text(hidden, style="dim")] if hidden else [])]
 
 
+def _heading(name: str, view: View) -> str:
+    return f"{name}{'▲' if view.reverse else '▼'}" if name == view.sort else name
+
+
 _COLUMNS: Final = ("node", "role", "model", "state", "waiting", "running", "free KV", "cached")
 
 
-def _cells(row: NodeRow) -> list[str | Text]:
+def _cells(row: NodeRow, *, narrow: bool) -> list[str | Text]:
     """As in _COLUMNS."""
     free = _free_share(row)
     counts = ["" if count is None else str(count) for count in (row.waiting, row.running)]
     model = f"{row.model} ({row.stand_in})" if row.stand_in else row.model
     shares = ["" if share is None else f"{share:.0%}" for share in (free, row.cached_share)]
-    return [row.node, row.role, model, Text(row.state, style=_STYLES.get(row.state, "")), *counts, *shares]
+    if narrow:  # so that what changes has its room
+        node, model = _cut(row.node, _NODE_CELLS), _cut(model, _MODEL_CELLS)
+    else:
+        node = row.node
+    return [node, row.role, model, Text(row.state, style=_STYLES.get(row.state, "")), *counts, *shares]
+
+
+def _cut(text: str, cells: int) -> str:
+    return text if len(text) <= cells else text[: cells - 1] + "…"
 
 
 def _free_share(row: NodeRow) -> float | None:

@@ -99,13 +99,13 @@ async def test_an_actor_that_stays_away_is_given_up_and_its_role_may_be_found_ag
     assert "cannot be reached for 0.05 s: the network is down" in lines[0]
 
 
-def test_an_actor_starts_follows_and_hands_on_its_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_starts_follows_and_hands_on_its_role(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, time; print('MOONPOOL_READY {}', flush=True); print('up', flush=True); time.sleep(600)"
     monkeypatch.setattr(
         "moonpool.runtime.ray_actor.child_plan", lambda *given: ChildPlan("d", (sys.executable, "-c", script))
     )
     before = asyncio.get_event_loop_policy()
-    actor, place = RoleActor(), Place("host", str(tmp_path / "run"), prints=False)
+    actor, place = RoleActor(), Place("host", str(short_path / "run"), prints=False)
     asyncio.set_event_loop_policy(before)
     plan: Any = ("d", "decode-node", {"listen": "h:0"}, {})
     first = actor.start(plan, place, adopt=False)

@@ -191,9 +191,10 @@ def test_watching_shows_what_changes_until_ctrl_c(served: Served) -> None:
 
 def test_top_draws_the_cluster_until_q(served: Served) -> None:
     person, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 100))
+    termios.tcsetwinsize(terminal, (24, 80))
     command = [sys.executable, "-m", "moonpool", "top", "--ready-file", str(served.ready_path), "--every", "0.1"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, env={**os.environ, "TERM": "xterm"}) as drawing:
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, env=environ) as drawing:
         os.close(terminal)
         seen = read_until(person, "decode-0")
         assert "q quit" in seen

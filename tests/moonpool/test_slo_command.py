@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conductor.server import ConductorConfig, serve_conductor
+from frontend.keys import ApiKeys
 from moonpool.config import ConductorRole, load
 from moonpool.config.fields import composite_settings
 from moonpool.errors import ConfigError
@@ -138,10 +139,9 @@ async def test_a_conductor_that_is_away_is_told(slo: Commands) -> None:
 
 
 async def test_tenant_names_the_tenant_of_a_key_as_the_front_door_does(slo: Commands) -> None:
-    from frontend.auth import ApiKeys
-
     keys = ApiKeys(("secret-1",))
-    assert (await slo.run("tenant", stdin="secret-1\n")).strip() == keys.check("Bearer secret-1") == keys.tenants[0]
+    named = (await slo.run("tenant", stdin="secret-1\n")).strip()
+    assert named == keys.caller("Bearer secret-1").tenant == keys.tenants[0]
     assert "expected one API key" in await slo.run("tenant", stdin="", expect=2)
 
 

@@ -115,6 +115,7 @@ def test_a_large_cluster_fits_and_says_what_it_leaves_out(columns: int, lines: i
     assert len(drawn) <= lines
     assert max(map(len, drawn)) <= columns
     assert drawn[-1].startswith("q quit")
+    assert any("waiting" in line and "running" in line and "cached" in line for line in drawn)
     assert any("pool nodes that are less full" in line for line in drawn)
     scrolled = text(seen, View(first=298), columns=columns, lines=lines)
     assert "p199" in scrolled
