@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from messenger.errors import InvalidArgument
+from messenger.own_handshake import certificate_end_s, file_mark, shake_hands
 
 __all__ = ["Identity", "Material", "TlsFiles", "carries", "dns_names", "identity", "load"]
 
 DAY_S = 86400.0
 EXPIRES_SOON_S = 14 * DAY_S
-_MAX_STEPS = 32
 
 _log = logging.getLogger(__name__)
 
@@ -134,15 +134,7 @@ def dns_names(connection: ssl.SSLObject) -> list[str]:
 
 
 def _signature(files: TlsFiles) -> tuple[object, ...]:
-    return tuple(_identity_of(path) for path in (files.cert, files.key, files.ca))
-
-
-def _identity_of(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return tuple(file_mark(path) for path in (files.cert, files.key, files.ca))
 
 
 def _read(path: Path, key: str, mark: bytes) -> bytes:
@@ -186,22 +178,15 @@ def _refuse_password(files: TlsFiles) -> bytes:
 
 def _check(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> float:
     """Shake hands with ourselves; when the certificate expires, seconds since the epoch."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    caller = client.wrap_bio(to_client, to_server, server_hostname=files.name)
-    owner = server.wrap_bio(to_server, to_client, server_side=True)
     try:
-        for side in (caller, owner) * _MAX_STEPS:
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
+        caller = shake_hands(server, client, files.name)
     except ssl.SSLCertVerificationError as error:
         raise InvalidArgument(_verdict(files, error.verify_message)) from error
     except (ssl.SSLError, ssl.CertificateError) as error:
         raise InvalidArgument(f"tls_cert {files.cert} cannot be used: {error}") from error
     if not carries(dns_names(caller), files.name):
         raise InvalidArgument(_verdict(files, "Hostname mismatch"))
-    return float(ssl.cert_time_to_seconds(str((caller.getpeercert() or {})["notAfter"])))
+    return certificate_end_s(caller)
 
 
 def _verdict(files: TlsFiles, problem: str) -> str:

@@ -1,6 +1,5 @@
 """The certificate that clients are shown, read again when its files change. Opens no connection."""
 
-import contextlib
 import logging
 import math
 import ssl
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from frontend.errors import ConfigError
+from messenger.own_handshake import certificate_end_s, file_mark, shake_hands
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_TIMEOUT_S: Final = 2.0
-_MAX_STEPS: Final = 5  # of a handshake with oneself
 _HAS_EXPIRED: Final = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 _log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class Certificate:
         return self._context
 
     def _mark(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(_identity_of(path) for path in (self._files.cert, self._files.key))
+        return tuple(file_mark(path) for path in (self._files.cert, self._files.key))
 
 
 def certificate_of(cert: Path | None, key: Path | None) -> Certificate | None:
@@ -93,15 +92,9 @@ def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
         client.load_verify_locations(files.cert)
-        caller = client.wrap_bio(to_client, to_server)
-        owner = server.wrap_bio(to_server, to_client, server_side=True)
-        for side in (caller, owner) * _MAX_STEPS:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-        return float(ssl.cert_time_to_seconds(str((caller.getpeercert() or {})["notAfter"])))
+        return certificate_end_s(shake_hands(server, client))
     except ssl.SSLCertVerificationError as error:
         return 0.0 if error.verify_code == _HAS_EXPIRED else math.nan
     except (OSError, KeyError, ValueError):
@@ -110,11 +103,3 @@ def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
 
 def _refuse_password(files: CertificateFiles) -> bytes:
     raise ConfigError(f"--http-tls-key {files.key} is encrypted, and nobody is there to give its password")
-
-
-def _identity_of(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
