@@ -50,8 +50,8 @@ def top(
         asker = _Asker(located, every)
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             seen = asyncio.run(asker.twice())
-            shown = View(clock=_clock())
-            wide_console().print(picture(seen, shown, columns=wide_console().width, lines=_TEXT_LINES))
+            console, shown = wide_console(), View(clock=_clock())
+            console.print(picture(seen, shown, columns=console.width, lines=_TEXT_LINES))
             return
         try:
             _watch(asker)
@@ -66,9 +66,8 @@ class _Asker:
         self._located = located
         self._every_s = every_s
         self._history = History()
-        self.seen: Future[tuple[TopFigures, str]] = (
-            Future()
-        )  # the last look, and what is wrong since; a new one each time
+        self.first: Future[None] = Future()  # of the looks that follow each other
+        self.seen: tuple[TopFigures, str]  # from then on: the last look, and what is wrong since
 
     async def twice(self) -> TopFigures:
         """What happened in between. Raises ClusterNotFound."""
@@ -77,23 +76,19 @@ class _Asker:
         return await self._look()
 
     async def follow(self, tell: Callable[[], None]) -> None:
-        """For ever, calling `tell` after each try. Ends if there is nobody at first, which `seen` then raises."""
+        """For ever, calling `tell` after each try. Ends if there is nobody at first, which `first` then raises."""
         try:
-            seen = await self._look()
+            self.seen = await self._look(), ""
         except Exception as error:
-            self.seen.set_exception(error)
+            self.first.set_exception(error)
             return
-        self.seen.set_result((seen, ""))
+        self.first.set_result(None)
         while True:
             await asyncio.sleep(self._every_s)
-            trouble = ""
             try:
-                seen = await self._look()
+                self.seen = await self._look(), ""
             except Exception as error:  # whatever it is, the person is told, and the next look may go well
-                trouble = str(error) or type(error).__name__
-            latest: Future[tuple[TopFigures, str]] = Future()
-            latest.set_result((seen, trouble))
-            self.seen = latest
+                self.seen = self.seen[0], str(error) or type(error).__name__
             tell()
 
     async def _look(self) -> TopFigures:
@@ -109,7 +104,8 @@ def _watch(asker: _Asker) -> None:
 
     # It may be in the midst of a call when the person goes.
     threading.Thread(target=follow, name="top", daemon=True).start()
-    drawn = asker.seen.result()
+    asker.first.result()
+    drawn = asker.seen
     console, view = Console(), View(keys=KEYS, clock=_clock())
     with single_keys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
@@ -123,7 +119,7 @@ def _watch(asker: _Asker) -> None:
             else:
                 view = after_key(view, key, num_nodes=len(drawn[0].status.nodes))
             if not view.paused:
-                drawn, view = asker.seen.result(), replace(view, clock=_clock())
+                drawn, view = asker.seen, replace(view, clock=_clock())
 
 
 def after_key(view: View, key: str, *, num_nodes: int) -> View:
