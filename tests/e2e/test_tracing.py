@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,21 +24,19 @@ ROOT = "POST /v1/completions"
 @pytest.fixture(scope="module")
 def cluster(
     random_model: Path,
+    weightless: Callable[[Path, Path], Path],
     tmp_path_factory: pytest.TempPathFactory,
-    start_cluster: Callable[..., Any],
+    start_paced: Callable[..., Any],
     otlp_receiver: Any,
 ) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("weightless")
-    for file in random_model.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copyfile(file, folder / file.name)
+    folder = weightless(random_model, tmp_path_factory.mktemp("weightless"))
     instant = profile_of("instant")
     save_profile(replace(instant, name="slow", decode=replace(instant.decode, fixed_s=0.01)), folder / "slow.json")
-    flags = ["--engine", "paced", "--paced-profile", str(folder / "slow.json"), "--block-tokens", "8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", otlp_receiver.url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        with start_cluster(folder, *flags, "--decode-nodes", "2", "--transport", "tcp") as running:
+        flags = ["--block-tokens", "8", "--decode-nodes", "2", "--transport", "tcp"]
+        with start_paced(*flags, model=folder) as running:
             yield running
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +25,13 @@ TOLERANCE = 0.02  # of the whole
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, tmp_path_factory: pytest.TempPathFactory, start_cluster: Callable[..., Any]) -> Any:
-    folder = tmp_path_factory.mktemp("weightless")
-    for file in random_model.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copyfile(file, folder / file.name)
+def cluster(
+    random_model: Path,
+    weightless: Callable[[Path, Path], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    start_cluster: Callable[..., Any],
+) -> Any:
+    folder = weightless(random_model, tmp_path_factory.mktemp("weightless"))
     instant = profile_of("instant")
     timed = replace(
         instant,
