@@ -9,18 +9,13 @@ from typing import Final
 from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
 from frontend.fit import is_served, misfit
+from frontend.roles import ROLE_NAMES
 from messenger.control import ControlError
 from messenger.software import own_software, why_not_together
-from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1 import conductor_pb2
 from telemetry import ConductorSample, NodeSample
 
 _log = logging.getLogger(__name__)
-_ROLES: Final = {
-    common_pb2.ROLE_PREFILL: "prefill",
-    common_pb2.ROLE_DECODE: "decode",
-    common_pb2.ROLE_AGGREGATED: "aggregated",
-    common_pb2.ROLE_POOL: "pool",
-}
 _LOOK_S: Final = 2.0
 
 
@@ -169,7 +164,7 @@ def _sample(status: conductor_pb2.NodeStatus) -> NodeSample:
     node, report = status.node, status.report
     return NodeSample(
         node_id=node.node_id,
-        role=_ROLES.get(node.role, "unknown"),
+        role=ROLE_NAMES.get(node.role, "unknown"),
         model=node.model,
         num_running=report.num_running,
         num_waiting=report.num_waiting,

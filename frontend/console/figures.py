@@ -6,17 +6,12 @@ from math import isfinite
 from typing import Any, Final
 
 from frontend.console.flows import merged_slices, window
+from frontend.roles import ROLE_NAMES
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = ["cluster_figures", "past_figures"]
 
 Json = Mapping[str, Any]
-_ROLES: Final = {
-    common_pb2.ROLE_PREFILL: "prefill",
-    common_pb2.ROLE_DECODE: "decode",
-    common_pb2.ROLE_AGGREGATED: "aggregated",
-    common_pb2.ROLE_POOL: "pool",
-}
 _NEWEST: Final = 100  # requests, of all conductors
 
 
@@ -54,7 +49,7 @@ def _node(status: conductor_pb2.NodeStatus, load: Json) -> dict[str, Any]:
     node, report = status.node, status.report
     return {
         "id": node.node_id,
-        "role": _ROLES.get(node.role, "unknown"),
+        "role": ROLE_NAMES.get(node.role, "unknown"),
         "model": node.model,
         "host": node.host_id,
         "target": node.target,
