@@ -58,10 +58,10 @@ test: $(STAMP) static
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-rdma: $(STAMP)
-	$(BIN)/python -m rdma_bed test
+	$(BIN)/python -m tools.rdma_vm test
 
 test-rdma-one: $(STAMP)
-	$(BIN)/python -m rdma_bed test --one
+	$(BIN)/python -m tools.rdma_vm test --one
 
 check: static
 	$(BIN)/python -m pytest --collect-only -q >/dev/null || $(BIN)/python -m pytest --collect-only -q
@@ -85,9 +85,9 @@ chart: $(STAMP)
 	$(BIN)/python .ci/generate_chart.py write
 
 train: $(STAMP)
-	$(BIN)/python -m training.prepare
-	$(BIN)/python -m training.train --steps $(TRAIN_STEPS)
-	$(BIN)/python -m training.export .train/run/last.pt out/model
+	$(BIN)/python -m tools.training.prepare
+	$(BIN)/python -m tools.training.train --steps $(TRAIN_STEPS)
+	$(BIN)/python -m tools.training.export .train/run/last.pt out/model
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
@@ -99,14 +99,14 @@ compare: $(STAMP)
 	$(BIN)/python -m benchmarks.disaggregation
 
 soak-messenger: $(STAMP)
-	$(QUIET_THREADS) $(BIN)/python -m soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+	$(QUIET_THREADS) $(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 soak-rdma: $(STAMP)
-	$(BIN)/python -m rdma_bed soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+	$(BIN)/python -m tools.rdma_vm soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .clients .rdma_bed
+	rm -rf $(VENV) .clients .rdma_vm

@@ -17,15 +17,15 @@ def engine() -> None:
 
 
 def directory() -> None:
+    from conductor.directory import table
     from conductor.policy.decode_kernels import decode_kernels
     from conductor.policy.kernels import kernels
     from conductor.policy.length_kernels import length_kernels
     from conductor.policy.line_kernels import line_kernels
     from conductor.policy.reach_kernels import reach_kernels
     from conductor.policy.row_kernels import row_kernels
-    from kvpool import directory_table
 
-    directory_table.warm_up()
+    table.warm_up()
     kernels()
     line_kernels()
     reach_kernels()

@@ -47,7 +47,7 @@ from kvpool import (  # noqa: E402
 from kvpool.local import LocalPool, PutStatus  # noqa: E402
 from kvpool.server import serve_pool_node  # noqa: E402
 from messenger import MessengerConfig, SharedMemory  # noqa: E402
-from messenger.control import run  # noqa: E402
+from rpc.control import run  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)

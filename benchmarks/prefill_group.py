@@ -34,11 +34,11 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from engine.random_model import write_random_model  # noqa: E402
 from kvpool import chain_keys, chain_seed  # noqa: E402
-from messenger.control import open_channel  # noqa: E402
 from moonpool_proto.v1.common_pb2 import JsonRequest  # noqa: E402
 from moonpool_proto.v1.conductor_pb2 import NodeRef  # noqa: E402
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit  # noqa: E402
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub  # noqa: E402
+from rpc.control import open_channel  # noqa: E402
 
 BUNDLED = Path(__file__).parents[1] / "moonpool" / "data" / "model"
 BLOCK = 16

@@ -4,7 +4,7 @@ Everything that needs no adapter is measured anywhere. pyverbs' own requests are
 and posting, completing and registering where there is a verbs device (two queue pairs of this process, looped back):
 
     python benchmarks/rdma_posting.py
-    python -m rdma_bed run -- python3 benchmarks/rdma_posting.py
+    python -m tools.rdma_vm run -- python3 benchmarks/rdma_posting.py
 
 Soft-RoCE does the adapter's work on the CPU, within the call that posts: its figure for posting is an upper bound.
 Prints medians of rounds, and all of it as JSON on the last line.

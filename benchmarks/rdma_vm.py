@@ -71,7 +71,7 @@ class Figure:
 def outside(rounds: int, *, count: bool) -> int:
     """Runs this script in the bed."""
     inner = ["python3", str(Path(__file__).resolve()), "--rounds", str(rounds)]
-    bed = [sys.executable, "-m", "rdma_bed", "run", "--timeout", "900", *(["--count"] if count else [])]
+    bed = [sys.executable, "-m", "tools.rdma_vm", "run", "--timeout", "900", *(["--count"] if count else [])]
     return subprocess.run([*bed, "--", *inner], cwd=ROOT).returncode
 
 
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--count", action="store_true", help="measure by instructions: see above")
     parser.add_argument("--owner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if "RDMA_BED" not in os.environ:
+    if "RDMA_VM" not in os.environ:
         return outside(options.rounds, count=options.count)
     if options.owner:
         own()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool import Directory, DirectoryState, follow_pool_events
+from conductor.directory import Directory, DirectoryState, follow_pool_events
 from moonpool_proto.v1 import conductor_pb2
 
 __all__ = ["Following", "sample"]

@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.core import Core
+from conductor.directory import Directory, DirectoryState
+from conductor.directory.matches import Matches
 from conductor.following import Following, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
 from conductor.replicas import CopiedPrefix, Replicas
-from kvpool import Directory, DirectoryState, KvPoolError, keys_from_bytes, keys_u64
+from kvpool import KvPoolError, keys_from_bytes, keys_u64
 from kvpool.client import PoolClient
-from kvpool.directory_matches import Matches
-from messenger import MessengerError
 from moonpool_proto.v1 import conductor_pb2
+from rpc.errors import NetworkError
 
 __all__ = ["Pools"]
 
@@ -146,7 +147,7 @@ class Pools:
         try:
             num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
-        except (KvPoolError, MessengerError) as error:
+        except (KvPoolError, NetworkError) as error:
             log.warning("hot blocks not copied from %s to %s: %s", copy.source, copy.target, error)
         else:
             if num_blocks:
@@ -160,13 +161,13 @@ class Pools:
         try:
             removed = await client.evict(kv_namespace, brought)
             log.info("dropped %d of %d copied blocks at %s, which nobody used", removed, len(brought), pool)
-        except (KvPoolError, MessengerError) as error:
+        except (KvPoolError, NetworkError) as error:
             log.warning("copied blocks were not dropped at %s, which may evict them itself: %s", pool, error)
 
     async def _hint(self, client: PoolClient, prefix: CopiedPrefix, pool: str, others: int) -> None:
         try:
             await client.hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
-        except (KvPoolError, MessengerError) as error:
+        except (KvPoolError, NetworkError) as error:
             prefix.told -= {pool}
             log.info("%s was not told of %d other holders: %s", pool, others, error)
 

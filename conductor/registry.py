@@ -8,8 +8,8 @@ from typing import Literal
 from conductor.errors import JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.role_switches import RoleChange, RoleSwitches
 from conductor.wire import ROLES, node_ref
-from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.versions import own_software, why_not_together
 
 __all__ = ["Member", "Registry"]
 

@@ -11,8 +11,8 @@ from conductor.policy.decisions import Copy, Decision, Place, Reject
 from conductor.pools import Pools
 from conductor.registry import Registry
 from kvpool import KvPoolError, short_keys_from_bytes
-from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import conductor_pb2
+from rpc.versions import own_software, why_not_together
 from telemetry import logs, tracing
 
 __all__ = ["Scheduling"]

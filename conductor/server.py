@@ -16,9 +16,9 @@ from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo_keeping import slo_keeper
-from messenger.control import start_server
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
+from rpc.control import start_server
 from telemetry import LoopWatch
 
 __all__ = ["ConductorConfig", "serve_conductor"]

@@ -24,10 +24,10 @@ from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo_calls import SloCalls
 from conductor.tenant_samples import tenant_samples
-from messenger.software import own_software
-from messenger.waiting import first_of
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
+from rpc.versions import own_software
+from rpc.waiting import first_of
 from telemetry import LoopWatch, tracing
 
 __all__ = ["ConductorService"]

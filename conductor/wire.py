@@ -6,6 +6,7 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
+from conductor.directory.matches import Matches
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
     NO_TURN,
@@ -23,7 +24,6 @@ from conductor.policy.events import (
     Turn,
 )
 from conductor.policy.matches import NO_MATCHES, PoolMatches
-from kvpool.directory_matches import Matches
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = [

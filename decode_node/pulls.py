@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from decode_node.reservation import Reservation
 from kvpool import KvPoolError, Lease
-from messenger import MessengerError, Priority
+from messenger import Priority
 from moonpool_proto.v1.worker_pb2 import PullRange
+from rpc.errors import NetworkError
 from telemetry.tracing import Span
 from worker.node import WorkerNode
 from worker.settle import in_thread, settled
@@ -42,7 +43,7 @@ class Pulls:
         for proto in pulls:
             try:
                 lease = Lease.from_pull_range(proto, self._node.stored.spec)
-            except (KvPoolError, MessengerError) as error:
+            except (KvPoolError, NetworkError) as error:
                 log.error("a range of reused blocks makes no sense, the prefill node will push it: %s", error)
                 continue
             if proto.first_block + lease.num_blocks > reservation.num_blocks:
@@ -82,7 +83,7 @@ class Pulls:
                 reservation.corrupt_blocks.update(blocks[~right].tolist())
                 self._node.counters.add("digest_mismatches", int((~right).sum()))
                 log.error("%d blocks pulled from %s failed verification", int((~right).sum()), lease.endpoint.node_id)
-        except MessengerError as error:
+        except NetworkError as error:
             log.warning("reused blocks could not be pulled, the prefill node will push them: %s", error)
         finally:
             reservation.landed(list(self._node.memory.place_of_layer), blocks, right)

@@ -10,9 +10,9 @@ from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
 from frontend.fit import is_served, misfit
 from frontend.roles import ROLE_NAMES
-from messenger.control import ControlError
-from messenger.software import own_software, why_not_together
 from moonpool_proto.v1 import conductor_pb2
+from rpc.control import ControlError
+from rpc.versions import own_software, why_not_together
 from telemetry import ConductorSample, NodeSample
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from frontend.errors import GenerationFailed, RequestDeadline
 from frontend.line import Line
-from messenger.control import ControlError, DeadlineExceeded, Refused, Unavailable, call
 from moonpool_proto.v1 import conductor_pb2
+from rpc.control import ControlDeadlineExceeded, ControlError, Refused, Unavailable, call
 from telemetry import logs
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class ConductorClient:
                     raise GenerationFailed(
                         f"the conductor refused the request: {error}", code="schedule_refused"
                     ) from error
-                except (Unavailable, DeadlineExceeded) as error:
+                except (Unavailable, ControlDeadlineExceeded) as error:
                     _log.warning("conductor away, trying again: %s", error)
                     trouble = error
-                    if isinstance(error, DeadlineExceeded) and not self._is_only:
+                    if isinstance(error, ControlDeadlineExceeded) and not self._is_only:
                         # It may have placed the attempt, which goes elsewhere now.
                         self._tell(_void(request), [line])
                     continue
@@ -125,7 +125,7 @@ class ConductorClient:
                 return await _answer(
                     line, call(asked, what="Conductor.Cluster", target=line.target, deadline_s=deadline_s)
                 )
-            except (Unavailable, DeadlineExceeded) as error:
+            except (Unavailable, ControlDeadlineExceeded) as error:
                 trouble = trouble or error
         assert trouble is not None  # there is one line at least
         raise trouble
@@ -208,7 +208,7 @@ async def _answer(line: Line, asking: Awaitable[T], *, is_patient: bool = True) 
         line.failed_s = monotonic()  # one asker finds out whether it is back: others do not wait for it, too
     try:
         reply = await asking
-    except (Unavailable, DeadlineExceeded) as error:
+    except (Unavailable, ControlDeadlineExceeded) as error:
         if is_patient or isinstance(error, Unavailable):
             line.failed_s = monotonic()
         raise

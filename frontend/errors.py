@@ -28,7 +28,7 @@ FrontendError
 import math
 from typing import Any, ClassVar
 
-from messenger.errors import AddressInUse
+from rpc.errors import AddressInUse
 
 
 class FrontendError(Exception):

@@ -14,10 +14,10 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from messenger.control import ControlError, Refused, Unavailable, call, end_if_cancelled, open_channel
-from messenger.control import control_error as as_control_error
-from messenger.software import own_software
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from rpc.control import ControlError, Refused, Unavailable, call, end_if_cancelled, open_channel
+from rpc.control import control_error as as_control_error
+from rpc.versions import own_software
 
 _log = logging.getLogger(__name__)
 _WHAT: Final = "Conductor.Schedule"

@@ -15,9 +15,9 @@ import grpc.aio
 
 from frontend.errors import WorkerLost
 from frontend.inbox import AttemptFailed, Inbox, TokenArrived, WorkerGone
-from messenger.control import open_channel
-from messenger.software import own_software
 from moonpool_proto.v1 import conductor_pb2, worker_pb2, worker_pb2_grpc
+from rpc.control import open_channel
+from rpc.versions import own_software
 
 _log = logging.getLogger(__name__)
 _CLOSE_GRACE_S: Final = 1.0

@@ -1,4 +1,4 @@
-"""The distributed KV pool: what KV is and how it is addressed, its client, and the directory.
+"""The distributed KV pool: what KV is and how it is addressed, and its client.
 
 The pool node itself is in `kvpool.server`, for the one process that becomes it: it brings compilers and disks with it.
 """
@@ -20,8 +20,6 @@ from kvpool.client import PoolClient
 from kvpool.committing import CommitAhead
 from kvpool.config import PoolNodeConfig
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
-from kvpool.directory import Directory, DirectoryState, Match
-from kvpool.directory_feed import follow_pool_events
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
 from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus, Tail
@@ -30,13 +28,10 @@ from kvpool.spec import KvGroup, KvSpec
 __all__ = [
     "BlockRun",
     "CommitAhead",
-    "Directory",
-    "DirectoryState",
     "KvGroup",
     "KvPoolError",
     "KvSpec",
     "Lease",
-    "Match",
     "Namespace",
     "PoolClient",
     "PoolDescription",
@@ -48,7 +43,6 @@ __all__ = [
     "Tail",
     "chain_keys",
     "chain_seed",
-    "follow_pool_events",
     "keys_from_bytes",
     "keys_u64",
     "kv_namespace",

@@ -18,8 +18,8 @@ from kvpool.handles import Flushed, Lease, PoolDescription, PutTicket, Verified,
 from kvpool.policy.records import SlotStatus
 from kvpool.spec import KvSpec
 from messenger import Endpoint, RemoteKey
-from messenger.control import Refused, call, open_channel
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc
+from rpc.control import Refused, call, open_channel
 
 __all__ = ["PoolClient"]
 

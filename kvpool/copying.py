@@ -18,7 +18,8 @@ from kvpool.handles import Lease
 from kvpool.node import PoolNode
 from kvpool.policy import SlotStatus
 from kvpool.spec import KvSpec
-from messenger import MessengerError, Priority
+from messenger import Priority
+from rpc.errors import NetworkError
 
 __all__ = ["Copied", "copy_blocks"]
 
@@ -55,7 +56,7 @@ async def copy_blocks(
         node.counters["copied_bytes"] += copied.nbytes
         node.counters["copy_seconds"] += time.monotonic() - began
         return copied
-    except (MessengerError, TimeoutError, KvPoolError) as error:
+    except (NetworkError, TimeoutError, KvPoolError) as error:
         node.counters["failed_copies"] += 1
         reason = f"not done within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else str(error)
         raise CopyFailed(f"blocks of {source_target} could not be copied to {node.config.node_id}: {reason}") from error
@@ -80,7 +81,7 @@ async def _copy(
         return await _copy_leased(node, kv_namespace, lease.spec, source, lease, deadline)
     finally:
         # The lease ends by itself if the source cannot be told.
-        with contextlib.suppress(MessengerError):
+        with contextlib.suppress(NetworkError):
             await source.unpin(lease, deadline_s=2)
 
 
@@ -160,7 +161,7 @@ async def _report(node: PoolNode, kv_namespace: bytes, source: PoolClient, corru
     _log.error("%d blocks copied from %s failed verification and were refused", len(corrupt), source.target)
     try:
         await source.quarantine(kv_namespace, corrupt)
-    except (MessengerError, KvPoolError) as error:
+    except (NetworkError, KvPoolError) as error:
         _log.warning("corrupt blocks could not be reported to %s: %s", source.target, error)
 
 

@@ -8,10 +8,11 @@ import grpc.aio
 
 from kvpool import node_numbers
 from kvpool.node import PoolNode
-from messenger.backoff import Backoff
-from messenger.control import control_error, end_if_cancelled, open_channel, outgoing
-from messenger.software import named, own_software
+from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+from rpc.backoff import Backoff
+from rpc.control import control_error, end_if_cancelled, open_channel, outgoing
+from rpc.versions import named, own_software
 
 __all__ = ["stay_joined"]
 
@@ -57,7 +58,7 @@ async def _reports(node: PoolNode, target: str) -> AsyncIterator[conductor_pb2.N
             target=target,
             endpoint=endpoint.to_proto(),
             host_id=node.config.host_id or endpoint.host_id,
-            software=own_software(moves_kv=True),
+            software=own_software(kv_wire=KV_WIRE),
         )
     )
     yield first

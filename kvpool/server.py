@@ -12,8 +12,8 @@ from kvpool.local.door import open_door
 from kvpool.membership import stay_joined
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
-from messenger.control import dialled, start_server
 from moonpool_proto.v1 import pool_pb2_grpc
+from rpc.control import dialled, start_server
 
 __all__ = ["serve_pool_node"]
 

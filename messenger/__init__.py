@@ -1,13 +1,8 @@
-"""The messenger: one-sided moves of bytes between processes' registered memory, and the control plane's gRPC."""
+"""The messenger: one-sided moves of bytes between processes' registered memory."""
 
 from messenger.config import Endpoint, MessengerConfig
 from messenger.errors import (
-    AddressInUse,
-    BindFailed,
-    ControlError,
-    DeadlineExceeded,
     GpuMemoryUnsupported,
-    InvalidArgument,
     MemoryOutOfReach,
     MessengerClosed,
     MessengerError,
@@ -28,11 +23,11 @@ from messenger.operation import TransferResult
 from messenger.peer import Peer
 from messenger.priority import Priority
 from messenger.shm.loan import Loan
+from rpc.errors import AddressInUse, BindFailed, DeadlineExceeded, InvalidArgument
 
 __all__ = [
     "AddressInUse",
     "BindFailed",
-    "ControlError",
     "DeadlineExceeded",
     "Endpoint",
     "GpuMemory",

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from messenger.errors import InvalidArgument
-from messenger.tls import TlsFiles
 from moonpool_proto.v1 import common_pb2
+from rpc.errors import InvalidArgument
+from rpc.tls import TlsFiles
 
 TransportChoice = Literal["auto", "rdma", "tcp", "shm"]
 

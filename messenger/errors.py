@@ -1,46 +1,31 @@
 """Every error this package raises; nothing else lives here.
 
-MessengerError
-├── InvalidArgument          a wrong key, region, slice list or configuration, found before anything was sent
+MessengerError             (a rpc.errors.NetworkError)
 ├── MessengerClosed          the messenger was closed while, or before, the operation ran
-├── AddressInUse             somebody already listens at the address asked for
-├── BindFailed               the address cannot be listened at for another reason
 ├── RdmaUnavailable          rdma was asked for, and this process cannot do it
 ├── PeerLost                 the connection died, or could not be made, before the operation was acknowledged
 │   ├── PeerUnreachable      nothing answers at the peer's address
 │   └── PeerRestarted        another incarnation answers there: the endpoint, its regions and keys are void
-├── DeadlineExceeded         the deadline passed first; the operation cannot touch memory any more
 ├── TransferCancelled        the caller cancelled it; it cannot touch memory any more
 ├── RemoteAccessError        the owner refused: unknown or revoked key, missing right, out of bounds
 ├── MemoryOutOfReach         the transport by which the peer is reached cannot move the local memory: a GPU's by tcp
 ├── GpuMemoryUnsupported     GPU memory cannot be registered here: a driver or module is missing, or refuses
-├── ProtocolError            bytes that are no frame of this protocol and version
-│   └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
-└── ControlError             a gRPC call failed
-    ├── Unavailable          no connection to the target, or it broke under the call
-    ├── ControlDeadlineExceeded  (also a DeadlineExceeded)
-    └── Refused              the target answered with an error; `code` is gRPC's status name
+└── ProtocolError            bytes that are no frame of this protocol and version
+    └── EncryptionRefused    the other side does not speak TLS, or a certificate is not accepted
+
+`rpc.errors` defines the errors that this package shares with the control plane: `InvalidArgument` (a wrong key, region
+or slice list), `AddressInUse`, `BindFailed` and `DeadlineExceeded` (the operation cannot touch memory any more).
 """
 
+from rpc.errors import DeadlineExceeded, NetworkError
 
-class MessengerError(Exception):
+
+class MessengerError(NetworkError):
     """Root of the package's errors."""
-
-
-class InvalidArgument(MessengerError, ValueError):
-    """The caller's key, region, slices or configuration cannot be right; nothing was sent."""
 
 
 class MessengerClosed(MessengerError):
     """The messenger was closed."""
-
-
-class AddressInUse(MessengerError):
-    """Another process or server already listens at the address."""
-
-
-class BindFailed(MessengerError):
-    """The address cannot be listened at: no such host, no permission, path too long."""
 
 
 class RdmaUnavailable(MessengerError):
@@ -75,10 +60,6 @@ class PeerRestarted(PeerLost):
     """Another incarnation of the node answers: ask for its new endpoint, regions and keys."""
 
 
-class DeadlineExceeded(MessengerError):
-    """The deadline passed before the operation was done."""
-
-
 class TransferDeadlineExceeded(TransferError, DeadlineExceeded):
     """The deadline passed; the connection that carried the operation is cut, so no byte of it lands later."""
 
@@ -105,26 +86,3 @@ class ProtocolError(MessengerError):
 
 class EncryptionRefused(ProtocolError):
     """Only one side speaks TLS, or one does not accept the other's certificate: trying again changes nothing."""
-
-
-class ControlError(MessengerError):
-    """A gRPC call failed. `code` is gRPC's status name, `what` the call and `target` whom it was sent to."""
-
-    def __init__(self, reason: str, *, what: str, target: str, code: str) -> None:
-        super().__init__(f"{what} at {target}: {reason} [{code}]")
-        self.reason = reason
-        self.what = what
-        self.target = target
-        self.code = code
-
-
-class Unavailable(ControlError):
-    """No connection to the target, or it broke under the call: retry, or take another."""
-
-
-class ControlDeadlineExceeded(ControlError, DeadlineExceeded):
-    """The target did not answer in time."""
-
-
-class Refused(ControlError):
-    """The target answered with an error; retrying the same call changes nothing unless `code` says so."""

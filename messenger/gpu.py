@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from messenger.errors import InvalidArgument
 from messenger.memory import Region
+from rpc.errors import InvalidArgument
 
 __all__ = ["AnyRegion", "GpuMemory", "GpuRegion", "NotInHostMemory", "in_host", "out_of_reach"]
 

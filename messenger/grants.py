@@ -11,12 +11,12 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from messenger.errors import InvalidArgument
 from messenger.gpu import AnyRegion, GpuMemory, GpuRegion, out_of_reach
 from messenger.keys import RemoteKey
 from messenger.memory import Region, SharedMemory
 from messenger.shm.grant_page import GrantPage
 from messenger.slices import Rows, within
+from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from messenger.native.grant_slots import GrantSlots

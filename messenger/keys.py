@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 
-from messenger.errors import InvalidArgument
+from rpc.errors import InvalidArgument
 
 _PACKED = struct.Struct("<QQQQB")
 _READ, _WRITE = 1, 2

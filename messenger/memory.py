@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from messenger.errors import InvalidArgument, ProtocolError
+from messenger.errors import ProtocolError
 from messenger.mapping import HUGE_NBYTES, advise_huge, collapse, mapped, populate
+from rpc.errors import InvalidArgument
 
 Bytes = npt.NDArray[np.uint8]
 

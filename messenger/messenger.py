@@ -11,7 +11,7 @@ from messenger.alarms import AlarmClock
 from messenger.config import Endpoint, MessengerConfig, boot_id
 from messenger.counters import Counters, FlowTotals
 from messenger.dialing import Dialer
-from messenger.errors import GpuMemoryUnsupported, InvalidArgument, MessengerClosed, RdmaUnavailable
+from messenger.errors import GpuMemoryUnsupported, MessengerClosed, RdmaUnavailable
 from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
 from messenger.gpu import AnyRegion, GpuMemory, GpuRegion
 from messenger.grants import GrantTable
@@ -28,9 +28,10 @@ from messenger.sessions import SessionTable
 from messenger.shm.transport import ShmTransport
 from messenger.stream import Stream
 from messenger.tcp.transport import TcpTransport
-from messenger.tls import identity
 from messenger.traffic import Traffic
 from messenger.transport import Transport
+from rpc.errors import InvalidArgument
+from rpc.tls import identity
 
 NotifyHandler = Callable[[str, bytes, bytes], None]
 PeerLostHandler = Callable[[str, int], None]

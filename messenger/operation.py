@@ -4,11 +4,11 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from messenger.completion import Completion
-from messenger.errors import InvalidArgument
 from messenger.gpu import AnyRegion
 from messenger.keys import RemoteKey
 from messenger.priority import Priority
 from messenger.slices import Rows, Slices
+from rpc.errors import InvalidArgument
 
 __all__ = ["Carrier", "Kind", "Notification", "Operation", "Part", "Transfer", "TransferResult"]
 

@@ -12,7 +12,6 @@ from messenger.backlog import ORDERED, READS, SPREAD, Role
 from messenger.completion import Completion
 from messenger.config import Endpoint
 from messenger.copies import COPY_NBYTES, QUICK_NBYTES
-from messenger.errors import InvalidArgument
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
 from messenger.gpu import AnyRegion
 from messenger.keys import RemoteKey
@@ -22,6 +21,7 @@ from messenger.priority import BACKGROUND, BACKGROUND_PART_NBYTES, Priority
 from messenger.slices import Slices
 from messenger.stream import Stream
 from messenger.traffic import Traffic
+from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from messenger.shm.loan import Loan

@@ -13,11 +13,12 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from messenger.errors import InvalidArgument, ProtocolError
+from messenger.errors import ProtocolError
 from messenger.frames import Ack, Allow, Message, Offer, Refused
 from messenger.link import Link
 from messenger.operation import READ, WAITS_FOR_ITSELF, Operation, Part
 from messenger.transport import Requester
+from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from messenger.stream import Stream

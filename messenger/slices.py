@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from messenger.errors import InvalidArgument
+from rpc.errors import InvalidArgument
 
 Rows = npt.NDArray[np.int64]
 

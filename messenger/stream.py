@@ -16,7 +16,7 @@ from messenger.backlog import Role
 from messenger.connecting import Connecting
 from messenger.counters import Counters
 from messenger.dialing import Dialer
-from messenger.errors import InvalidArgument, MemoryOutOfReach, ProtocolError
+from messenger.errors import MemoryOutOfReach, ProtocolError
 from messenger.frames import Goodbye
 from messenger.gpu import NotInHostMemory
 from messenger.keys import RemoteKey
@@ -26,6 +26,7 @@ from messenger.priority import BACKGROUND
 from messenger.receiving import Receiver
 from messenger.traffic import Traffic
 from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, Sent
+from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from messenger.shm.loan import Loan

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from messenger.control import ControlError
 from moonpool.autoscaling import Bounds, autoscaled
 from moonpool.errors import MoonpoolError
 from moonpool.plan import Group
 from moonpool.questions import ask_conductor
 from moonpool.status import desired_nodes
+from rpc.control import ControlError
 
 _EVERY_S = 2.0
 _ANSWER_S = 5.0

@@ -54,13 +54,13 @@ Each flag is also a key of the file and a variable: --port 80, port: 80, MOONPOO
 _LAZY = (
     (
         "replay",
-        "replay.cli",
+        "loadtest.cli",
         "Replay a real trace against a running server and report what it saw; can verify every token.\n\n"
         "[bold]moonpool replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
     ),
     (
         "dialogues",
-        "replay.dialogue_cli",
+        "loadtest.dialogue_cli",
         "Lead many-turn chats with a running server and report what of each prompt was reused.\n\n"
         "[bold]moonpool dialogues --dialogues 8 --turns 50 --think-time 0.5 --verify --out out/dialogues[/bold]",
     ),

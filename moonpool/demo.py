@@ -97,8 +97,8 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
 
 def _check_writable(out: Path) -> None:
     """Before the cluster starts, not after."""
-    from replay import OutputUnwritable
-    from replay.report import check_writable
+    from loadtest import OutputUnwritable
+    from loadtest.report import check_writable
 
     try:
         check_writable(out)

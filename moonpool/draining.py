@@ -1,9 +1,9 @@
 """Asks the conductor to let one node finish its work and leave."""
 
-from messenger.control import ControlError, Refused, call, open_channel
 from moonpool.errors import ClusterNotFound, DrainRefused
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import ControlError, Refused, call, open_channel
 
 _ANSWER_S = 10.0
 

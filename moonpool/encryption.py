@@ -26,9 +26,9 @@ def secure(tls: TlsSettings, access: AccessSettings) -> None:
     files, token_file = tls.files, access.join_token_file
     if files is None and token_file is None:
         return
-    from messenger import control
-    from messenger.errors import InvalidArgument
-    from messenger.join_tokens import JoinTokens
+    from rpc import control
+    from rpc.errors import InvalidArgument
+    from rpc.join_tokens import JoinTokens
 
     try:
         if files is not None:

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from conductor.decision_log import search
-from messenger.control import ControlError, call, open_channel
 from moonpool import explain_view as view
 from moonpool.errors import ClusterNotFound, DecisionLogError
 from moonpool.locate import DEFAULT_URL, Located, locate
@@ -18,6 +17,7 @@ from moonpool.questions import ANSWER_DEADLINE_S, conductors_of
 from moonpool.status_command import Conductor, Json, ReadyPath, Url
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import ControlError, call, open_channel
 
 __all__ = ["app"]
 

@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from messenger.control import ControlError
 from moonpool.hang_watch import HangWatch
 from moonpool.http_port import is_alive
 from moonpool.kept_node import NodeState
 from moonpool.plan import RolePlan
 from moonpool.questions import ask_conductor
 from moonpool.supervisor import Supervisor
+from rpc.control import ControlError
 
 _EVERY_S = 1.0
 _ANSWER_S = 5.0

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from kvpool import KvPoolError
 from kvpool.client import PoolClient
 from kvpool.handles import Flushed, Verified
-from messenger import MessengerError
 from moonpool.errors import ConfigError, PoolNotAsked
 from moonpool.pool_figures import PoolNodeFigures, PoolStatus, is_pool, node_figures, pool_status, silent_node
 from moonpool.questions import ANSWER_DEADLINE_S, ask_cluster
 from moonpool_proto.v1 import conductor_pb2
+from rpc.errors import NetworkError
 
 __all__ = ["FoundBlock", "ask_pool_status", "flush_nodes", "inspect_key", "pool_nodes", "verify_nodes"]
 
@@ -77,7 +77,7 @@ async def verify_nodes(nodes: dict[str, str]) -> AsyncIterator[tuple[str, Verifi
         try:
             async for done in client.verify():
                 yield node_id, done
-        except (KvPoolError, MessengerError) as error:
+        except (KvPoolError, NetworkError) as error:
             raise PoolNotAsked(f"{node_id}: {error}") from error
         finally:
             await client.close()
@@ -87,7 +87,7 @@ async def _figures(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterR
     client = _client(item.node.target)
     try:
         return node_figures(item, reply, await client.state(deadline_s=ANSWER_DEADLINE_S))
-    except MessengerError as error:
+    except NetworkError as error:
         return silent_node(item, reply, str(error))
     finally:
         await client.close()
@@ -98,7 +98,7 @@ async def _ask_all(nodes: dict[str, str], ask: Callable[[str, PoolClient], Await
         client = _client(target)
         try:
             return await ask(node_id, client)
-        except (KvPoolError, MessengerError) as error:
+        except (KvPoolError, NetworkError) as error:
             raise PoolNotAsked(f"{node_id}: {error}") from error
         finally:
             await client.close()

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from messenger.control import ControlError, call, open_channel
 from moonpool.errors import ClusterNotFound
 from moonpool.locate import Located
 from moonpool.status import role_name
@@ -17,6 +16,7 @@ from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import ControlError, call, open_channel
 
 ANSWER_DEADLINE_S = 10.0
 

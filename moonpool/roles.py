@@ -39,8 +39,8 @@ def run_role(role: Role, config: Any) -> int:
 
     A node that ends because the conductor had it drained says `MOONPOOL_DRAINED`, for its supervisor to let it go.
     """
-    from messenger.control import run
     from moonpool.role_configs import node_id_of
+    from rpc.control import run
     from telemetry import logs, tracing
 
     node_id = node_id_of(config.node, role.command)

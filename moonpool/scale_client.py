@@ -7,13 +7,13 @@ from pathlib import Path
 
 import grpc
 
-from messenger.control import control_error, open_channel
 from moonpool.draining import drain_node, last_of_its_kind
 from moonpool.errors import ClusterNotFound, DrainRefused, MoonpoolError, ScaleRefused
 from moonpool.questions import ask_cluster
 from moonpool.supervisor_service import supervisor_target
 from moonpool_proto.v1.supervisor_pb2 import ScaleRequest
 from moonpool_proto.v1.supervisor_pb2_grpc import SupervisorStub
+from rpc.control import control_error, open_channel
 
 _POLL_S = 0.2
 

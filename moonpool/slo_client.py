@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from messenger.control import control_error, open_channel
 from moonpool.errors import ClusterNotFound, ConfigError, SloNotChanged
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import control_error, open_channel
 
 T = TypeVar("T")
 _DEADLINE_S = 15.0  # a store that is away takes its own deadlines

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from messenger.control import ControlServer, start_server
 from moonpool.errors import MoonpoolError, ScaleRefused
 from moonpool.plan import RolePlan
 from moonpool.ready_file import ready_nodes
@@ -17,6 +16,7 @@ from moonpool.scaler import Scaler, Step
 from moonpool.supervisor import Supervisor
 from moonpool_proto.v1 import common_pb2, supervisor_pb2
 from moonpool_proto.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
+from rpc.control import ControlServer, start_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -3,12 +3,12 @@
 import asyncio
 import time
 
-from messenger.control import ControlError, Refused, call, open_channel
 from moonpool.errors import ClusterNotFound, ScaleRefused
 from moonpool.questions import ask_cluster
 from moonpool.status import role_name
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import ControlError, Refused, call, open_channel
 
 ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _ANSWER_S = 10.0

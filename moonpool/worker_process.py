@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from decode_node.server import Decode
-from messenger.control import start_server
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from prefill_node.server import Prefill
+from rpc.control import start_server
 from worker.aggregated import Whole
 from worker.config import WorkerConfig
 from worker.node import WorkerNode

@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 
-from messenger.control import ControlError, Refused, call
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import (
     BeginShare,
@@ -28,6 +27,7 @@ from moonpool_proto.v1.worker_pb2 import (
 from moonpool_proto.v1.worker_pb2 import Span as SpanMessage
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.membership import Membership
+from rpc.control import ControlError, Refused, call
 from worker.errors import GroupLost
 from worker.node import WorkerNode
 from worker.policy.shares import MIN_CHUNKS, Span, shares

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messenger import Endpoint
-from messenger.control import ControlError, Refused, call
 from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.push import Pusher
+from rpc.control import ControlError, Refused, call
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.node import WorkerNode

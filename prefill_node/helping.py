@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 import grpc
 import numpy as np
 
-from messenger.waiting import first_of
 from moonpool_proto.v1.worker_pb2 import (
     BeginShare,
     Enlist,
@@ -23,6 +22,7 @@ from moonpool_proto.v1.worker_pb2 import (
     HelpRequest,
 )
 from prefill_node.membership import Membership
+from rpc.waiting import first_of
 from telemetry import tracing
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode

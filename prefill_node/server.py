@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from messenger import RemoteKey
-from messenger.control import open_channel
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.group import gathered
@@ -20,6 +19,7 @@ from prefill_node.helping import Helping
 from prefill_node.membership import Membership
 from prefill_node.places import Place, Places
 from prefill_node.push import Pusher
+from rpc.control import open_channel
 from telemetry import tracing
 from telemetry.tracing import Span
 from worker.matchers import Matcher

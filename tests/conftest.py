@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from soak.namespaces import what_is_missing
 from tests.order import order_of
+from tools.soak.namespaces import what_is_missing
 
 # Machines are shared and noisy: no example is judged by its time. Failures must come back when they are looked into.
 settings.register_profile("moonpool", deadline=None, derandomize=True)

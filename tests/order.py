@@ -15,7 +15,7 @@ LONGEST_FIRST = (
     "e2e/test_tokens.py",
     "e2e/test_encrypted.py",
     "e2e/test_pool_command.py",
-    "training/test_train.py",
+    "tools/training/test_train.py",
     "simulator/test_serving_cluster.py",
     "simulator/test_serving_overload.py",
     "simulator/test_cache_simulation.py",
@@ -24,9 +24,9 @@ LONGEST_FIRST = (
     "moonpool/test_bench_messenger.py",
     "moonpool/test_cli.py",
     "simulator/test_moonpool_policy.py",
-    "replay/test_runner.py",
+    "loadtest/test_runner.py",
     "wheel/",
-    "messenger/test_soak.py",
+    "tools/soak/test_soak.py",
     "kvpool/ssd/test_ssd_kill.py",
 )
 """Files of tests/ and folders that take from half a minute to a few seconds alone; all others take less."""

@@ -16,7 +16,7 @@ from kvpool import PoolClient
 from kvpool.errors import DoorClosed, KvPoolError
 from kvpool.local import LocalPool, PutStatus
 from messenger import Messenger
-from messenger.control import ControlError
+from rpc.control import ControlError
 from worker.keeping import Kept
 from worker.pinned import Pinned
 from worker.pool_puts import key_array

@@ -10,9 +10,6 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from messenger.backoff import Backoff
-from messenger.control import check_target, control_error, end_if_cancelled, open_channel, outgoing
-from messenger.software import named
 from moonpool_proto.v1.conductor_pb2 import (
     DecodeSample,
     Node,
@@ -24,6 +21,9 @@ from moonpool_proto.v1.conductor_pb2 import (
     TransferSample,
 )
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.backoff import Backoff
+from rpc.control import check_target, control_error, end_if_cancelled, open_channel, outgoing
+from rpc.versions import named
 
 log = logging.getLogger(__name__)
 

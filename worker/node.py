@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 from kvpool import digest, kv_namespace
 from messenger import Messenger
-from messenger.software import own_software
+from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.worker_pb2 import Timing
+from rpc.versions import own_software
 from telemetry import tracing
 from worker.arrivals import Arrivals
 from worker.config import WorkerConfig
@@ -148,7 +149,7 @@ class WorkerNode:
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,
-            software=own_software(moves_kv=True),
+            software=own_software(kv_wire=KV_WIRE),
         )
 
     def _on_command(self, command: NodeCommand) -> None:

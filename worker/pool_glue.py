@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Lease, PoolClient
-from messenger import DeadlineExceeded, Messenger, MessengerError
+from messenger import DeadlineExceeded, Messenger
 from moonpool_proto.v1.conductor_pb2 import NodeRef
+from rpc.errors import NetworkError
 from worker.counters import Counters
 from worker.host_door import HostDoor
 from worker.keeping import Kept, find_tail, names_of_tails
@@ -200,7 +201,7 @@ class PoolGlue:
             began = time.perf_counter()
             try:
                 right = await self._read(pin, rows, part)
-            except MessengerError as error:
+            except NetworkError as error:
                 self._note(pin.client.target, error)
                 log.warning("reused blocks could not be read and will be computed: %s", error)
                 break
@@ -219,7 +220,7 @@ class PoolGlue:
         return good
 
     async def _read(self, pin: Pinned, rows: slice, slots: Sequence[int]) -> int:
-        """Read leased blocks into slots: how many leading ones are right. Raises MessengerError."""
+        """Read leased blocks into slots: how many leading ones are right. Raises NetworkError."""
         right = await self._door.load(pin, rows, slots) if pin.is_own else None
         if right is not None:
             return right

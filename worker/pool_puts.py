@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool import KvPoolError, PoolClient, PutTicket
 from messenger import Messenger, MessengerError, Priority
-from messenger.control import ControlError
+from rpc.control import ControlError
 from worker.counters import Counters
 from worker.keeping import Kept
 from worker.settle import in_thread, settled

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import grpc
 
-from messenger.software import own_software, why_not_together
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, JsonReply, JsonRequest
 from moonpool_proto.v1.worker_pb2 import (
     AbortReply,
@@ -28,6 +27,7 @@ from moonpool_proto.v1.worker_pb2 import (
     WorkerMessage,
 )
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer
+from rpc.versions import own_software, why_not_together
 from worker.errors import RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.request import Request

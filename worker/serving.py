@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from messenger.control import ControlServer, dialled
-from messenger.waiting import first_of
+from rpc.control import ControlServer, dialled
+from rpc.waiting import first_of
 from worker.errors import EngineBroken
 from worker.node import WorkerNode
 from worker.settle import in_thread

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.facts import Fact, draw_fact, values_of
+from tools.training.facts import Fact, draw_fact, values_of
 
 STATED = 4
 CHOICES = 4

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conducting.chains import Keys, mixed, name, stored
-from kvpool import Directory, PoolEvents
+from conductor.directory import Directory
+from kvpool import PoolEvents
 from kvpool.tiers import Tier
 from traces.bundled import load_conversation
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conducting.chains import NAMESPACE, Keys, dynamo, mixed, name, settle, stored
-from kvpool import Directory, PoolEvents
+from conductor.directory import Directory
+from kvpool import PoolEvents
 
 __all__ = ["measure_index"]
 

@@ -15,9 +15,9 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from messenger.control import run, start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from rpc.control import run, start_server
 from worker.join_stream import JoinStream
 
 _FIRST_ID, _IDS = 500, 100

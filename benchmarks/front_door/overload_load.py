@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from replay.plan import scaled_prompt_tokens
+from loadtest.plan import scaled_prompt_tokens
 from traces import BLOCK_TOKENS, TraceRow, load_trace
 from worker.paced.profiles import profile_of
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range

@@ -16,9 +16,9 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from conductor.directory.directory import DumpedNode, Position
+from conductor.directory.table import Replicas
 from conductor.errors import SnapshotUnusable
-from kvpool.directory import DumpedNode, Position
-from kvpool.directory_table import Replicas
 
 __all__ = ["SnapshotFacts", "SnapshotReader", "SnapshotWriter", "remove_unfinished"]
 

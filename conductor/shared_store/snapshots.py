@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from conductor.directory import Directory
+from conductor.directory.directory import DumpedNode
+from conductor.directory.table import Replicas
 from conductor.errors import SnapshotUnusable
 from conductor.shared_store.records import SnapshotPointer
 from conductor.shared_store.snapshot_file import SnapshotFacts, SnapshotReader, SnapshotWriter, remove_unfinished
-from kvpool import Directory
-from kvpool.directory import DumpedNode
-from kvpool.directory_table import Replicas
 
 __all__ = ["FILE_NAME", "Snapshots"]
 

@@ -26,7 +26,7 @@ from frontend.prepare import Preparer
 from frontend.request import GenerationRequest
 from frontend.served import ServedModel
 from frontend.service import Service
-from messenger.software import package_version
+from rpc.versions import package_version
 from telemetry import exposition, tracing
 
 _log = logging.getLogger(__name__)

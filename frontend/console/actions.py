@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from frontend.conductor import ConductorClient
 from frontend.errors import ApiError, Conflict, InvalidRequest, NoSuchNode, ServiceUnavailable
-from messenger.control import ControlError, Refused
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.control import ControlError, Refused
 
 if TYPE_CHECKING:
     from moonpool_proto.v1.conductor_pb2_grpc import ConductorAsyncStub

@@ -13,8 +13,8 @@ from typing import Any, Final
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.console.figures import cluster_figures, past_figures
-from messenger.control import ControlError, Refused
 from moonpool_proto.v1 import conductor_pb2
+from rpc.control import ControlError, Refused
 
 __all__ = ["ConsoleState", "ConsoleWatch"]
 

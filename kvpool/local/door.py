@@ -19,8 +19,8 @@ from kvpool.local.intake import Intake
 from kvpool.local.mapping import Mapped
 from kvpool.local.shared_index import SharedIndex
 from kvpool.node import PoolNode
-from messenger import unix_path
-from messenger.errors import BindFailed
+from rpc import unix_path
+from rpc.errors import BindFailed
 
 __all__ = ["Door", "open_door"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from messenger.buffered import BufferedLink
 from messenger.counters import Counters
-from messenger.errors import InvalidArgument, ProtocolError
+from messenger.errors import ProtocolError
 from messenger.frames import Fabric, Frame, Goodbye, Message, encode
 from messenger.link import Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
@@ -29,6 +29,7 @@ from messenger.rdma.vigil import Vigil
 from messenger.rdma.watching import Seen, Watch
 from messenger.rdma.windows import Window, Windows
 from messenger.transport import NoPath
+from rpc.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ import socket
 import tempfile
 from pathlib import Path
 
-from messenger import unix_path
 from messenger.config import Endpoint
-from messenger.errors import BindFailed
 from messenger.link import Link
 from messenger.shm.requester import ShmRequester
 from messenger.shm.responder import ShmResponder
 from messenger.sockets import SocketLink
 from messenger.transport import Door, Requester, Responder, Transport
+from rpc import unix_path
+from rpc.errors import BindFailed
 
 
 class ShmTransport(Transport, Door):

@@ -15,8 +15,8 @@ from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import MAGIC, Frame, Message, Reject, decode_body, decode_prefix, encode
 from messenger.framing import PREFIX
 from messenger.link import LinkClosed
-from messenger.tls import Material, carries, dns_names
 from messenger.watermark import LEAST_NBYTES
+from rpc.tls import Material, carries, dns_names
 
 __all__ = ["TlsLink"]
 

@@ -6,15 +6,15 @@ import socket
 
 from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
-from messenger.errors import AddressInUse, BindFailed
 from messenger.link import Link
 from messenger.resolving import resolve
 from messenger.sockets import SocketLink
 from messenger.tcp.requester import TcpRequester
 from messenger.tcp.responder import TcpResponder
 from messenger.tcp.tls_link import TlsLink
-from messenger.tls import identity
 from messenger.transport import Door, Requester, Responder, Transport
+from rpc.errors import AddressInUse, BindFailed
+from rpc.tls import identity
 
 
 class TcpTransport(Transport, Door):

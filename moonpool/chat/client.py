@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 
+from loadtest.errors import MalformedStream
+from loadtest.server import ServerInfo, error_message
+from loadtest.sse import EventStream
+from loadtest.surrogates import mended
 from moonpool.chat.conversation import Message
 from moonpool.errors import ChatFailed
-from replay.errors import MalformedStream
-from replay.server import ServerInfo, error_message
-from replay.sse import EventStream
-from replay.surrogates import mended
 
 _DONE = "[DONE]"
 _SHOWN = 200

@@ -17,7 +17,7 @@ _ASK_S = 15.0
 
 
 def _one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
-    from replay.api_key import one_key
+    from loadtest.api_key import one_key
 
     return one_key(context, parameter, given)
 
@@ -60,12 +60,12 @@ def chat(
 
     Examples: moonpool chat · moonpool chat --url http://10.0.0.1:8000 --temperature 0 · moonpool chat < questions.txt
     """
+    from loadtest.errors import ServerUnusable
+    from loadtest.server import discover
     from moonpool.chat.client import AnswerOptions, ChatClient
     from moonpool.chat.conversation import Conversation
     from moonpool.chat.loop import ChatLoop
     from moonpool.chat.view import View
-    from replay.errors import ServerUnusable
-    from replay.server import discover
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     view = View(interactive=interactive, figures=interactive if figures is None else figures)

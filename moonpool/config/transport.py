@@ -8,7 +8,7 @@ from moonpool.config.fields import Key, Slice
 from moonpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from messenger.tls import TlsFiles
+    from rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TlsSettings(Slice):
         """Where the key material lies; None where nothing is encrypted."""
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
             return None
-        from messenger.tls import TlsFiles
+        from rpc.tls import TlsFiles
 
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
 

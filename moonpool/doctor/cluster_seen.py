@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from messenger.control import ControlError, call, open_channel
 from moonpool.doctor.peers import Peer, observe_peer
 from moonpool.errors import ClusterNotFound, ConfigError, SloNotChanged
 from moonpool.locate import Located
@@ -17,6 +16,7 @@ from moonpool.slo_client import ask_slo
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import ControlError, call, open_channel
 
 if TYPE_CHECKING:
     from moonpool_proto.v1 import conductor_pb2

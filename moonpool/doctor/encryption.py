@@ -34,8 +34,8 @@ def observe_key_material(environ: Mapping[str, str] = os.environ) -> KeyMaterial
         files = settings.files
         if files is None:
             return KeyMaterial()
-        from messenger.errors import InvalidArgument
-        from messenger.tls import load
+        from rpc.errors import InvalidArgument
+        from rpc.tls import load
 
     try:
         material = load(files)

@@ -15,7 +15,7 @@ from moonpool.encryption import settings_of_environment
 from moonpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from messenger.tls import Material
+    from rpc.tls import Material
 
 _ANSWER_S: Final = 0.8
 _LARGE: Final = 16 << 10  # more than a packet of any size; the answer repeats it, so it tells of both ways
@@ -89,8 +89,8 @@ _ADVICE: Final = {
 
 def _material(environ: Mapping[str, str]) -> "Material | None":
     """None, too, for what cannot be used, which another check tells."""
-    from messenger.errors import InvalidArgument
-    from messenger.tls import load
+    from rpc.errors import InvalidArgument
+    from rpc.tls import load
 
     with contextlib.suppress(ConfigError, InvalidArgument):
         files = settings_of_environment(environ).tls.files

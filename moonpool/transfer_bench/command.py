@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from messenger import AddressInUse, InvalidArgument, MessengerConfig, MessengerError
-from messenger.control import run
+from messenger import AddressInUse, InvalidArgument, MessengerConfig
 from moonpool.encryption import secure_as_environment_says, settings_of_environment
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
@@ -24,6 +23,8 @@ from moonpool.transfer_bench.owner import WILDCARDS, Listening, own
 from moonpool.transfer_bench.plan import Plan, Tls, bytes_of
 from moonpool.transfer_bench.report import table
 from moonpool.transfer_bench.run import Outcome, measure_all, measure_here
+from rpc.control import run
+from rpc.errors import NetworkError
 
 DEFAULT_PORT = 7011
 ANYWHERE = f"0.0.0.0:{DEFAULT_PORT}"
@@ -109,7 +110,7 @@ def messenger(
             raise ConfigError(f"{error} (--listen HOST:PORT, --data-port)") from error
         except InvalidArgument as error:
             raise ConfigError(str(error)) from error
-        except MessengerError as error:
+        except NetworkError as error:
             raise TransferBenchFailed(str(error)) from error
         _show(outcome, plan, as_json)
         raise typer.Exit(EXIT_INTERRUPTED if outcome.interrupted else 0)

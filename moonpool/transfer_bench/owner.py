@@ -23,12 +23,13 @@ import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
 
-from messenger import Messenger, MessengerConfig, MessengerError, SharedMemory
-from messenger.control import secure, start_server
+from messenger import Messenger, MessengerConfig, SharedMemory
 from messenger.frames import VERSION
 from moonpool.errors import ConfigError
 from moonpool.transfer_bench.digests import SliceDigests
 from moonpool.transfer_bench.plan import MAX_REGION_NBYTES, Shape
+from rpc.control import secure, start_server
+from rpc.errors import NetworkError
 
 SERVICE, METHOD = "moonpool.TransferBench", "Session"
 PLAIN, WITH_DIGESTS = b"plain", b"digests"
@@ -52,7 +53,7 @@ class Listening:
 async def own(
     host: str, port: int, config: MessengerConfig, stop: asyncio.Event, told: Callable[[Listening], None]
 ) -> None:
-    """Listen until `stop` is set; `told` hears where. Raises MessengerError when it cannot be listened there."""
+    """Listen until `stop` is set; `told` hears where. Raises NetworkError when it cannot be listened there."""
     secure(config.tls)
     owner = Owner(host, config)
     server = None
@@ -189,7 +190,7 @@ class Lent:
         self._verifier.shutdown(cancel_futures=True)
         try:
             self._messenger.deregister(self._region)
-        except MessengerError:
+        except NetworkError:
             pass  # the messenger was closed first
         self._memory.close()
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import grpc.aio
 
-from messenger import ControlError, Endpoint, RemoteKey
-from messenger.control import call, open_channel
+from messenger import Endpoint, RemoteKey
 from messenger.frames import VERSION
 from moonpool.errors import TransferBenchFailed
 from moonpool.transfer_bench.owner import METHOD, SERVICE
 from moonpool.transfer_bench.plan import Shape
 from moonpool.transfer_bench.report import Settled
 from moonpool_proto.v1 import common_pb2
+from rpc.control import call, open_channel
+from rpc.errors import ControlError
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from conductor.directory.matches import Matches
 from conductor.errors import ConfigError
 from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost
 from conductor.wire import arrived
-from kvpool.directory_matches import Matches
 from moonpool_proto.v1 import conductor_pb2
 
 

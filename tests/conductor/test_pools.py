@@ -7,10 +7,11 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
+from conductor.directory import DirectoryState
 from conductor.policy.decisions import Copy, Shrink
 from conductor.pools import Pools
 from conductor.replicas import Replicas
-from kvpool import DirectoryState, KvGroup, KvSpec, layer_digests, parent_keys
+from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node

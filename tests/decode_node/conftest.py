@@ -19,14 +19,14 @@ from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_numbers
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger import MessengerConfig
-from messenger.control import ControlServer, open_channel, start_server
-from messenger.software import own_software
 from moonpool_proto.v1 import pool_pb2_grpc
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Software
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Cancel, Failure, FrontendMessage, Hello, Submit, Token
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_server
 from prefill_node.server import Prefill
+from rpc.control import ControlServer, open_channel, start_server
+from rpc.versions import own_software
 from worker.aggregated import Whole
 from worker.config import WorkerConfig
 from worker.node import WorkerNode

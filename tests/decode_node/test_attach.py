@@ -11,11 +11,11 @@ import pytest
 
 import worker.streams
 from engine import Model
-from messenger.control import open_channel
-from messenger.software import named, own_software
 from moonpool_proto.v1.common_pb2 import Software
 from moonpool_proto.v1.worker_pb2 import Failure, FrontendMessage, Hello
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import open_channel
+from rpc.versions import named, own_software
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]

@@ -11,8 +11,8 @@ import pytest
 import prefill_node.handoff
 from engine import Model
 from messenger import RemoteAccessError
-from messenger.control import ControlDeadlineExceeded
 from prefill_node.push import Pusher
+from rpc.control import ControlDeadlineExceeded
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]

@@ -11,11 +11,11 @@ import pytest
 
 from conductor.server import ConductorConfig, serve_conductor
 from engine import Model
-from messenger.control import open_channel
 from moonpool.worker_process import serve_worker
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import open_channel
 from worker.config import WorkerConfig
 
 Start = Callable[..., Awaitable[Any]]

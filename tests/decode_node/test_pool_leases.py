@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import Model
-from messenger.control import Unavailable
+from rpc.control import Unavailable
 from worker.keeping import Kept
 
 Start = Callable[..., Awaitable[Any]]

@@ -14,10 +14,10 @@ import pytest
 
 from engine import Model, load_model
 from engine.random_model import write_random_model
-from messenger.control import open_channel
 from moonpool_proto.v1.worker_pb2 import BeginShare, Enlist, HelpRequest, Span
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node import group
+from rpc.control import open_channel
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import typer.main
 
-from replay.bench.cli import app
-from replay.bench.config import BenchConfig
-from replay.bench.result import Saving, result_of
-from replay.bench.runner import BenchResult
+from loadtest.bench.cli import app
+from loadtest.bench.config import BenchConfig
+from loadtest.bench.result import Saving, result_of
+from loadtest.bench.runner import BenchResult
 
 BENCH, CAPACITY = "Bench: any prompts, any server, any rate", "The rate that a server can bear"
 # Said of the run rather than found by it; documented with the flags.

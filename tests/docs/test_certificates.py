@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from messenger.tls import TlsFiles, load
+from rpc.tls import TlsFiles, load
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

@@ -15,6 +15,8 @@ import yaml
 
 from conductor.policy.objectives import Objective
 from conductor.policy.record_form import parse_record, tell_record
+from loadtest.cli import app as replay_app
+from loadtest.dialogue_cli import app as dialogues_app
 from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
 from moonpool.config import all_settings
@@ -27,8 +29,6 @@ from moonpool.replay_decisions_command import app as replay_decisions_app
 from moonpool.simulate_command import app as simulate_app
 from moonpool.slo_command import app as slo_app
 from moonpool.top.command import app as top_app
-from replay.cli import app as replay_app
-from replay.dialogue_cli import app as dialogues_app
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = "docs/objectives.md"

@@ -19,13 +19,13 @@ from frontend.output import Step
 from frontend.request import Facts
 from kvpool import PoolNodeConfig, node_numbers
 from kvpool.node import PoolNode
+from loadtest.cluster_metrics import ClusterHistory
+from loadtest.dialogue_config import DialogueConfig
+from loadtest.dialogue_summary import summarise_dialogues
+from loadtest.objectives import Objectives
+from loadtest.summary import summarise
 from messenger.counters import Counters
 from messenger.reporting import CERTIFICATE_LEFT, reported
-from replay.cluster_metrics import ClusterHistory
-from replay.dialogue_config import DialogueConfig
-from replay.dialogue_summary import summarise_dialogues
-from replay.objectives import Objectives
-from replay.summary import summarise
 from telemetry import (
     ConductorCollector,
     DoorMetrics,

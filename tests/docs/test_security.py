@@ -10,8 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    *("frontend", "conductor", "prefill_node", "decode_node", "worker", "kvpool", "messenger", "engine", "replay"),
-    *("simulator", "traces", "telemetry", "moonpool", "proto", "training", "soak", "rdma_bed", "benchmarks", "deploy"),
+    *(
+        "frontend",
+        "conductor",
+        "prefill_node",
+        "decode_node",
+        "worker",
+        "kvpool",
+        "messenger",
+        "engine",
+        "loadtest",
+        "rpc",
+    ),
+    *("loadtest", "simulator", "traces", "telemetry", "moonpool", "proto", "tools", "benchmarks", "deploy"),
     ".ci",
 )
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "jsonpickle"}
@@ -19,7 +30,7 @@ UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "_StrictLoader"}
 UNSAFE_YAML = {"unsafe_load", "unsafe_load_all", "full_load", "full_load_all", "UnsafeLoader", "FullLoader", "Loader"}
 JUSTIFIED = {
-    ("replay/frames.py", "import pickle"): "between a load test and its own senders, by pipes that it made",
+    ("loadtest/frames.py", "import pickle"): "between a load test and its own senders, by pipes that it made",
     ("conductor/policy/quick.py", "exec"): "an __init__ made of a dataclass's own field names, at import",
 }
 

@@ -24,7 +24,6 @@ import pytest
 
 from engine.random_model import write_random_model
 from frontend.line import Line
-from messenger.control import Refused as CallRefused
 from messenger.frames import (
     Hello,
     Read,
@@ -33,6 +32,7 @@ from messenger.frames import (
 )
 from messenger.sockets import SocketLink
 from moonpool_proto.v1 import common_pb2, conductor_pb2, pool_pb2, worker_pb2
+from rpc.control import Refused as CallRefused
 from tests.e2e.strangers import GREETING, NOISES, answer, dialled, greeted, reason_of_rejection, rows
 
 Moonpool = Callable[..., subprocess.CompletedProcess[str]]

@@ -18,7 +18,7 @@ import pytest
 
 from frontend import FrontendConfig, ModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
-from replay.text import sentence
+from loadtest.text import sentence
 
 MODEL = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 TURNS = 50

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from soak.namespaces import TwoHosts
+from tools.soak.namespaces import TwoHosts
 
 DECODERS = ("decode-0", "decode-1")
 PUSH_TIMEOUT_S = 2.0

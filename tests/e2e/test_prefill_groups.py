@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from engine.random_model import write_random_model
-from messenger.control import open_channel
 from moonpool_proto.v1.common_pb2 import JsonRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import open_channel
 
 MEMBERS = ("prefill-0", "prefill-1")
 

@@ -21,11 +21,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from messenger.control import open_channel
-from messenger.software import named, own_software, package_version
 from moonpool.questions import ask_cluster
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import open_channel
+from rpc.versions import named, own_software, package_version
 from tests.e2e.bare_roles import Load, Role, Roles
 from worker.paced.profiles import profile_of
 from worker.policy.cost_profile import save_profile
@@ -215,7 +215,7 @@ async def test_requests_wait_for_conductors_that_are_all_restarted(
 def test_a_worker_that_cannot_work_with_the_cluster_ends_and_names_both_versions(roles: Roles, newer: str) -> None:
     arguments = [word.replace("d1", "stranger") for word in roles["d1"].arguments]
     stranger = Role("stranger", arguments, roles.folder / "stranger.log")
-    stranger.start(newer, "import messenger.software as it; it.WIRE, it.OLDEST_WIRE = 99, 98")
+    stranger.start(newer, "import rpc.versions as it; it.WIRE, it.OLDEST_WIRE = 99, 98")
     assert stranger.wait_ended() == 2
     assert f"node 'stranger' is Moonpool {NEWER} (wire 99), which needs wire 98 or newer" in stranger.log
     assert f"this conductor is {named(own_software())}" in stranger.log

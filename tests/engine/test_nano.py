@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
-from training.facts import Fact, draw_fact
+from tools.training.facts import Fact, draw_fact
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "tests" / "data" / "nano-model"

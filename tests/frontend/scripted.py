@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from messenger.control import ControlServer, start_server
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rpc.control import ControlServer, start_server
 
 WAIT_S = 10.0
 

@@ -9,8 +9,8 @@ import pytest
 
 from frontend import ModelConfig
 from frontend.fit import misfit
-from messenger.software import named, own_software, package_version
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
+from rpc.versions import named, own_software, package_version
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": list(range(10, 20)), "max_tokens": 1, "return_token_ids": True}

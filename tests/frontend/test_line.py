@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from frontend.line import Line
-from messenger.control import ControlServer, DeadlineExceeded, Refused, Unavailable, start_server
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from rpc.control import ControlDeadlineExceeded, ControlServer, Refused, Unavailable, start_server
 
 
 class Conductor(conductor_pb2_grpc.ConductorServicer):
@@ -75,7 +75,7 @@ def request(name: str, chain: bytes = b"") -> conductor_pb2.ScheduleRequest:
 
 async def ask(line: Line, name: str, *, waits: bool = True, deadline_s: float = 20.0, chain: bytes = b"") -> str:
     """What is said of the call."""
-    with pytest.raises((Refused, Unavailable, DeadlineExceeded)) as caught:
+    with pytest.raises((Refused, Unavailable, ControlDeadlineExceeded)) as caught:
         await line.schedule(request(name, chain), waits=waits, deadline_s=deadline_s)
     return caught.value.reason if isinstance(caught.value, Refused) else type(caught.value).__name__
 

@@ -24,7 +24,7 @@ CODE = """
 import asyncio, sys
 from pathlib import Path
 from frontend import FrontendConfig, ModelConfig, serve_frontend
-from messenger.control import run
+from rpc.control import run
 
 async def main(stop):
     config = FrontendConfig(models=(ModelConfig(Path(sys.argv[1]), "tiny"),), conductor_targets=(sys.argv[2],), port=0)

@@ -11,8 +11,8 @@ import pytest
 
 from frontend.conductor import ConductorClient
 from frontend.errors import RequestDeadline
-from messenger.control import ControlServer, start_server
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from rpc.control import ControlServer, start_server
 from tests.frontend.scripted import answer_calls
 
 ASKED_BY = next(name for name in map(str, range(100)) if zlib.crc32(name.encode()) % 2 == 0)  # prefers the first

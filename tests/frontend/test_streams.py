@@ -8,10 +8,10 @@ from pathlib import Path
 
 from frontend.inbox import Inbox, TokenArrived
 from frontend.streams import WorkerStreams
-from messenger.control import start_server
 from moonpool_proto.v1.conductor_pb2 import NodeRef
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Token, WorkerMessage
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from rpc.control import start_server
 
 MANY = 1000
 

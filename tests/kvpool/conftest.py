@@ -14,20 +14,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from conductor.directory import Directory, DirectoryState, Match, follow_pool_events
 from kvpool import (
-    Directory,
-    DirectoryState,
     KvGroup,
     KvSpec,
     Lease,
-    Match,
     PoolClient,
     PoolEvents,
     PoolNodeConfig,
     PutTicket,
     chain_keys,
     chain_seed,
-    follow_pool_events,
     keys_u64,
     kv_namespace,
     layer_digests,

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvpool import PoolNodeConfig
 from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
-from messenger.control import run
+from rpc.control import run
 
 if __name__ == "__main__":
     node_id, listen, run_dir, *ssd = sys.argv[1:]

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kvpool import BlockRun, Directory, PoolEvents, keys_from_bytes, keys_u64
+from conductor.directory import Directory
+from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
 from kvpool.contents import contents_sum
 from kvpool.policy.event_log import EventLog
 from kvpool.tiers import Tier

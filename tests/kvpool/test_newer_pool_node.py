@@ -7,8 +7,8 @@ import numpy as np
 
 from kvpool import KvGroup, KvSpec, PoolClient, parent_keys
 from kvpool.policy.records import SlotStatus
-from messenger.control import start_server
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc, worker_pb2
+from rpc.control import start_server
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 UNKNOWN = 99

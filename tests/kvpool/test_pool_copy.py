@@ -10,8 +10,8 @@ import pytest
 from kvpool import Lease
 from kvpool.errors import CopyFailed
 from messenger import Endpoint, MessengerConfig, RemoteKey
-from messenger.control import start_server
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc
+from rpc.control import start_server
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -10,10 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvpool import DirectoryState, PoolEvents
+from conductor.directory import DirectoryState
+from kvpool import PoolEvents
 from messenger import MessengerConfig
-from messenger.control import ControlDeadlineExceeded, start_server
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
+from rpc.control import ControlDeadlineExceeded, start_server
 
 EXACT, DEGRADED = DirectoryState.EXACT, DirectoryState.DEGRADED
 

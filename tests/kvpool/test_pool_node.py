@@ -10,7 +10,7 @@ import pytest
 from kvpool import KvSpec, Lease, SlotStatus, layer_digests, parent_keys
 from kvpool.errors import PoolConfigError, PoolRefused, PutLost, SpecMismatch
 from messenger import AddressInUse, RemoteAccessError
-from messenger.control import Unavailable
+from rpc.control import Unavailable
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
 

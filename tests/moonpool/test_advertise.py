@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from messenger.control import call, open_channel
 from moonpool.child import READY_PREFIX
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import call, open_channel
 
 Start = Callable[..., str]
 

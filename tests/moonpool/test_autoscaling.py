@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.control import start_server
 from moonpool import autoscaler
 from moonpool.autoscaling import Bounds, autoscaled, parse_bounds
 from moonpool.config import ModelEntry
@@ -19,6 +18,7 @@ from moonpool.errors import ConfigError, StartupFailed
 from moonpool.plan import Group
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
+from rpc.control import start_server
 
 LARGE, SMALL = ModelEntry("large", Path("/large")), ModelEntry("small", Path("/small"))
 GROUPS = {

@@ -21,7 +21,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from messenger import MessengerConfig
-from messenger.control import secure
 from moonpool.bench_command import app
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.transfer_bench import run, session
@@ -30,6 +29,7 @@ from moonpool.transfer_bench.digests import SliceDigests
 from moonpool.transfer_bench.owner import Owner
 from moonpool.transfer_bench.plan import Plan, Shape, Tls, bytes_of
 from moonpool.transfer_bench.session import OwnerFacts, Session, probe
+from rpc.control import secure
 
 COMMAND = [sys.executable, "-m", "moonpool", "bench", "messenger"]
 TLS = Path(__file__).parents[1] / "data" / "tls"

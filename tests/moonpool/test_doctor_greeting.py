@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from messenger import Messenger, MessengerConfig
-from messenger.control import start_server
 from messenger.frames import VERSION, Reject, encode
 from messenger.framing import PREFIX
 from moonpool.doctor.finding import Level
 from moonpool.doctor.greeting import Spoken, greet, judge_greeting
+from rpc.control import start_server
 
 TlsSettings = Callable[..., dict[str, Path]]
 HERE = "127.0.0.1"

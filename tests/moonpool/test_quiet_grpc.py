@@ -10,8 +10,8 @@ ENCRYPTED_AND_DIALLED_IN_THE_CLEAR = """
 import asyncio, sys
 from pathlib import Path
 import moonpool
-from messenger.control import secure, start_server
-from messenger.tls import TlsFiles
+from rpc.control import secure, start_server
+from rpc.tls import TlsFiles
 
 async def main():
     secure(TlsFiles(*map(Path, sys.argv[1:4])))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from messenger import MessengerConfig
-from messenger.errors import InvalidArgument
-from messenger.tls import TlsFiles
 from moonpool.config import PoolNodeRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.errors import ConfigError
 from moonpool.role_configs import pool_node_config, worker_config
+from rpc.errors import InvalidArgument
+from rpc.tls import TlsFiles
 
 
 def loaded(composite: type, flags: dict[str, Any]) -> Any:

@@ -14,12 +14,12 @@ import worker.transformer
 from conductor.server import ConductorConfig, serve_conductor
 from engine import load_model
 from messenger import MessengerConfig
-from messenger.control import open_channel
 from moonpool.worker_process import serve_worker
 from moonpool_proto.v1.conductor_pb2 import ClusterRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from rpc.control import open_channel
 from worker.config import WorkerConfig
 from worker.errors import EngineBroken
 from worker.policy import MAX_FAILED_STEPS, EngineHealth

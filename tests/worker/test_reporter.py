@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from messenger import InvalidArgument
-from messenger.control import ControlServer, admit_by, start_server
-from messenger.join_tokens import JoinTokens
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, JoinAccepted, Node, NodeCommand, NodeReport
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_ConductorServicer_to_server
+from rpc.control import ControlServer, admit_by, start_server
+from rpc.join_tokens import JoinTokens
 from worker.errors import StartupError
 from worker.join_stream import FIRST_DECODES, MAX_SAMPLES, JoinStream
 from worker.reporter import Reporter

@@ -14,7 +14,8 @@ Shares are fixed, one per peer, and never lent: an idle peer finds its share wha
 from dataclasses import dataclass
 from typing import Final
 
-from messenger.errors import InvalidArgument, MessengerError
+from messenger.errors import MessengerError
+from rpc.errors import InvalidArgument
 
 LEAST_SHARE: Final = 4
 WIRE_BITS: Final = 32

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from messenger.errors import InvalidArgument
 from messenger.rdma.policy.shares import CUT_NBYTES
 from messenger.slices import Rows
+from rpc.errors import InvalidArgument
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from typing import Final
 
 import numpy as np
 
-from messenger.errors import InvalidArgument
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
 from messenger.rdma.policy.resting import Health, RailState
 from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
 from messenger.rdma.policy.speed import Speed
 from messenger.slices import NBYTES, Rows
+from rpc.errors import InvalidArgument
 
 _SAMPLE_NBYTES: Final = 1 << 20
 _SAMPLE_NS: Final = 100_000

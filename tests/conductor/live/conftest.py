@@ -13,8 +13,8 @@ from kvpool import KvGroup, KvSpec
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
-from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+from rpc.control import open_channel
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))

@@ -10,10 +10,11 @@ import pytest
 from conductor import server
 from conductor.service import ConductorService
 from kvpool import KvGroup, KvSpec
-from messenger import control
-from messenger.join_tokens import JoinTokens
-from messenger.software import KV_WIRE, OLDEST_WIRE, WIRE, named, own_software
+from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc import control
+from rpc.join_tokens import JoinTokens
+from rpc.versions import OLDEST_WIRE, WIRE, named, own_software
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 
@@ -46,7 +47,7 @@ def software(wire=WIRE, oldest_wire=OLDEST_WIRE, kv_wire=KV_WIRE):
 async def test_a_node_of_a_version_that_cannot_work_with_the_cluster_is_refused_by_both_names(conductor, told, words):
     _, client = await conductor()
     other = client.worker("decode-0", common_pb2.ROLE_DECODE)
-    other.node.software.CopyFrom(own_software(moves_kv=True))
+    other.node.software.CopyFrom(own_software(kv_wire=KV_WIRE))
     await other.join()
     new = client.worker("prefill-0", common_pb2.ROLE_PREFILL)
     new.node.software.CopyFrom(told)

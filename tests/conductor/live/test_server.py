@@ -9,8 +9,8 @@ import pytest
 from conductor.decision_log import DecisionLogConfig, lives, replay, search
 from conductor.policy.decisions import Place
 from conductor.server import ConductorConfig, serve_conductor
-from messenger.control import AddressInUse, Refused
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.control import AddressInUse, Refused
 
 
 async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):

@@ -11,8 +11,8 @@ import pytest
 
 from conductor.server import ConductorConfig, serve_conductor
 from frontend.line import Line
-from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+from rpc.control import open_channel
 
 
 class Operator:

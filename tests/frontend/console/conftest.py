@@ -17,8 +17,8 @@ from conductor.server import ConductorConfig, serve_conductor
 from frontend import FrontendConfig, ModelConfig, serve_frontend
 from frontend.line import Line
 from kvpool import KvGroup, KvSpec
-from messenger.control import open_channel
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
+from rpc.control import open_channel
 
 ADMIN, USER = "mp-admins-key", "mp-users-key"
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=4)

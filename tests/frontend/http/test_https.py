@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from frontend.errors import ConfigError
+from loadtest.errors import ServerUnreachable
+from loadtest.server import discover
 from moonpool.http_port import is_alive
 from moonpool_proto.v1 import worker_pb2
-from replay.errors import ServerUnreachable
-from replay.server import discover
 
 CERTIFICATES = Path(__file__).parents[2] / "data" / "tls"
 WAIT_S = 60

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from messenger import control
-from messenger.join_tokens import JoinTokens
 from moonpool_proto.v1 import worker_pb2
+from rpc import control
+from rpc.join_tokens import JoinTokens
 from telemetry import logs
 from tests.frontend.keys.conftest import ADMIN, ENTRIES, OTHER, USER, WriteKeys, bearer, entry_of
 

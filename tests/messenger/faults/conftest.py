@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from messenger import Peer, RemoteKey
-from soak.namespaces import TwoHosts
-from soak.proxy import FaultProxy
+from tools.soak.namespaces import TwoHosts
+from tools.soak.proxy import FaultProxy
 
 NBYTES = 4 << 20
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from messenger import PeerLost, TransferDeadlineExceeded, traffic
-from soak.proxy import DOWN, UP, FaultProxy, Way
+from tools.soak.proxy import DOWN, UP, FaultProxy, Way
 
 pytestmark = pytest.mark.transports("tcp")
 

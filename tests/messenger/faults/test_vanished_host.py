@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from messenger import buffered
-from soak.namespaces import TwoHosts
+from tools.soak.namespaces import TwoHosts
 
 NBYTES = 4 << 20
 

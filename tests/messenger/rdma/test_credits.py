@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from messenger.errors import InvalidArgument
 from messenger.rdma.policy.credits import (
     LEAST_SHARE,
     WIRE_BITS,
@@ -18,6 +17,7 @@ from messenger.rdma.policy.credits import (
     Shares,
     unwrapped,
 )
+from rpc.errors import InvalidArgument
 
 
 def test_all_credits_but_the_last_are_for_frames() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.errors import GpuMemoryUnsupported, InvalidArgument
+from messenger.errors import GpuMemoryUnsupported
 from messenger.gpu import GpuMemory
 from messenger.rdma import gpu_memory
 from messenger.rdma.gpu_memory import (
@@ -32,6 +32,7 @@ from messenger.rdma.gpu_memory import (
 from messenger.rdma.policy.facts import ANYWHERE
 from messenger.rdma.registered import Registered
 from messenger.rdma.topology import bound_place
+from rpc.errors import InvalidArgument
 
 BASE, SIZE = 0x7F0000200000, 2 << 20
 LIBRARY = """

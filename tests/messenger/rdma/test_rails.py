@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.errors import InvalidArgument
 from messenger.rdma.policy.posting import Announce, Instruction, Limits, Post, RailSpec
 from messenger.rdma.policy.rails import Rails
 from messenger.rdma.policy.resting import FIRST_REST_NS, HEALED_AFTER_NS, LONGEST_REST_NS
 from messenger.rdma.policy.shares import CUT_NBYTES, shares, take
 from messenger.rdma.policy.speed import FORGET_NS, Speed
 from messenger.slices import NBYTES, Rows, coalesced
+from rpc.errors import InvalidArgument
 
 KIB, MIB, MS, SECOND = 1 << 10, 1 << 20, 1_000_000, 1_000_000_000
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-if "RDMA_BED" not in os.environ:
+if "RDMA_VM" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -18,7 +18,7 @@ class Rail:
 
 
 def _rails() -> list[Rail]:
-    listed = os.environ.get("RDMA_BED_RAILS", "")
+    listed = os.environ.get("RDMA_VM_RAILS", "")
     return [Rail(*entry.split("=")) for entry in listed.split(",") if entry]
 
 

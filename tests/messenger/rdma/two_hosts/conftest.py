@@ -13,7 +13,7 @@ import pytest
 
 from messenger import Endpoint, RemoteKey
 
-if os.environ.get("RDMA_BED_ROLE") != "first":
+if os.environ.get("RDMA_VM_ROLE") != "first":
     collect_ignore_glob = ["test_*.py"]
 
 PORT = 7700
@@ -60,7 +60,7 @@ def _other_host() -> Iterator[Callable[[], socket.socket]]:
         end_s = time.monotonic() + 120
         while True:
             try:
-                return socket.create_connection((_first_address("RDMA_BED_PEER_RAILS"), PORT), timeout=120)
+                return socket.create_connection((_first_address("RDMA_VM_PEER_RAILS"), PORT), timeout=120)
             except OSError:
                 assert time.monotonic() < end_s, "the other host does not answer"
                 time.sleep(0.2)
@@ -77,7 +77,7 @@ def make_far_child(_other_host: Callable[[], socket.socket], patience: float) ->
     children: list[FarChild] = []
 
     def make(node_id: str, nbytes: int = 1 << 20, incarnation: int = 1) -> FarChild:
-        host = _first_address("RDMA_BED_PEER_RAILS")
+        host = _first_address("RDMA_VM_PEER_RAILS")
         connection = _other_host()
         words = ("rdma", "/tmp", node_id, nbytes, incarnation, 0, host, 5.0 * patience)
         ready = _asked(connection, json.dumps([str(word) for word in words]) + "\n")
@@ -94,7 +94,7 @@ def make_far_child(_other_host: Callable[[], socket.socket], patience: float) ->
 def make_near_node(make_node: Any) -> Callable[..., Any]:
     """`make_node`, listening where the other host can reach it."""
     return lambda node_id, nbytes=1 << 20, **config: make_node(
-        node_id, nbytes, listen_host=_first_address("RDMA_BED_RAILS"), **config
+        node_id, nbytes, listen_host=_first_address("RDMA_VM_RAILS"), **config
     )
 
 

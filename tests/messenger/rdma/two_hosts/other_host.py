@@ -22,7 +22,7 @@ CHILD = Path(__file__).resolve().parents[2] / "child.py"
 
 
 def main() -> None:
-    address = os.environ["RDMA_BED_RAILS"].split(",")[0].split("=")[1]
+    address = os.environ["RDMA_VM_RAILS"].split(",")[0].split("=")[1]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
     with socket.create_server((address, PORT)) as listener:
         while True:

@@ -1,0 +1,285 @@
+"""Which pool node holds which blocks: a conductor's index in memory, fed by the nodes' events. Pure: no I/O, no clock.
+
+Blocks are known by the short form of their chain keys (uint64) within a namespace: a match is a hint that the pool
+node's Pin checks against full keys. Pool nodes are the truth; what is known of a node is EXACT while its stream is up
+and came without a gap, DEGRADED otherwise (never silently stale). Nodes say with their events what their contents sum
+up to (`kvpool.contents`): what does not agree with that is not EXACT either.
+
+A node has a number in the table. A snapshot is taken in under a new number, and what a former number held is taken out
+piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.directory.matches import Match, Matches
+from conductor.directory.nodes import DirectoryState, FollowedNode, NodeNumbers, Position
+from conductor.directory.table import DirectoryTable, Replicas, code_of
+from kvpool.address import Namespace, short_keys_from_bytes
+from kvpool.contents import fold_of
+from kvpool.errors import AddressError
+from kvpool.events import BlockRun, PoolEvents
+
+__all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Matches", "Position"]
+
+
+_HALF = 32  # bits of a pair
+
+
+class DumpedNode(NamedTuple):
+    """A node of a dump: its contents as of `position`, but for what events up to `right_at` did while it was made."""
+
+    node: str
+    number: int  # in the dump
+    generation: int
+    position: Position
+    right_at: int
+
+
+class _Places(NamedTuple):
+    """Which node's number is at which place of the roster."""
+
+    version: int  # of the numbers
+    roster: tuple[str, ...]
+    of_numbers: NDArray[np.int64]  # -1: not to be seen
+
+    @classmethod
+    def of(cls, numbers: NodeNumbers, former: "_Places | None") -> "_Places":
+        names = numbers.names
+        roster = tuple(sorted(name for name in names if name is not None))
+        if former is not None and former.roster == roster:
+            roster = former.roster
+        places = {name: place for place, name in enumerate(roster)}
+        of_numbers = np.array([-1 if name is None else places[name] for name in names], np.int64)
+        return cls(numbers.version, roster, of_numbers)
+
+
+class Directory:
+    """The full index of one conductor. Making the first one compiles what it runs on."""
+
+    def __init__(self) -> None:
+        self._table = DirectoryTable(secrets.randbits(64))
+        self._nodes: dict[str, FollowedNode] = {}
+        self._numbers = NodeNumbers()
+        self._places: _Places | None = None  # as last needed
+        self._folds: dict[bytes, int] = {}  # of namespaces that were asked for, which are those of joined nodes
+        self._purged = 0  # parts, of the pass under way
+        self._dropped = 0  # nodes
+        self.snapshots: Counter[str] = Counter()  # taken in, by why they were needed
+        self.resyncs: Counter[str] = Counter()  # snapshots asked for, by reason
+        self.mismatches: Counter[str] = Counter()  # messages whose sum of contents was another, by node
+
+    def apply(self, node: str, events: PoolEvents) -> bool:
+        """Take in one message of `node`'s stream. False: it does not follow what is known, a snapshot is needed.
+
+        During a snapshot the former contents of the same incarnation stay in use, as DEGRADED; those of another
+        incarnation are dropped at its first message. Raises AddressError; then, too, a snapshot is needed.
+        """
+        known = self._nodes.get(node) or self._add(node)
+        try:
+            return self._apply(node, known, events)
+        except AddressError:
+            self._end_snapshot(known)
+            self._refuse(known, "malformed")
+            raise
+
+    def _apply(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
+        if known.incarnation != events.incarnation:
+            self._retire(known.number)
+            known.number = self._number_for(node)
+            known.restart(events.incarnation)
+        if events.snapshot_begin:
+            self.snapshots[known.why] += 1
+            self._end_snapshot(known)
+            known.begin_snapshot(self._number_for(None))
+        if known.shadow is not None:
+            self._take(known.shadow, events)
+            if events.snapshot_end:
+                self._numbers.rename(known.shadow, node)
+                self._retire(known.number)
+                known.end_snapshot(events.seq)
+                return self._judge(node, known, events)
+            return True
+        if not known.synced or events.first_seq != known.seq + 1:
+            return self._refuse(known, "gap")
+        self._take(known.number, events)
+        known.seq = events.seq
+        return self._judge(node, known, events)
+
+    def match(self, kv_namespace: Namespace, keys: NDArray[np.uint64]) -> Matches:
+        """What each node holds of the leading blocks of the chain (uint64 [n], see `keys_u64`)."""
+        places = self._places
+        if places is None or places.version != self._numbers.version:
+            places = self._places = _Places.of(self._numbers, places)
+        fold = self._folds.get(kv_namespace)
+        if fold is None:
+            fold = self._folds[bytes(kv_namespace)] = fold_of(kv_namespace)
+        if not keys.flags.c_contiguous:
+            keys = np.ascontiguousarray(keys)
+        _, roster, of_numbers = places
+        held = np.zeros((2, len(roster)), np.int64)
+        return Matches(roster, held, self._table.match(keys, fold, of_numbers, held))
+
+    def mark_degraded(self, node: str, *, malformed: bool = False) -> None:
+        """The node's stream broke: what is known stays in use until the stream goes on or the node is dropped.
+
+        `malformed`: a message cannot be read, so that the stream can go on with a snapshot only.
+        """
+        known = self._nodes.get(node)
+        if known is not None:
+            known.state = DirectoryState.DEGRADED
+            self._end_snapshot(known)
+            if malformed and known.synced:
+                self._refuse(known, "malformed")
+
+    def drop_node(self, node: str) -> None:
+        """The node is lost: nothing of it matches any more."""
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            self._end_snapshot(known)
+            self._retire(known.number)
+            self._dropped += 1
+
+    def purge(self, num_parts: int = 8) -> bool:
+        """Take what lost nodes held out of some more of the table (2,048 slots a part). False: nothing is left.
+
+        A part takes some 0.3 ms where a lost node's blocks lie side by side, which is how they came.
+        """
+        dying = self._numbers.dying
+        if not dying:
+            return False
+        self._purged = self._table.purge(dying, self._purged, num_parts)
+        if self._purged >= self._table.num_parts:
+            self._purged = 0
+            self._numbers.end_pass()
+        return bool(self._numbers.dying)
+
+    def state(self, node: str) -> DirectoryState:
+        """DEGRADED for a node that is not known."""
+        known = self._nodes.get(node)
+        return known.state if known is not None else DirectoryState.DEGRADED
+
+    def position(self, node: str) -> Position:
+        """The last event taken in, where the node's stream can be continued; (0, 0) when it cannot."""
+        known = self._nodes.get(node)
+        return Position(known.incarnation, known.seq) if known is not None and known.synced else Position(0, 0)
+
+    def num_blocks(self, node: str) -> int:
+        """Blocks that the node is known to hold, over all namespaces."""
+        return sum(self.blocks_by_tier(node))
+
+    def blocks_by_tier(self, node: str) -> tuple[int, int]:
+        """Blocks that the node is known to hold: (in DRAM, on SSD only)."""
+        known = self._nodes.get(node)
+        return self._table.num_blocks(known.number) if known is not None else (0, 0)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The known nodes' ids, sorted."""
+        return sorted(self._nodes)
+
+    def begin_dump(self) -> list[DumpedNode]:
+        """What `dump` tells of: the nodes with a position."""
+        return [
+            DumpedNode(node, known.number, known.generation, Position(known.incarnation, known.seq), known.right_at)
+            for node, known in sorted(self._nodes.items())
+            if known.synced
+        ]
+
+    def end_dump(self, dumped: Iterable[DumpedNode]) -> list[DumpedNode]:
+        """Those of a dump, complete now, whose contents are all in it; with the event from which on it is right."""
+        return [
+            each._replace(right_at=max(known.seq, known.right_at))
+            for each in dumped
+            if (known := self._nodes.get(each.node)) is not None
+            and known.synced
+            and known.generation == each.generation
+        ]
+
+    def dump(self, numbers: frozenset[int], num_parts: int = 16) -> Iterator[Replicas]:
+        """What these numbers hold, a few parts at a time; events may come in between.
+
+        So it is fuzzy, as a database's checkpoint may be (Mohan et al., ARIES, ACM TODS 17(1), 1992): right once the
+        events between its begin and its end are taken in again.
+        """
+        begin = 0
+        while begin < self._table.num_parts:
+            yield self._table.extract(numbers, begin, num_parts)
+            begin += num_parts
+
+    def restore_node(self, dumped: DumpedNode) -> int:
+        """A node of a dump. Returns the number under which to restore what it holds; it has none yet."""
+        assert dumped.node not in self._nodes, f"node {dumped.node!r} is known"
+        known = self._add(dumped.node)
+        known.restore(dumped.position, dumped.right_at)
+        return known.number
+
+    def restore(self, replicas: Replicas) -> None:
+        """Part of a dump, with the numbers that `restore_node` gave. What nodes held that were lost since is left out:
+        their numbers will be others'."""
+        followed = np.array([name is not None for name in self._numbers.names], bool)[replicas.codes >> 1]
+        self._table.store(replicas.keys[followed], replicas.codes[followed])
+
+    def validate(self) -> list[str]:
+        """What does not fit together, in words; empty when all does."""
+        problems = self._table.validate()
+        for name, known in sorted(self._nodes.items()):
+            if self._numbers.name(known.number) != name:
+                problems.append(f"node {name!r} has number {known.number}, which is another's")
+        return problems
+
+    def _add(self, node: str) -> FollowedNode:
+        # Whoever was lost and comes back has none of its former generations.
+        self._nodes[node] = known = FollowedNode(self._number_for(node), generation=self._dropped << _HALF)
+        return known
+
+    def _number_for(self, node: str | None) -> int:
+        number = self._numbers.take(node)
+        self._table.reserve_numbers(number + 1)
+        return number
+
+    def _retire(self, number: int) -> None:
+        """Nothing matches under this number any more; what it holds goes piece by piece."""
+        self._numbers.retire(number, holds=any(self._table.num_blocks(number)), in_pass=self._purged > 0)
+
+    def _end_snapshot(self, known: FollowedNode) -> None:
+        if known.shadow is not None:
+            self._retire(known.shadow)
+            known.shadow = None
+
+    def _take(self, number: int, events: PoolEvents) -> None:
+        for run in events.removed:
+            self._table.remove(number, short_keys_from_bytes(run.chain), fold_of(run.kv_namespace))
+        for run in events.stored:
+            self._store(number, run)
+        if self._numbers.dying:
+            self.purge(1)
+
+    def _store(self, number: int, run: BlockRun) -> None:
+        keys = short_keys_from_bytes(run.chain)
+        codes = np.full(len(keys), code_of(number, run.tier), np.uint32)
+        self._table.store(keys, codes, fold_of(run.kv_namespace))
+
+    def _judge(self, node: str, known: FollowedNode, events: PoolEvents) -> bool:
+        """Whether what is known may be called EXACT, now that these events are in; False: take a snapshot instead."""
+        if known.seq < known.right_at:
+            return True
+        if events.contents_sum is None:
+            known.go_on()
+        elif events.contents_sum == self._table.contents_sum(known.number):
+            known.agree()
+        else:
+            self.mismatches[node] += 1
+            if known.disagree():
+                return self._refuse(known, "mismatch")
+        return True
+
+    def _refuse(self, known: FollowedNode, why: str) -> bool:
+        known.refuse(why)
+        self.resyncs[why] += 1
+        return False

@@ -1,0 +1,277 @@
+"""All blocks of a directory as arrays: 64-bit key -> who holds it, in which tier. It knows node numbers, not nodes.
+
+Built for ten million blocks on a thousand nodes: twelve bytes a slot for a block with one holder, rows beside for more,
+and eight a place to find it by (`layout.py`). It grows by a segment at a time, and what leaves it leaves
+no trace, so no operation takes longer the more there is or was.
+"""
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conductor.directory.layout import (
+    CURSOR,
+    DENSE,
+    END,
+    FREE,
+    LIVE,
+    MAX_FILL,
+    NEED,
+    NEED_ROWS,
+    NEED_SLOTS,
+    ROW_CLASSES,
+    SEGMENT,
+    SHIFT,
+    USED,
+    Table,
+    addresses_of,
+)
+from conductor.directory.memory import GrowingArray
+from kvpool.tiers import Tier
+
+if TYPE_CHECKING:
+    from conductor.directory.kernels import Kernels
+
+__all__ = ["DirectoryTable", "Replicas", "code_of", "warm_up"]
+
+_DEPTH = 4  # of `top` at the start
+_NUMBERS = 64
+_ROW_WORDS = 4096
+_SLOTS = 1 << 15
+_SPLITS_AT_MOST = 31  # bits in which keys of a full segment can be equal: unreachable but for a broken hash
+
+
+class Replicas(NamedTuple):
+    """What some blocks' holders are, one entry per block and holder."""
+
+    keys: NDArray[np.uint64]  # folded with their namespace
+    codes: NDArray[np.uint32]  # node number * 2, plus 1 where on SSD only
+
+
+def code_of(number: int, tier: Tier) -> int:
+    """How a replica is written down."""
+    return number * 2 + (tier is Tier.SSD)
+
+
+class DirectoryTable:
+    """`fold` is what keys of one namespace are XORed with; node numbers begin at 1. `seed` should be nobody's guess."""
+
+    def __init__(self, seed: int) -> None:
+        self._run = _kernels()
+        self._seed = seed
+        segments = 1 << _DEPTH
+        self._num_segments = segments
+        self._places = GrowingArray(np.uint32, 2 * segments * SEGMENT * 2)
+        self._keys = GrowingArray(np.uint64, _SLOTS)
+        self._held = GrowingArray(np.uint32, _SLOTS)
+        self._rows = GrowingArray(np.uint32, _ROW_WORDS)
+        meta = np.full(FREE + ROW_CLASSES, -1, np.int64)
+        meta[SHIFT] = 64 - _DEPTH
+        meta[[USED, END, CURSOR, LIVE]] = 0
+        self._t = Table(
+            self._places.array,
+            np.zeros(2 * segments, np.int32),
+            np.full(2 * segments, _DEPTH, np.int32),
+            np.arange(segments, dtype=np.int32),
+            self._keys.array,
+            self._held.array,
+            self._rows.array,
+            meta,
+            np.zeros((_NUMBERS, 2), np.int64),
+            np.zeros(_NUMBERS, np.uint64),
+            *(np.zeros(0, np.uint32), np.zeros((0, 2), np.int64), np.zeros(0, np.int64)),
+        )
+        self._size_for_numbers()
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of 2,048 slots are numbered from 0; a new one gets the next number."""
+        return -(-int(self._t.meta[END]) // SEGMENT)
+
+    @property
+    def num_keys(self) -> int:
+        """Blocks that somebody holds."""
+        return int(self._t.meta[LIVE])
+
+    def num_blocks(self, number: int) -> tuple[int, int]:
+        """Blocks that a node holds: (in DRAM, on SSD only)."""
+        in_dram, on_ssd = self._t.counts[number].tolist()
+        return in_dram, on_ssd
+
+    def contents_sum(self, number: int) -> int:
+        """See `kvpool.contents`."""
+        return int(self._t.sums[number])
+
+    def reserve_numbers(self, count: int) -> None:
+        """Node numbers below `count` may be used."""
+        have = len(self._t.counts)
+        if count > have:
+            want = max(count, 2 * have)
+            counts, sums = np.zeros((want, 2), np.int64), np.zeros(want, np.uint64)
+            counts[:have], sums[:have] = self._t.counts, self._t.sums
+            self._set(counts=counts, sums=sums)
+            self._size_for_numbers()
+
+    def store(self, keys: NDArray[np.uint64], codes: NDArray[np.uint32], fold: int = 0) -> None:
+        """Blocks `keys` have holders `codes` too; a holder known for another tier moves."""
+        done = 0
+        while (done := self._run.store(self._at, keys, codes, fold, self._seed, done)) < len(keys):
+            self._make_room()
+
+    def remove(self, number: int, keys: NDArray[np.uint64], fold: int) -> None:
+        """Node `number` holds `keys` no more."""
+        done = 0
+        while (done := self._run.remove(self._at, keys, number, fold, self._seed, done)) < len(keys):
+            self._make_room()
+
+    def match(self, keys: NDArray[np.uint64], fold: int, places: NDArray[np.int64], held: NDArray[np.int64]) -> int:
+        """Into `held` [2, ...]: how many leading `keys` each node holds, of these on SSD only, at `places` [numbers].
+
+        There is a place for each number that is in use; -1, and nodes that do not hold the first, are left out. Returns
+        how many blocks the node with the most of them holds.
+        """
+        longest: int = self._run.match(self._at, keys, fold, self._seed, places, held)
+        return longest
+
+    def purge(self, numbers: Set[int], begin: int, count: int) -> int:
+        """Nodes `numbers` hold nothing in parts [begin, begin + count). Returns the first one not done."""
+        end = min(begin + count, self.num_parts)
+        slot, last, dying = begin * SEGMENT, self._slot(end), self._flags(numbers)
+        while (slot := self._run.purge(self._at, slot, last, dying, self._seed)) < last:
+            self._make_room()
+        return end
+
+    def extract(self, numbers: Set[int], begin: int, count: int) -> Replicas:
+        """What nodes `numbers` hold of the blocks in parts [begin, begin + count)."""
+        end, wanted = self._slot(begin + count), self._flags(numbers)
+        room = max(1, count) * SEGMENT
+        while True:
+            replicas = Replicas(np.empty(room, np.uint64), np.empty(room, np.uint32))
+            found = self._run.extract(self._at, begin * SEGMENT, end, wanted, *replicas)
+            if found <= room:
+                return Replicas(replicas.keys[:found], replicas.codes[:found])
+            room = found
+
+    def validate(self) -> list[str]:
+        """What does not fit together, in words; empty when all does. Reads everything: 0.2 s for ten million blocks."""
+        problems = []
+        numbers = set(range(len(self._t.counts)))
+        counted = np.zeros(2 * len(numbers), np.int64)
+        for part in range(self.num_parts):
+            counted += np.bincount(self.extract(numbers, part, 1).codes, minlength=len(counted))
+        for number in np.flatnonzero((self._t.counts != counted.reshape(-1, 2)).any(axis=1)).tolist():
+            have, want = counted[2 * number : 2 * number + 2].tolist(), self._t.counts[number].tolist()
+            problems.append(f"node number {number} holds {have} blocks by tier, {want} are counted")
+        refs = self._t.places[1 : self._num_segments * SEGMENT * 2 : 2]
+        if np.any(np.count_nonzero(refs.reshape(-1, SEGMENT), axis=1) != self._t.fill[: self._num_segments]):
+            problems.append("a segment holds more or fewer keys than are counted")
+        found = np.zeros(len(self._t.held), bool)
+        found[refs[refs > 0] - 1] = True
+        if not np.array_equal(found, self._t.held > 0) or np.count_nonzero(refs) != self.num_keys:
+            problems.append("slots in use are not those, each once, that places refer to")
+        free = 0
+        for row_class in range(ROW_CLASSES):
+            head = int(self._t.meta[FREE + row_class])
+            while head >= 0:
+                free += 4 << row_class
+                head = int(self._t.rows[head * 4]) - 1
+        in_use = self._row_words()
+        if free + in_use != self._t.meta[USED]:
+            problems.append(f"rows: {free} words free and {in_use} in use of {self._t.meta[USED]}")
+        return problems
+
+    def _slot(self, part: int) -> int:
+        """Where a part begins; the end where there is none."""
+        return min(part * SEGMENT, int(self._t.meta[END]))
+
+    def _row_words(self) -> int:
+        """Words of rows that slots refer to."""
+        held = self._t.held[: int(self._t.meta[END])]
+        rows = held[held >> 31 == 1].astype(np.int64) & 0x7FFFFFFF
+        return int((4 << (self._t.rows[rows * 4].astype(np.int64) >> 24 & 127)).sum())
+
+    def _flags(self, numbers: Set[int]) -> NDArray[np.uint8]:
+        flags = np.zeros(len(self._t.counts), np.uint8)
+        flags[list(numbers)] = 1
+        return flags
+
+    def _size_for_numbers(self) -> None:
+        """What depends on how many node numbers there are."""
+        count = len(self._t.counts)
+        words = -(-count // 32)
+        row_class = 5
+        while ((4 << row_class) - 2) // 2 < words:
+            row_class += 1
+        self._t.meta[DENSE] = row_class
+        self._set(
+            alive=np.zeros((4 << row_class) // 2, np.uint32),
+            state=np.zeros((count, 2), np.int64),
+            found=np.zeros(count, np.int64),
+        )
+
+    def _set(self, **arrays: NDArray[Any]) -> None:
+        """These arrays take the place of former ones."""
+        self._t = self._t._replace(**arrays)
+        self._at = addresses_of(self._t)
+
+    def _make_room(self) -> None:
+        """For what a kernel stopped at: a full segment, too few rows or slots."""
+        need = int(self._t.meta[NEED])
+        if need == NEED_SLOTS:
+            self._grow_slots()
+            return
+        if need == NEED_ROWS:
+            words = len(self._t.rows)
+            self._set(rows=np.zeros(0, np.uint32))
+            try:
+                self._rows.grow(2 * words + (16 << int(self._t.meta[DENSE])))
+            finally:
+                self._set(rows=self._rows.array)
+            return
+        depth = int(self._t.depth[need])
+        if depth == 64 - int(self._t.meta[SHIFT]):
+            if depth >= _SPLITS_AT_MOST:
+                raise RuntimeError(f"{MAX_FILL} keys agree in {depth} bits of their hash")
+            self._set(top=np.repeat(self._t.top, 2))
+            self._t.meta[SHIFT] -= 1
+        if self._num_segments == len(self._t.fill):
+            self._grow_segments()
+        scratch = np.empty(SEGMENT * 2, np.uint32)
+        self._run.split(self._at, need, self._num_segments, scratch)
+        self._num_segments += 1
+
+    def _grow_slots(self) -> None:
+        want = 2 * len(self._t.held)
+        self._set(keys=np.zeros(0, np.uint64), held=np.zeros(0, np.uint32))
+        try:
+            self._keys.grow(want)
+            self._held.grow(want)
+        finally:
+            # Where only one has grown, the table goes by the other.
+            slots = min(len(self._keys.array), len(self._held.array))
+            self._set(keys=self._keys.array[:slots], held=self._held.array[:slots])
+
+    def _grow_segments(self) -> None:
+        want = 2 * self._num_segments
+        fill, depth = np.zeros(want, np.int32), np.zeros(want, np.int32)
+        fill[: self._num_segments], depth[: self._num_segments] = self._t.fill, self._t.depth
+        self._set(places=np.zeros(0, np.uint32))
+        try:
+            self._places.grow(want * SEGMENT * 2)
+        finally:
+            self._set(places=self._places.array)
+        self._set(fill=fill, depth=depth)
+
+
+def warm_up() -> None:
+    """Compile what tables run on, or load it from the cache: seconds the first time, which no event should take."""
+    _kernels()
+
+
+def _kernels() -> "Kernels":
+    # numba takes half a second to import, and a process that only computes addresses never needs it.
+    from conductor.directory.kernels import directory_kernels
+
+    return directory_kernels()

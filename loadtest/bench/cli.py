@@ -1,0 +1,274 @@
+"""The command `bench serve`: flags in, table out."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from loadtest.api_key import one_key
+from loadtest.bench.config import ENDPOINTS, BenchConfig
+from loadtest.bench.flags import VllmFlags, bounds_of, header_of, json_object, numbers
+from loadtest.bench.result import Saving, result_of, save
+from loadtest.bench.runner import run_bench
+from loadtest.bench.table import table
+from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, bundled_model
+from loadtest.config import MAX_SEND_LAG_S
+from loadtest.errors import ReplayError, SettingInvalid
+from loadtest.report import finite
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Load tests: of a server, of the way between hosts.")
+
+_SERVER, _PROMPTS, _TRAFFIC, _SAMPLING, _REPORT, _CAPACITY = (
+    *("Server", "Prompts", "Traffic", "Sampling", "Report"),
+    "Capacity (--find-capacity)",
+)
+_OWN_CAPACITY = Path("out/capacity")
+
+
+@app.callback()
+def bench() -> None:
+    """A group, so that the command keeps its name."""
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+@app.command("serve", cls=VllmFlags)
+def serve(
+    backend: Annotated[str, _option(_SERVER, f"One of {', '.join(ENDPOINTS)}.")] = "openai",
+    base_url: Annotated[str, _option(_SERVER, "Address of the server; default: from --host and --port.")] = "",
+    host: Annotated[str, _option(_SERVER, "Host of the server.")] = "127.0.0.1",
+    port: Annotated[int, _option(_SERVER, "Port of the server.")] = 8000,
+    endpoint: Annotated[str, _option(_SERVER, "Route; default: the backend's.")] = "",
+    model: Annotated[str, _option(_SERVER, "Model in requests; default: the first served.")] = "",
+    served_model_name: Annotated[str, _option(_SERVER, "Name in requests, if --model is another.")] = "",
+    tokenizer: Annotated[
+        Path | None, _option(_SERVER, "Folder of the served model's tokenizer; default: the bundled model's.")
+    ] = None,
+    api_key: Annotated[
+        str, _option(_SERVER, "Bearer key.", envvar=["OPENAI_API_KEY", "MOONPOOL_API_KEY"], callback=one_key)
+    ] = "",
+    header: Annotated[list[str] | None, _option(_SERVER, "Headers of each request.", metavar="KEY=VALUE ...")] = None,
+    ready_check_timeout_sec: Annotated[float, _option(_SERVER, "Wait so long for the server to answer.")] = 0.0,
+    request_timeout: Annotated[float, _option(_SERVER, "Seconds after which a request has failed.")] = 6 * 3600.0,
+    dataset_name: Annotated[str, _option(_PROMPTS, "random, sharegpt, custom or prefix_repetition.")] = "random",
+    dataset_path: Annotated[Path | None, _option(_PROMPTS, "File of sharegpt (JSON) or custom (JSONL).")] = None,
+    num_prompts: Annotated[int, _option(_PROMPTS, "Requests.")] = 1000,
+    seed: Annotated[int, _option(_PROMPTS, "Of prompts, lengths and arrivals.")] = 0,
+    input_len: Annotated[int | None, _option(_PROMPTS, "The same as --random-input-len.")] = None,
+    output_len: Annotated[int | None, _option(_PROMPTS, "Output length of whatever dataset.")] = None,
+    random_input_len: Annotated[int, _option(_PROMPTS, "Tokens of a random prompt.")] = 1024,
+    random_output_len: Annotated[int, _option(_PROMPTS, "Tokens of its answer.")] = 128,
+    random_range_ratio: Annotated[float, _option(_PROMPTS, "Lengths vary by this share, either way.")] = 0.0,
+    random_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens all random prompts begin with.")] = 0,
+    prefix_repetition_prefix_len: Annotated[int, _option(_PROMPTS, "Tokens of a prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[int, _option(_PROMPTS, "Tokens after it.")] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, _option(_PROMPTS, "Different prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, _option(_PROMPTS, "Tokens of the answer.")] = 128,
+    sharegpt_output_len: Annotated[
+        int | None, _option(_PROMPTS, "Tokens of the answer; default: the recorded one's.")
+    ] = None,
+    custom_output_len: Annotated[int, _option(_PROMPTS, "Tokens of the answer; -1: output_tokens of a line.")] = 256,
+    disable_shuffle: Annotated[bool, _option(_PROMPTS, "Keep a file's order.", "--disable-shuffle")] = False,
+    no_oversample: Annotated[bool, _option(_PROMPTS, "Do not repeat a file's prompts.", "--no-oversample")] = False,
+    request_rate: Annotated[float, _option(_TRAFFIC, "Requests per second; inf: all at once.")] = math.inf,
+    burstiness: Annotated[float, _option(_TRAFFIC, "1: Poisson; less: bursts; more: evenly.")] = 1.0,
+    max_concurrency: Annotated[int | None, _option(_TRAFFIC, "At most so many in flight.")] = None,
+    num_warmups: Annotated[int, _option(_TRAFFIC, "Requests before, not counted.")] = 0,
+    on_429: Annotated[str, _option(_TRAFFIC, "A rejection: count it, or retry.", "--on-429")] = "count",
+    senders: Annotated[int, _option(_TRAFFIC, "Processes that send; 0: by the load and the cores.")] = 0,
+    max_send_lag: Annotated[
+        float, _option(_TRAFFIC, "INVALID if over 1 % of the requests left so many seconds late.")
+    ] = MAX_SEND_LAG_S,
+    ignore_eos: Annotated[bool, _option(_SAMPLING, "Answers go on to their length.", "--ignore-eos")] = False,
+    temperature: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    top_p: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    top_k: Annotated[int | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    min_p: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    frequency_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    presence_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    repetition_penalty: Annotated[float | None, _option(_SAMPLING, "Default: the server's.")] = None,
+    extra_body: Annotated[str, _option(_SAMPLING, "JSON object of further fields of the body.")] = "",
+    percentile_metrics: Annotated[str, _option(_REPORT, "Some of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl",
+    metric_percentiles: Annotated[str, _option(_REPORT, "Such as 50,90,99.")] = "99",
+    goodput: Annotated[
+        list[str] | None, _option(_REPORT, "Objectives of ttft, tpot, e2el in ms.", metavar="KEY:MS ...")
+    ] = None,
+    save_result: Annotated[bool, _option(_REPORT, "Write the result as JSON.", "--save-result")] = False,
+    append_result: Annotated[bool, _option(_REPORT, "Add the result to the file.", "--append-result")] = False,
+    save_detailed: Annotated[bool, _option(_REPORT, "With every request.", "--save-detailed")] = False,
+    result_dir: Annotated[Path | None, _option(_REPORT, "Folder of the result.")] = None,
+    result_filename: Annotated[str, _option(_REPORT, "Its name.")] = "",
+    label: Annotated[str, _option(_REPORT, "First part of its name; default: the backend.")] = "",
+    metadata: Annotated[list[str] | None, _option(_REPORT, "Keys of the result.", metavar="KEY=VALUE ...")] = None,
+    disable_tqdm: Annotated[bool, _option(_REPORT, "Show no progress.", "--disable-tqdm")] = False,
+    find_capacity: Annotated[
+        bool, _option(_CAPACITY, "Search the largest rate that meets --goodput.", "--find-capacity")
+    ] = False,
+    capacity_start: Annotated[float, _option(_CAPACITY, "First rate.")] = 1.0,
+    capacity_resolution: Annotated[float, _option(_CAPACITY, "Share by which the answer may be too low.")] = 0.1,
+    capacity_percentile: Annotated[float, _option(_CAPACITY, "Percentile that must keep each bound.")] = 90.0,
+    capacity_max_lost: Annotated[float, _option(_CAPACITY, "Share that may be rejected or fail.")] = 0.01,
+    capacity_step: Annotated[float, _option(_CAPACITY, "Seconds a step sends, 50 requests at least.")] = 30.0,
+    capacity_min_rate: Annotated[float, _option(_CAPACITY, "No lower rate is tried; 0: a hundredth of the first.")] = 0,
+    capacity_max_rate: Annotated[float, _option(_CAPACITY, "No higher rate is tried.")] = 10_000.0,
+) -> None:
+    """Send prompts to an OpenAI-compatible server and report latency and throughput.
+
+    Flags, definitions and result keys are those of vLLM's command of this name.
+
+    Example: moonpool bench serve --num-prompts 100 --random-input-len 256 --random-output-len 32 --request-rate 4
+
+    Example: moonpool bench serve --find-capacity --goodput ttft:1000 tpot:100 --random-input-len 256
+    """
+    given = dict(locals())
+    console = None if disable_tqdm else Console()
+    try:
+        config = config_of(given)
+        saving = Saving(
+            save=save_result,
+            append=append_result,
+            detailed=save_detailed,
+            folder=result_dir or Path(),
+            filename=result_filename,
+            label=label,
+            metadata=tuple(metadata or ()),
+        )
+        if find_capacity:
+            status = _search(config, given, result_dir or _OWN_CAPACITY, console)
+        else:
+            status = _measure(config, saving, console)
+    except ReplayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    raise typer.Exit(status)
+
+
+def config_of(given: dict[str, Any]) -> BenchConfig:
+    """The flags' values as a configuration. Raises SettingInvalid."""
+    taken = {name: given[name] for name in BenchConfig.__dataclass_fields__ if name in given}
+    sampling = (
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    )
+    output_len = given["output_len"]
+    lengths = {} if given["input_len"] is None else {"random_input_len": given["input_len"]}
+    if output_len is not None:
+        names = ("random_output_len", "prefix_repetition_output_len", "sharegpt_output_len", "custom_output_len")
+        lengths |= dict.fromkeys(names, output_len)
+    return BenchConfig(
+        **{
+            **taken,
+            **lengths,
+            "base_url": given["base_url"] or f"http://{_bracketed(given['host'])}:{given['port']}",
+            "headers": tuple(header_of(pair) for pair in given["header"] or ()),
+            "sampling": {name: given[name] for name in sampling if given[name] is not None},
+            "extra_body": json_object(given["extra_body"], "--extra-body"),
+            "ready_check_timeout_s": given["ready_check_timeout_sec"],
+            "request_timeout_s": given["request_timeout"],
+            "max_send_lag_s": given["max_send_lag"],
+            "keep_text": given["save_detailed"],
+            "percentile_metrics": tuple(name.strip() for name in given["percentile_metrics"].split(",") if name),
+            "metric_percentiles": numbers(given["metric_percentiles"], "--metric-percentiles"),
+            "goodput": bounds_of(given["goodput"] or ()),
+        }
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _measure(config: BenchConfig, saving: Saving, console: Console | None) -> int:
+    result = run_bench(config, bundled_model(), console)
+    figures = result_of(result, config, saving, datetime.now())
+    for notice in result.notices:
+        print(f"note: {notice}")
+    for reason in result.invalid_reasons:
+        print(f"INVALID: {reason}")
+    print(table(figures, config))
+    for reason in sorted({r.reason for r in result.records if r.reason})[:5]:
+        print(f"not completed: {reason}")
+    if (path := save(figures, config, saving)) is not None:
+        print(f"Result: {path}")
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    if not figures["completed"] or figures["failed"] > figures["rejected"]:
+        return EXIT_FAILED
+    return 0 if figures["valid"] else EXIT_INVALID
+
+
+def _check_alone(config: BenchConfig, given: dict[str, Any]) -> None:
+    """Raises SettingInvalid for flags of a single load, which a search would have to ignore."""
+    saving = [
+        f"--{name.replace('_', '-')}" for name in ("save_result", "append_result", "save_detailed") if given[name]
+    ]
+    if saving:
+        raise SettingInvalid(
+            f"{saving[0]} does not go with --find-capacity, which always writes capacity.json and capacity.html; "
+            "expected --result-dir alone"
+        )
+    if math.isfinite(config.request_rate):
+        raise SettingInvalid(
+            f"--request-rate is {config.request_rate:g}; --find-capacity searches the rate, from --capacity-start on"
+        )
+
+
+def _search(config: BenchConfig, given: dict[str, Any], folder: Path, console: Console | None) -> int:
+    # Only now: the pictures take matplotlib, which takes a second.
+    from loadtest.capacity import CapacityObjective, CapacitySearch
+    from loadtest.capacity.page import capacity_page, headline, step_line
+    from loadtest.capacity.runner import find_capacity
+    from loadtest.report import check_writable, write_text
+
+    objective = CapacityObjective(
+        bounds_ms=config.goodput,
+        percentile=given["capacity_percentile"],
+        max_lost_share=given["capacity_max_lost"],
+        step_s=given["capacity_step"],
+    )
+    _check_alone(config, given)
+    try:
+        start = given["capacity_start"]
+        search = CapacitySearch(
+            start,
+            given["capacity_resolution"],
+            least=given["capacity_min_rate"] or start / 100,
+            most=given["capacity_max_rate"],
+        )
+    except ValueError as error:
+        raise SettingInvalid(
+            f"{error}; expected --capacity-min-rate ≤ --capacity-start ≤ --capacity-max-rate, above 0, and a "
+            "--capacity-resolution above 0, at most 1"
+        ) from error
+    check_writable(folder)
+    print(f"Objectives: {objective.describe()}")
+    result = find_capacity(
+        config,
+        objective,
+        search,
+        bundled_model(),
+        on_step=lambda number, step: print(step_line(number, step), flush=True),
+        console=console,
+    )
+    write_text(folder / "capacity.html", capacity_page(result))
+    line = json.dumps(finite(result.as_json()), allow_nan=False, ensure_ascii=False)
+    write_text(folder / "capacity.json", line + "\n")
+    for reason in result.invalid_reasons:
+        print(f"INVALID: {reason}")
+    print(headline(result))
+    print(f"Pictures: {folder / 'capacity.html'}")
+    print(line)
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    if result.invalid_reasons:
+        return EXIT_INVALID
+    return 0 if result.finding.rate is not None else EXIT_FAILED

@@ -1,0 +1,189 @@
+"""The configuration of `bench serve`: frozen, one line of help per field; names and defaults as in vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from loadtest.config import MAX_SEND_LAG_S, Bound, check_bounds, is_http
+from loadtest.errors import SettingInvalid
+
+ENDPOINTS: Final[Mapping[str, str]] = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+"""Backends and the endpoint of each; `vllm` is another name of `openai`."""
+DATASETS: Final = ("random", "sharegpt", "custom", "prefix_repetition")
+FILE_DATASETS: Final = ("sharegpt", "custom")
+METRICS: Final = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
+
+
+def _positive(value: float) -> bool:
+    return value > 0 and not math.isnan(value)
+
+
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: value is None or value >= least
+
+
+_BOUNDS: Final[dict[str, Bound]] = {
+    "base_url": ("--base-url", is_http, "http://HOST:PORT"),
+    "backend": ("--backend", lambda v: v in ENDPOINTS, f"one of {', '.join(ENDPOINTS)}"),
+    "dataset_name": (
+        "--dataset-name",
+        lambda v: v in DATASETS,
+        f"one of {', '.join(DATASETS)} (recorded traces: `moonpool replay`)",
+    ),
+    "num_prompts": ("--num-prompts", _at_least(1), "at least 1"),
+    "request_rate": ("--request-rate", _positive, "requests per second, above 0, or inf"),
+    "burstiness": ("--burstiness", _positive, "a number above 0, or inf"),
+    "max_concurrency": ("--max-concurrency", _at_least(1), "at least 1"),
+    "random_input_len": ("--random-input-len", _at_least(1), "at least 1 token"),
+    "random_output_len": ("--random-output-len", _at_least(1), "at least 1 token"),
+    "random_range_ratio": ("--random-range-ratio", lambda v: 0 <= v < 1, "a ratio from 0 to below 1"),
+    "random_prefix_len": ("--random-prefix-len", _at_least(0), "tokens, from 0 on"),
+    "prefix_repetition_prefix_len": ("--prefix-repetition-prefix-len", _at_least(0), "tokens, from 0 on"),
+    "prefix_repetition_suffix_len": ("--prefix-repetition-suffix-len", _at_least(1), "at least 1 token"),
+    "prefix_repetition_num_prefixes": ("--prefix-repetition-num-prefixes", _at_least(1), "at least 1"),
+    "prefix_repetition_output_len": ("--prefix-repetition-output-len", _at_least(1), "at least 1 token"),
+    "sharegpt_output_len": ("--sharegpt-output-len", _at_least(1), "at least 1 token"),
+    "custom_output_len": (
+        "--custom-output-len",
+        lambda v: v == -1 or v >= 1,
+        "at least 1 token, or -1 for each line's output_tokens",
+    ),
+    "num_warmups": ("--num-warmups", _at_least(0), "a number of requests, from 0 on"),
+    "request_timeout_s": ("--request-timeout", lambda v: 0 < v < math.inf, "seconds, above 0"),
+    "ready_check_timeout_s": ("--ready-check-timeout-sec", lambda v: 0 <= v < math.inf, "seconds, from 0 on"),
+    "senders": ("--senders", _at_least(0), "a number of processes, 0 to choose by the load"),
+    "on_429": ("--on-429", lambda v: v in ("count", "retry"), "count or retry"),
+    "max_send_lag_s": ("--max-send-lag", lambda v: 0 < v < math.inf, "seconds, above 0"),
+    "percentile_metrics": (
+        "--percentile-metrics",
+        lambda v: all(name in METRICS for name in v),
+        f"a list of {', '.join(METRICS)}",
+    ),
+    "metric_percentiles": (
+        "--metric-percentiles",
+        lambda v: len(v) > 0 and all(0 <= p <= 100 for p in v),
+        "a list of numbers from 0 to 100",
+    ),
+    "goodput": (
+        "--goodput",
+        lambda v: all(name in GOODPUT_METRICS and _positive(bound) for name, bound in v.items()),
+        f"KEY:MILLISECONDS pairs of {', '.join(GOODPUT_METRICS)}",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Everything `run_bench` needs to know."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """Address of the server."""
+    backend: str = "openai"
+    """Which protocol is spoken."""
+    endpoint: str = ""
+    """The route; empty: the backend's."""
+    model: str = ""
+    """Name of the model in requests; empty: the first that the server lists."""
+    served_model_name: str = ""
+    """Name in requests where `model` is a folder or another name of it."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that makes and counts prompts; None: the bundled model's."""
+    api_key: str = field(default="", repr=False)
+    """Bearer key."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Further headers of each request."""
+    dataset_name: str = "random"
+    """Where the prompts come from."""
+    dataset_path: Path | None = None
+    """The file of a `sharegpt` or `custom` dataset."""
+    disable_shuffle: bool = False
+    """Take a file's prompts in its order."""
+    no_oversample: bool = False
+    """Do not repeat prompts of a file that has fewer than asked for."""
+    num_prompts: int = 1000
+    """Requests."""
+    seed: int = 0
+    """Of prompts, lengths, arrivals, and the jitter of retries."""
+    random_input_len: int = 1024
+    """Tokens of a random prompt, besides the prefix."""
+    random_output_len: int = 128
+    """Tokens of its answer."""
+    random_range_ratio: float = 0.0
+    """Lengths are drawn from length x (1 - ratio) to length x (1 + ratio)."""
+    random_prefix_len: int = 0
+    """Tokens that all random prompts begin with."""
+    prefix_repetition_prefix_len: int = 256
+    """Tokens of each prefix."""
+    prefix_repetition_suffix_len: int = 256
+    """Tokens after the prefix."""
+    prefix_repetition_num_prefixes: int = 10
+    """Different prefixes."""
+    prefix_repetition_output_len: int = 128
+    """Tokens of the answer."""
+    sharegpt_output_len: int | None = None
+    """Tokens of the answer; None: as many as the recorded one has."""
+    custom_output_len: int = 256
+    """Tokens of the answer; -1: each line's output_tokens."""
+    request_rate: float = math.inf
+    """Requests per second; infinite: all at once."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of intervals: 1 is a Poisson process, more is more even."""
+    max_concurrency: int | None = None
+    """At most so many requests in flight."""
+    ignore_eos: bool = False
+    """Answers go on to their length."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling fields of the body: temperature, top_p and so on."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the body."""
+    num_warmups: int = 0
+    """Requests before the measured ones, which are not counted."""
+    ready_check_timeout_s: float = 0.0
+    """Wait so long for a server that does not answer yet."""
+    request_timeout_s: float = 6 * 3600.0
+    """A request that takes longer has failed."""
+    on_429: str = "count"
+    """What is done about a rejection: `count` it as a failure, or `retry`."""
+    senders: int = 0
+    """Processes that send, 0 = chosen by the load and the cores."""
+    max_send_lag_s: float = MAX_SEND_LAG_S
+    """The run is INVALID if more than 1 % of the requests left later than this; not judged at an infinite rate."""
+    keep_text: bool = False
+    """Keep the answers' texts."""
+    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
+    """Which latencies are reported."""
+    metric_percentiles: tuple[float, ...] = (99.0,)
+    """Which percentiles of them."""
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Objectives in milliseconds, by metric."""
+
+    @property
+    def path(self) -> str:
+        """The route."""
+        return self.endpoint or ENDPOINTS[self.backend]
+
+    @property
+    def chat(self) -> bool:
+        """Whether messages are sent rather than a prompt."""
+        return self.backend == "openai-chat"
+
+    def __post_init__(self) -> None:
+        """Raises SettingInvalid naming the flag."""
+        check_bounds(self, _BOUNDS)
+        if not self.path.endswith(ENDPOINTS[self.backend].removeprefix("/v1")):
+            raise SettingInvalid(
+                f"--endpoint is {self.path}; --backend {self.backend} needs one that ends with "
+                f"{ENDPOINTS[self.backend].removeprefix('/v1')}"
+            )
+        if (self.dataset_path is not None) != (self.dataset_name in FILE_DATASETS):
+            needs = "needs" if self.dataset_path is None else "takes no"
+            raise SettingInvalid(f"--dataset-name {self.dataset_name} {needs} --dataset-path")

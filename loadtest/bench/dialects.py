@@ -1,0 +1,73 @@
+"""What `bench serve` sends, and how it reads answers. Pure.
+
+Nothing is asked of a server beyond OpenAI's protocol: an answer may be shorter than was asked for, and the counts are
+those of its usage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtest.dialect import delta_text
+from loadtest.errors import StreamFailed
+from loadtest.plan import PlannedRequest
+from loadtest.record import RequestRecord
+
+
+@dataclass(frozen=True, eq=False)
+class BenchRequest(PlannedRequest):
+    """`text`: sent in place of the token ids where it is not empty."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class BenchDialect:
+    """Completions or chat. `extra`: fields that go into every body as they are. `keep_text`: records keep answers."""
+
+    path: str
+    chat: bool
+    ignore_eos: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    keep_text: bool = False
+
+    def body(self, request: PlannedRequest, *, model: str, cache_salt: str) -> dict[str, Any]:
+        """A streamed request with usage at its end."""
+        text = request.text if isinstance(request, BenchRequest) else ""
+        body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": text}]
+            body["max_completion_tokens"] = request.max_tokens
+        else:
+            body["prompt"] = text or request.prompt.tolist()
+            body["max_tokens"] = request.max_tokens
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if cache_salt:
+            body["cache_salt"] = cache_salt
+        return {**body, **self.extra}
+
+    def take_choice(self, choice: dict[str, Any], now: float, record: RequestRecord, request: PlannedRequest) -> None:
+        """Only the text: whoever reads the events counts them."""
+        said = delta_text(choice) if self.chat else choice.get("text") or ""
+        if not isinstance(said, str):
+            raise StreamFailed(f"malformed event: found the text {str(said)[:200]!r}, expected a string")
+        record.text += said
+
+    def check(self, record: RequestRecord, usage: dict[str, Any] | None, request: PlannedRequest) -> None:
+        """An answer needs an event. Where usage does not tell the tokens, the text is kept to be counted."""
+        if not record.event_times:
+            raise StreamFailed("the answer came without a token")
+        counts = usage or {}
+        record.output_tokens = _count(counts.get("completion_tokens"))
+        record.prompt_tokens = _count(counts.get("prompt_tokens")) or record.prompt_tokens
+        details = counts.get("prompt_tokens_details")
+        record.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+        if record.output_tokens and not self.keep_text:
+            record.text = ""
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,139 @@
+"""The figures of a benchmark under vLLM's names and by vLLM's definitions. Pure.
+
+TTFT: from sending to the first event with a choice. ITL: between successive such events. E2EL: from sending to the
+last of them. TPOT: of an answer of n > 1 tokens, (E2EL - TTFT) / (n - 1). All over completed requests, in ms; standard
+deviations are of the whole population. Tokens are the server's own count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from loadtest.record import Outcome, RequestRecord
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Of one completed request, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    e2el_s: float
+    itl_s: tuple[float, ...]
+
+    def of(self, metric: str) -> float:
+        """By vLLM's name of the metric, in seconds. Raises KeyError."""
+        return {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}[metric]
+
+
+def latencies_of(record: RequestRecord) -> Latencies:
+    """`record`: of a completed request. An answer of one token has a TPOT of 0, which meets every objective."""
+    first, last = record.event_times[0], record.event_times[-1]
+    tpot = (last - first) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
+    gaps = tuple(b - a for a, b in pairwise(record.event_times))
+    return Latencies(first - record.sent_s, tpot, last - record.sent_s, gaps)
+
+
+def meets(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
+    """Whether a request was completed within each of the objectives."""
+    if record.outcome is not Outcome.COMPLETED:
+        return False
+    found = latencies_of(record)
+    return all(found.of(metric) * 1000 <= bound for metric, bound in goodput_ms.items())
+
+
+def bench_figures(
+    records: Sequence[RequestRecord],
+    *,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goodput_ms: Mapping[str, float],
+) -> dict[str, Any]:
+    """vLLM's result keys. Latencies of nothing are null. `failed`, as there, counts all that were not completed; how
+    many of them were rejected (429) is `rejected`."""
+    completed = [r for r in records if r.outcome is Outcome.COMPLETED]
+    seconds = duration_s(records)
+    prompt_tokens, output_tokens = sum(r.prompt_tokens for r in completed), sum(r.output_tokens for r in completed)
+    found = [latencies_of(r) for r in completed]
+    samples = {
+        "ttft": [x.ttft_s for x in found],
+        "tpot": [x.tpot_s for x, r in zip(found, completed, strict=True) if r.output_tokens > 1],
+        "itl": [gap for x in found for gap in x.itl_s],
+        "e2el": [x.e2el_s for x in found],
+    }
+    return {
+        "duration": seconds,
+        "completed": len(completed),
+        "failed": len(records) - len(completed),
+        "rejected": sum(r.outcome is Outcome.REJECTED for r in records),
+        "retries": sum(max(r.attempts - 1, 0) for r in records),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": _per(len(completed), seconds),
+        "request_goodput": _per(sum(meets(r, goodput_ms) for r in completed), seconds) if goodput_ms else None,
+        "output_throughput": _per(output_tokens, seconds),
+        "total_token_throughput": _per(prompt_tokens + output_tokens, seconds),
+        "max_output_tokens_per_s": busiest_second(completed),
+        "max_concurrent_requests": most_at_once(completed),
+        **{key: value for name in metrics for key, value in _spread(name, samples[name], percentiles).items()},
+    }
+
+
+def detailed(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+    """vLLM's keys of single requests, in order of sending; an unanswered one has zeros and its error."""
+    found = [latencies_of(r) if r.outcome is Outcome.COMPLETED else None for r in records]
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens for r in records],
+        "ttfts": [x.ttft_s if x else 0.0 for x in found],
+        "itls": [list(x.itl_s) if x else [] for x in found],
+        "latencies": [x.e2el_s if x else 0.0 for x in found],
+        "start_times": [r.sent_s for r in records],
+        "queue_times": [r.held_s for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.reason for r in records],
+    }
+
+
+def duration_s(records: Sequence[RequestRecord]) -> float:
+    """From the start of the clock, which the first request's waiting is part of, to the last end."""
+    return max((r.end_s for r in records if math.isfinite(r.end_s)), default=0.0)
+
+
+def busiest_second(completed: Sequence[RequestRecord]) -> float:
+    """Events in the busiest of the seconds since the first sending."""
+    if not completed:
+        return 0.0
+    first = min(r.sent_s for r in completed)
+    return float(np.bincount([int(t - first) for r in completed for t in r.event_times]).max())
+
+
+def most_at_once(completed: Sequence[RequestRecord]) -> int:
+    """The most requests between their sending and their last event at any time."""
+    steps = [(r.sent_s, 1) for r in completed] + [(r.event_times[-1], -1) for r in completed]
+    # At the same time an end comes before a beginning.
+    return max(np.cumsum([step for _, step in sorted(steps)]).tolist(), default=0)
+
+
+def percentile_name(percentile: float) -> str:
+    """p99, p99.9."""
+    return f"p{percentile:g}"
+
+
+def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    words = ["mean", "median", "std", *map(percentile_name, percentiles)]
+    found: list[float] | list[None] = [None] * len(words)
+    if values:
+        ms = np.array(values) * 1000
+        found = [float(v) for v in (ms.mean(), np.median(ms), ms.std(), *np.percentile(ms, list(percentiles)))]
+    return {f"{word}_{name}_ms": value for word, value in zip(words, found, strict=True)}
+
+
+def _per(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,195 @@
+"""A whole benchmark, from prompts to results: the thin shell around the package's parts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import uvloop
+from rich.console import Console
+
+from loadtest.background import background
+from loadtest.bench.arrivals import arrival_times
+from loadtest.bench.config import BenchConfig
+from loadtest.bench.dialects import BenchDialect, BenchRequest
+from loadtest.bench.files import custom_prompts, sharegpt_prompts
+from loadtest.bench.prompts import Prompt, random_prompts, repeated_prefixes
+from loadtest.bench.warm_up import warm_up
+from loadtest.config import server_root
+from loadtest.errors import ServerUnreachable, TokenizerMismatch
+from loadtest.interrupts import interrupts
+from loadtest.load import Load
+from loadtest.paced import told
+from loadtest.progress import ProgressDisplay, show_tally
+from loadtest.record import Outcome, RequestRecord
+from loadtest.retry import RetryPolicy
+from loadtest.sender import Tally
+from loadtest.senders import open_senders, send_watched, start_soon
+from loadtest.server import ServerInfo, check_tokenizer, discover
+from loadtest.session import allow_many_connections, open_session
+from loadtest.shares import choose_senders
+from loadtest.tokens import ModelTokens, load_model_tokens
+from loadtest.validity import invalid_reasons
+
+_ASK_DEADLINE_S = 15.0
+_READY_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What one load left. `records` in order of sending; `invalid_reasons` empty for a valid run."""
+
+    model: str
+    records: Sequence[RequestRecord] = field(repr=False)
+    invalid_reasons: Sequence[str]
+    senders: int
+    interrupted: bool
+    notices: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that was asked what it is. `as_text`: prompts are sent as text, since it is not known to have the
+    tokenizer at hand, or speaks in messages."""
+
+    server: ServerInfo
+    tokens: ModelTokens
+    as_text: bool
+    notices: tuple[str, ...]
+
+
+def run_bench(config: BenchConfig, bundled: Path, console: Console | None = None) -> BenchResult:
+    """Send the load and return its records. Ctrl-C gives those so far. Raises ReplayError.
+
+    `bundled`: folder of the tokenizer where the configuration names none. `console` None: shows nothing.
+    """
+    allow_many_connections()
+    tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
+    with ProgressDisplay(console) as display, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, tokens, display))
+
+
+async def _run(config: BenchConfig, tokens: ModelTokens, display: ProgressDisplay) -> BenchResult:
+    stop = asyncio.Event()
+    with interrupts(stop):
+        target = await find_target(config, tokens)
+        requests = plan(config, target)
+        await prepare(config, target, requests, stop)
+        return await measure(config, target, requests, stop, display, "bench")
+
+
+async def find_target(config: BenchConfig, tokens: ModelTokens) -> Target:
+    """Ask the server for its models and its tokens. Raises ServerUnusable."""
+    async with open_session(api_key=config.api_key, headers=dict(config.headers)) as session:
+        server = await _ready_server(config, session)
+        notice = ""
+        try:
+            notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S, flag="--tokenizer")
+        except TokenizerMismatch:
+            if config.tokenizer is not None:
+                raise
+            notice = "the server has another tokenizer than the bundled model, by which prompts are made (--tokenizer)"
+    # Ids of a tokenizer that is not the server's would be another text to it, or none.
+    return Target(server, tokens, config.chat or bool(notice), (*told(server.stand_ins), *([notice] if notice else [])))
+
+
+async def _ready_server(config: BenchConfig, session: aiohttp.ClientSession) -> ServerInfo:
+    deadline = time.monotonic() + config.ready_check_timeout_s
+    name, url = config.served_model_name or config.model, server_root(config.base_url)
+    while True:
+        try:
+            return await discover(session, url, model=name, deadline_s=_ASK_DEADLINE_S, needs_list=False)
+        except ServerUnreachable:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_READY_POLL_S)
+
+
+def plan(config: BenchConfig, target: Target) -> list[BenchRequest]:
+    """The requests, in order of arrival: determined by the configuration alone. Raises DatasetUnusable."""
+    rng = np.random.default_rng(config.seed)
+    prompts = _prompts(config, target, rng)
+    due = arrival_times(len(prompts), rate=config.request_rate, burstiness=config.burstiness, rng=rng)
+    seeds = rng.integers(0, 2**31, len(prompts))
+    return [
+        BenchRequest(
+            index=index,
+            arrival_s=float(due[index]),
+            prompt=prompt.ids,
+            block_ids=(),
+            max_tokens=prompt.output_tokens,
+            temperature=float(config.sampling.get("temperature", math.nan)),
+            seed=int(seeds[index]),
+            overlong=False,
+            text=prompt.text,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _prompts(config: BenchConfig, target: Target, rng: np.random.Generator) -> list[Prompt]:
+    if config.dataset_name == "random":
+        return list(random_prompts(config, target.tokens, rng, as_text=target.as_text))
+    if config.dataset_name == "prefix_repetition":
+        return list(repeated_prefixes(config, target.tokens, rng, as_text=target.as_text))
+    return {"sharegpt": sharegpt_prompts, "custom": custom_prompts}[config.dataset_name](config, target.tokens, rng)
+
+
+async def prepare(config: BenchConfig, target: Target, requests: Sequence[BenchRequest], stop: asyncio.Event) -> None:
+    """Wait for the server if asked to, and warm it up. Raises ServerUnusable."""
+    load = _load(config, target, requests[:1])
+    await warm_up(load, count=config.num_warmups, ready_s=config.ready_check_timeout_s, stop=stop)
+
+
+async def measure(
+    config: BenchConfig,
+    target: Target,
+    requests: Sequence[BenchRequest],
+    stop: asyncio.Event,
+    display: ProgressDisplay,
+    stage: str,
+) -> BenchResult:
+    """Send the requests and wait until the last has ended."""
+    load = _load(config, target, requests)
+    senders = config.senders or choose_senders(requests, speed=1.0, cores=os.cpu_count() or 1)
+    senders = min(senders, len(requests), config.max_concurrency or senders)
+    tally = Tally(len(requests))
+    async with open_senders(load, senders) as opened, background(show_tally(stage, tally, display)):
+        evidence = await send_watched(opened, load, start=start_soon(), stop=stop, tally=tally)
+    for record in evidence.records:
+        if record.outcome is Outcome.COMPLETED and not record.output_tokens:
+            record.output_tokens = len(target.tokens.encode_all([record.text])[0])
+    # All at once is no time to be kept.
+    lag_bound = config.max_send_lag_s if math.isfinite(config.request_rate) else math.inf
+    return BenchResult(
+        model=target.server.model,
+        records=evidence.records,
+        invalid_reasons=invalid_reasons(evidence, max_send_lag_s=lag_bound),
+        senders=senders,
+        interrupted=evidence.interrupted,
+        notices=target.notices,
+    )
+
+
+def _load(config: BenchConfig, target: Target, requests: Sequence[BenchRequest]) -> Load:
+    # As in vLLM: lengths that were made up are kept.
+    to_the_end = config.ignore_eos or config.dataset_name == "random"
+    extra = {**config.sampling, **config.extra_body}
+    return Load(
+        server=target.server,
+        requests=requests,
+        timeout_s=config.request_timeout_s,
+        dialect=BenchDialect(config.path, config.chat, to_the_end, extra, config.keep_text),
+        limit=config.max_concurrency,
+        retry=RetryPolicy() if config.on_429 == "retry" else None,
+        api_key=config.api_key,
+        headers=config.headers,
+        keep_connections=True,
+    )

@@ -1,0 +1,141 @@
+"""The search as an HTML page: the answer, the picture of attainment and goodput against rate, and the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from loadtest import pictures as p
+from loadtest.capacity.objective import Step
+from loadtest.capacity.runner import CapacityResult
+from loadtest.capacity.search import Verdict
+from loadtest.page import invalid_banner
+
+_COLORS = {Verdict.PASS: p.GREEN, Verdict.FAIL: p.RED, Verdict.INVALID: p.MUTED}
+_LABELS = {Verdict.PASS: "met", Verdict.FAIL: "missed", Verdict.INVALID: "invalid"}
+
+
+def headline(result: CapacityResult) -> str:
+    """The answer in a line; never without the word INVALID where it is none."""
+    rate, finding = result.finding.rate, result.finding
+    if result.interrupted:
+        said = f"interrupted; so far {rate:.3g} requests/s" if rate else "interrupted before any rate had met"
+    elif rate is None:
+        said = "none: the lowest rate missed the objectives" if finding.bounded else "none: no rate could be sent"
+    else:
+        said = f"{rate:.3g} requests/s" if finding.bounded else f"at least {rate:.3g} requests/s"
+    return f"{'INVALID ' if result.invalid_reasons else ''}Capacity: {said}"
+
+
+def step_line(number: int, step: Step) -> str:
+    """One step for the terminal."""
+    latencies = ", ".join(f"{m.upper()} {'–' if v is None else f'{v:.0f} ms'}" for m, v in step.latency_ms.items())
+    why = f" ({'; '.join(step.reasons)})" if step.reasons else ""
+    return (
+        f"step {number}: {step.rate:.3g} requests/s {_LABELS[step.verdict].upper()}: {latencies}, "
+        f"{step.attainment:.1%} within bounds{why}"
+    )
+
+
+def capacity_page(result: CapacityResult) -> str:
+    """The whole HTML document."""
+    css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in result.notices)
+    title = headline(result)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+<p class="lead">{escape(result.model)}: {escape(result.objective.describe())}.</p>
+{invalid_banner(result.invalid_reasons)}
+{notices}
+<section class="pictures after-lead">{_attainment(result)}{_latencies(result)}</section>
+<section class="after-lead">{_table(result.steps)}</section>
+</main>
+</body>
+</html>
+"""
+
+
+def _attainment(result: CapacityResult) -> str:
+    with p.picture("attainment", x="requests per second sent", y="share of requests") as pic:
+        _steps(pic, result, [(step, step.attainment) for step in result.steps])
+        if result.steps:
+            _goodput(pic, result.steps)
+        pic.axes.set_ylim(0, 1.03)
+        p.share_axis(pic.axes)
+        p.legend(pic.axes)
+    return _card("Attainment and goodput by rate", "Share of judged requests within every bound, one dot a step.", pic)
+
+
+def _goodput(pic: p.Picture, steps: Sequence[Step]) -> None:
+    """On an axis of its own, at the right."""
+    right = pic.axes.twinx()
+    right.plot(*_means([(step.rate, step.goodput_rps) for step in steps]), color=p.BLUE, linestyle=":")
+    right.set_ylabel("goodput, requests per second")
+    right.set_ylim(0, None)
+    right.spines["right"].set_visible(True)
+    right.grid(visible=False)
+    pic.axes.plot([], [], color=p.BLUE, linestyle=":", label="goodput (right)")
+
+
+def _latencies(result: CapacityResult) -> str:
+    cards = []
+    for metric, bound in result.objective.bounds_ms.items():
+        with p.picture(f"latency-{metric}", x="requests per second sent", y=f"p{result.objective.percentile:g}") as pic:
+            known = [(step, ms / 1000) for step in result.steps if (ms := step.latency_ms[metric]) is not None]
+            _steps(pic, result, known)
+            pic.axes.axhline(bound / 1000, color=p.RED, linestyle="--", label="bound")
+            if known:
+                pic.axes.set_yscale("log")
+            p.seconds_axis(pic.axes)
+            p.legend(pic.axes)
+        cards.append(_card(f"{metric.upper()} by rate", "At the objective's percentile, one dot a step.", pic))
+    return "".join(cards)
+
+
+def _steps(pic: p.Picture, result: CapacityResult, values: Sequence[tuple[Step, float]]) -> None:
+    rates, means = _means([(step.rate, value) for step, value in values])
+    pic.axes.plot(rates, means, color=p.MUTED, linewidth=1.0)
+    for verdict, color in _COLORS.items():
+        found = [(step.rate, value) for step, value in values if step.verdict is verdict]
+        if found:
+            x, y = zip(*found, strict=True)
+            pic.axes.plot(x, y, "o", color=color, label=_LABELS[verdict], markersize=5, clip_on=False)
+    if result.finding.rate is not None:
+        pic.axes.axvline(result.finding.rate, color=p.INK, linewidth=0.9, label="capacity")
+
+
+def _means(values: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Rates in order, with the mean over the steps at each."""
+    by_rate: dict[float, list[float]] = {}
+    for rate, value in sorted(values):
+        by_rate.setdefault(rate, []).append(value)
+    return list(by_rate), [sum(some) / len(some) for some in by_rate.values()]
+
+
+def _card(title: str, caption: str, pic: p.Picture) -> str:
+    return f'<div class="card"><h2>{escape(title)}</h2><p>{escape(caption)}</p>{pic.svg}</div>'
+
+
+def _table(steps: Sequence[Step]) -> str:
+    rows = "".join(
+        f'<tr><td class="name">{number}</td><td>{step.rate:.3g}/s</td><td>{_LABELS[step.verdict]}</td>'
+        f"<td>{step.attainment:.1%}</td><td>{step.goodput_rps:.3g}/s</td>"
+        f'<td class="wrap">{escape("; ".join(step.reasons))}</td></tr>'
+        for number, step in enumerate(steps, 1)
+    )
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("step", "rate", "verdict", "attainment", "goodput", "why")
+    )
+    scroll = '<div class="scroll" tabindex="0" role="region" aria-label="Steps">'
+    return f'<div class="card"><h2>Steps</h2>{scroll}<table class="steps"><tr>{head}</tr>{rows}</table></div></div>'

@@ -1,0 +1,115 @@
+"""The search against a live server: each step is a benchmark of its own, waited for to its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from loadtest.bench.config import BenchConfig
+from loadtest.bench.runner import Target, find_target, measure, plan, prepare
+from loadtest.capacity.objective import CapacityObjective, Step, judge_step
+from loadtest.capacity.search import CapacitySearch, Finding
+from loadtest.interrupts import interrupts
+from loadtest.progress import ProgressDisplay
+from loadtest.session import allow_many_connections
+from loadtest.tokens import ModelTokens, load_model_tokens
+
+
+@dataclass(frozen=True)
+class CapacityResult:
+    """The answer and how it was come by, step by step."""
+
+    model: str
+    finding: Finding
+    steps: Sequence[Step]
+    objective: CapacityObjective
+    interrupted: bool
+    notices: Sequence[str]
+
+    @property
+    def invalid_reasons(self) -> list[str]:
+        """Why the answer is none; empty for a good one."""
+        if self.finding.sender_limited:
+            return ["the sender was the bound, not the server: the rates above could not be sent (--senders)"]
+        return []
+
+    def as_json(self) -> dict[str, Any]:
+        """For the result file and the last line."""
+        return {
+            "valid": not self.invalid_reasons,
+            "invalid_reasons": self.invalid_reasons,
+            "interrupted": self.interrupted,
+            "model_id": self.model,
+            "capacity_rps": self.finding.rate,
+            "bounded": self.finding.bounded,
+            "objectives_ms": dict(self.objective.bounds_ms),
+            "percentile": self.objective.percentile,
+            "max_lost_share": self.objective.max_lost_share,
+            "step_s": self.objective.step_s,
+            "steps": [step.as_json() for step in self.steps],
+        }
+
+
+def find_capacity(
+    config: BenchConfig,
+    objective: CapacityObjective,
+    search: CapacitySearch,
+    bundled: Path,
+    *,
+    on_step: Callable[[int, Step], None],
+    console: Console | None = None,
+) -> CapacityResult:
+    """Run the search to its end; Ctrl-C gives the steps so far. `on_step(number, step)` after each. Raises ReplayError.
+
+    Requests of one step have prompts that no other step's have, where they are made up.
+    """
+    allow_many_connections()
+    tokens = load_model_tokens(config.tokenizer or bundled, flag="--tokenizer")
+    with ProgressDisplay(console) as display, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, objective, search, tokens, display, on_step))
+
+
+async def _run(
+    config: BenchConfig,
+    objective: CapacityObjective,
+    search: CapacitySearch,
+    tokens: ModelTokens,
+    display: ProgressDisplay,
+    on_step: Callable[[int, Step], None],
+) -> CapacityResult:
+    stop, steps = asyncio.Event(), list[Step]()
+    with interrupts(stop):
+        target = await find_target(config, tokens)
+        await prepare(config, target, plan(replace(config, num_prompts=1), target), stop)
+        while not stop.is_set() and (rate := search.next_rate()) is not None:
+            step = await _step(config, objective, target, rate, len(steps), stop, display)
+            if stop.is_set():
+                break
+            steps.append(step)
+            on_step(len(steps), step)
+            search.record(step.verdict)
+        search.validate()
+    return CapacityResult(target.server.model, search.finding, steps, objective, stop.is_set(), target.notices)
+
+
+async def _step(
+    config: BenchConfig,
+    objective: CapacityObjective,
+    target: Target,
+    rate: float,
+    number: int,
+    stop: asyncio.Event,
+    display: ProgressDisplay,
+) -> Step:
+    step_config = replace(
+        config, request_rate=rate, num_prompts=objective.requests_at(rate), seed=config.seed + 1 + number
+    )
+    requests = plan(step_config, target)
+    result = await measure(step_config, target, requests, stop, display, f"step {number + 1}, {rate:.3g}/s")
+    return judge_step(rate, result.records, objective, result.invalid_reasons)

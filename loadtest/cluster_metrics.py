@@ -1,0 +1,109 @@
+"""The cluster's own account of the replay: what is kept of /metrics. Pure; polling is in loadtest/poller.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+KV_PATHS: Final = ("push", "pull", "load", "fetch", "store")
+INTEGRITY_EVENTS: Final = ("digest_mismatches", "recomputed_blocks")
+_EVENTS: Final = {event: event for event in INTEGRITY_EVENTS} | {"pool_digest_mismatches": "digest_mismatches"}
+_NOT_WORKERS: Final = ("pool",)
+_GAUGES: Final = {"vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
+_BYTES_OF_PATH: Final = re.compile(r"moonpool:kv_([a-z]+)_bytes")
+_BYTES: Final = "moonpool:kv_bytes_moved"
+
+CounterKey = tuple[str, str]
+"""(counter, node): a counter is a KV path or an integrity event; the node is all its other labels."""
+
+
+@dataclass(frozen=True)
+class ClusterSample:
+    """One look at /metrics, at a second of the replay. `load`: workers' requests by (role, "running" | "waiting")."""
+
+    at_s: float
+    load: Mapping[tuple[str, str], float]
+    counters: Mapping[CounterKey, float]
+
+
+def parse_metrics(text: str, at_s: float) -> ClusterSample:
+    """A sample from Prometheus' text format. Raises ValueError.
+
+    KV bytes are read from `moonpool:kv_bytes_moved{path=}` or from `moonpool:kv_PATH_bytes`; counters may or may not
+    carry the suffix `_total`. Damage found by workers and by pool nodes is one event.
+    """
+    load: dict[tuple[str, str], float] = {}
+    counters: dict[CounterKey, float] = {}
+    for family in text_string_to_metric_families(text):
+        for metric in family.samples:
+            name = metric.name.removesuffix("_total")
+            if name in _GAUGES:
+                key = metric.labels.get("role", ""), _GAUGES[name]
+                if key[0] not in _NOT_WORKERS:
+                    load[key] = load.get(key, 0.0) + metric.value
+                continue
+            counter = _counter_of(name, metric.labels)
+            if counter:
+                node = ",".join(f"{k}={v}" for k, v in sorted(metric.labels.items()) if k != "path")
+                counters[counter, node] = counters.get((counter, node), 0.0) + metric.value
+    return ClusterSample(at_s, load, counters)
+
+
+def _counter_of(name: str, labels: Mapping[str, str]) -> str:
+    if name == _BYTES:
+        return labels.get("path", "")
+    by_path = _BYTES_OF_PATH.fullmatch(name)
+    if by_path:
+        return by_path[1]
+    return _EVENTS.get(name.removeprefix("moonpool:"), "") if name.startswith("moonpool:") else ""
+
+
+@dataclass
+class ClusterHistory:
+    """What was polled, with counters summed over nodes as increases since the first sample.
+
+    A counter that fell belongs to a node that was restarted and counts from 0 again.
+    """
+
+    samples: list[ClusterSample] = field(default_factory=list)
+    increases: list[dict[str, float]] = field(default_factory=list)
+    failed_polls: int = 0
+    _latest: dict[CounterKey, float] = field(default_factory=dict, repr=False)
+
+    def add(self, sample: ClusterSample) -> None:
+        """Append a sample."""
+        totals = dict(self.increases[-1]) if self.increases else {}
+        for key, value in sample.counters.items():
+            before = self._latest.get(key, 0.0) if self.samples else value
+            totals[key[0]] = totals.get(key[0], 0.0) + (value - before if value >= before else value)
+            self._latest[key] = value
+        self.samples.append(sample)
+        self.increases.append(totals)
+
+    def increase(self, counter: str) -> int:
+        """By how much the counter grew since the first sample."""
+        return int(self.increases[-1].get(counter, 0)) if self.increases else 0
+
+    @property
+    def kv_bytes_by_path(self) -> dict[str, int]:
+        """KV bytes moved since the first sample: pushed to decode nodes, pulled by them, loaded from and stored to
+        pools, and whatever further path the cluster reports."""
+        reported = self.increases[-1] if self.increases else {}
+        paths = dict.fromkeys((*KV_PATHS, *sorted(set(reported) - set(INTEGRITY_EVENTS))))
+        return {path: self.increase(path) for path in paths}
+
+    def increases_of(self, counter: str) -> tuple[list[float], list[float]]:
+        """(times, increases since the first sample) of one counter."""
+        return [s.at_s for s in self.samples], [totals.get(counter, 0.0) for totals in self.increases]
+
+    def load_of(self, role: str, what: str) -> tuple[list[float], list[float]]:
+        """(times, requests running or waiting) of one role."""
+        return [s.at_s for s in self.samples], [s.load.get((role, what), 0.0) for s in self.samples]
+
+    def roles(self) -> list[str]:
+        """Roles that ever reported load, sorted."""
+        return sorted({role for sample in self.samples for role, _ in sample.load})

@@ -1,0 +1,125 @@
+"""The dialogues' report as one HTML page: figures and pictures by turn; no script, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from loadtest import figures as say
+from loadtest import pictures as p
+from loadtest.dialogue_record import TurnRecord
+from loadtest.dialogue_report import cells, totals
+from loadtest.evidence import Panel
+
+_HEADINGS = ("turn", "prompt tokens", "cached", "of prompt", "of history", "answer tokens", "TTFT p50", "TTFT p90")
+_DEFINITIONS = (
+    "Every question waits for the answer before it; the answer that came is sent back as history, as text.",
+    "Cached tokens are as the server reports them. History is prompt and answer of the turn before, without the "
+    "answer's last token: all that a turn could find. Servers reuse whole blocks, so 100 % is out of reach.",
+    "First turns have no history and are left out of both shares.",
+)
+
+
+def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
+    """The whole HTML document."""
+    css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    s = f["settings"]
+    lead = (
+        f"{f['dialogues']:,} dialogues of {s['turns']:,} turns, {s['dialogues']:,} at a time, against {s['model']} at "
+        f"{s['url']}; think time {say.seconds(s['think_time_s'])}, questions of {s['turn_tokens']} and answers of at "
+        f"most {s['answer_tokens']} tokens on average, temperature {s['temperature']:g}; seed {s['seed']}."
+    )
+    notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in f["notices"])
+    if f["interrupted"]:
+        notices += '<p class="notice">The run was interrupted; these are the figures up to then.</p>'
+    cards = "".join(
+        f'<div class="card"><h2>{escape(panel.title)}</h2><p>{escape(panel.caption)}</p>{panel.svg}</div>'
+        for panel in panels(f, turns)
+    )
+    whole = "".join(
+        f'<tr><td class="name">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in totals(f)
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in _HEADINGS)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells(row)) + "</tr>" for row in f["by_turn"])
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Dialogues</title>
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+<h1>Dialogues</h1>
+<p class="lead">{escape(lead)}</p>
+{notices}
+<section class="pictures after-lead">{cards}<div class="card"><h2>All turns</h2><table>{whole}</table></div></section>
+<section class="after-lead">
+<div class="card"><h2>By turn</h2>
+<div class="scroll" tabindex="0" role="region" aria-label="By turn"><table class="steps">
+<tr>{head}</tr>{rows}</table></div></div>
+</section>
+<footer>{"".join(f"<p>{escape(text)}</p>" for text in _DEFINITIONS)}</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def panels(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> list[Panel]:
+    """Every picture."""
+    rows = f["by_turn"]
+    return [_tokens(rows), _shares(rows), _ttft(rows, turns)]
+
+
+def _tokens(rows: Sequence[Mapping[str, Any]]) -> Panel:
+    with p.picture("tokens-by-turn", x="turn", y="tokens, mean") as pic:
+        at = [row["turn"] for row in rows]
+        prompt, cached = ([row[name] for row in rows] for name in ("prompt_tokens", "cached_tokens"))
+        pic.axes.fill_between(at, cached, color=p.BLUE, alpha=0.25, linewidth=0, label="reused")
+        pic.axes.fill_between(at, cached, prompt, color=p.ORANGE, alpha=0.55, linewidth=0, label="computed")
+        pic.axes.plot(at, prompt, color=p.INK, linewidth=1.2, label="prompt")
+        pic.axes.set_ylim(bottom=0)
+        _by_turn(pic)
+    return Panel("The prompt of each turn", "The history grows; what of it is reused need not be computed.", pic.svg)
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> Panel:
+    with p.picture("shares-by-turn", x="turn", y="share cached") as pic:
+        for name, label, color in (
+            ("share_cached", "of the prompt", p.BLUE),
+            ("share_of_history", "of what the turn before left", p.GREEN),
+        ):
+            shown = [(row["turn"], row[name]) for row in rows if row[name] is not None]
+            pic.axes.plot([x for x, _ in shown], [y for _, y in shown], ".-", color=color, label=label)
+        pic.axes.set_ylim(0, 1.03)
+        p.share_axis(pic.axes)
+        _by_turn(pic)
+    return Panel("What is found again", "From the second turn on; only whole blocks are reused.", pic.svg)
+
+
+def _ttft(rows: Sequence[Mapping[str, Any]], turns: Sequence[TurnRecord]) -> Panel:
+    with p.picture("ttft-by-turn", x="turn", y="time to first token") as pic:
+        seen = [t for t in turns if t.completed and t.request.token_times]
+        p.points(
+            pic.axes, [t.turn + 1 for t in seen], [t.request.ttft_s for t in seen], color=p.MUTED, label="each turn"
+        )
+        shown = [row for row in rows if row["ttft_s"]["p50"] is not None]
+        median = [max(p.LEAST_S, row["ttft_s"]["p50"]) for row in shown]
+        pic.axes.plot([row["turn"] for row in shown], median, color=p.BLUE, label="median")
+        if shown:
+            pic.axes.set_yscale("log")
+            p.seconds_axis(pic.axes)
+        _by_turn(pic)
+    return Panel("Time to first token", "With reuse it hardly grows with the history.", pic.svg)
+
+
+def _by_turn(pic: p.Picture) -> None:
+    pic.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    p.legend(pic.axes)

@@ -1,0 +1,159 @@
+"""A run of dialogues, from plan to report: the thin shell around its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import uvloop
+from rich.console import Console
+
+from loadtest.background import background
+from loadtest.clocks import clock_from
+from loadtest.dialogue_config import DialogueConfig
+from loadtest.dialogue_plan import planned_turns, system_text
+from loadtest.dialogue_record import TurnRecord, share_cached
+from loadtest.dialogue_report import DialogueReport
+from loadtest.dialogue_summary import summarise_dialogues
+from loadtest.dialogue_talk import Talk, talk
+from loadtest.interrupts import interrupts
+from loadtest.paced import told
+from loadtest.progress import ProgressDisplay
+from loadtest.report import check_writable
+from loadtest.server import ServerInfo, check_tokenizer, discover
+from loadtest.session import open_session
+from loadtest.tokens import ModelTokens, load_model_tokens
+from loadtest.verify import Reference, Verification, choose_sample, load_reference, verify_records
+
+_ASK_DEADLINE_S = 15.0
+_REFRESH_S = 0.25
+
+
+def run(config: DialogueConfig, console: Console | None = None) -> DialogueReport:
+    """Lead the dialogues, verify if asked to, write the report's files and return it.
+
+    Ctrl-C ends the dialogues and gives the report so far. Raises ReplayError. `console` None: shows nothing.
+    """
+    tokens = load_model_tokens(config.model_path)
+    with ProgressDisplay(console) as display:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            live = runner.run(_live(config, tokens, display))
+        verification = _verify(config, live.reference, live, display) if live.reference else None
+    figures = {
+        "interrupted": live.interrupted,
+        "settings": _settings(config, live.server),
+        **summarise_dialogues(config, live.turns, verification=verification),
+        "notices": live.notices,
+    }
+    report = DialogueReport(config.out, figures, live.turns)
+    report.write()
+    return report
+
+
+@dataclass
+class _Live:
+    """What the dialogues left."""
+
+    server: ServerInfo
+    reference: Reference | None
+    turns: Sequence[TurnRecord]
+    notices: list[str]
+    interrupted: bool
+
+
+async def _live(config: DialogueConfig, tokens: ModelTokens, display: ProgressDisplay) -> _Live:
+    stop = asyncio.Event()
+    with interrupts(stop):
+        async with open_session(api_key=config.api_key) as session:
+            server = await discover(session, config.base_url, model=config.model, deadline_s=_ASK_DEADLINE_S)
+            notice = await check_tokenizer(session, server, tokens, deadline_s=_ASK_DEADLINE_S)
+            # Before the dialogues: a reference that does not load should not be found out after an hour.
+            reference = _reference(config, server) if config.verify else None
+            check_writable(config.out)
+            common = Talk(
+                session=session,
+                server=server,
+                clock=clock_from(time.monotonic()),
+                timeout_s=config.request_timeout_s,
+                temperature=config.temperature,
+                truncation=config.truncation,
+                cache_salt=f"dialogues-{secrets.token_hex(8)}",
+                max_model_len=server.max_model_len or tokens.max_model_len or 0,
+            )
+            async with background(_show(config, common, display)):
+                await _all(config, common, tokens, stop)
+            _tell(config, common, display)
+    notices = [*told(server.stand_ins), *([notice] if notice else [])]
+    return _Live(server, reference, common.records, notices, stop.is_set())
+
+
+async def _all(config: DialogueConfig, common: Talk, tokens: ModelTokens, stop: asyncio.Event) -> None:
+    """All dialogues, so many at a time; cut short by `stop`."""
+    system = system_text(config, tokens)
+    waiting = iter(range(config.num_dialogues))
+
+    async def one_after_another() -> None:
+        for dialogue in waiting:
+            await talk(common, dialogue, system, planned_turns(config, dialogue, tokens))
+
+    async def all_dialogues() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(config.dialogues):
+                group.create_task(one_after_another())
+
+    talking, stopped = asyncio.create_task(all_dialogues()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((talking, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if talking.done():
+            talking.result()
+    finally:
+        for task in (talking, stopped):
+            task.cancel()
+        await asyncio.gather(talking, stopped, return_exceptions=True)
+
+
+async def _show(config: DialogueConfig, common: Talk, display: ProgressDisplay) -> None:
+    while True:
+        _tell(config, common, display)
+        await asyncio.sleep(_REFRESH_S)
+
+
+def _tell(config: DialogueConfig, common: Talk, display: ProgressDisplay) -> None:
+    share = share_cached(common.records)
+    done = sum(turn.completed for turn in common.records)
+    detail = f"{len(common.records) - done} in flight or failed" + (f", cached {share:.1%}" if share else "")
+    display.show("dialogues", done, config.num_dialogues * config.turns, detail)
+
+
+def _reference(config: DialogueConfig, server: ServerInfo) -> Reference:
+    return load_reference(server, config.model_path, device=config.verify_device, threads=None)
+
+
+def _verify(config: DialogueConfig, reference: Reference, live: _Live, display: ProgressDisplay) -> Verification:
+    """Re-score a sample of the answers, each given the prompt that the server says it had."""
+    records = [turn.request for turn in live.turns if turn.completed]
+    told = [record for record in records if record.prompt_ids and record.token_ids]
+    if len(told) < len(records):
+        missing = len(records) - len(told)
+        live.notices.append(f"{missing} answers came without prompt_token_ids and token_ids and cannot be re-scored")
+    sample = choose_sample(told, config.verify_sample, seed=config.seed)
+    prompts = {record.index: np.array(record.prompt_ids, np.int32) for record in sample}
+    result = Verification(tolerance=config.verify_tolerance)
+    try:
+        verify_records(
+            reference, sample, prompts, result, on_done=lambda done: display.show("verify", done, len(sample))
+        )
+    except KeyboardInterrupt:
+        live.interrupted = True
+    return result
+
+
+def _settings(config: DialogueConfig, server: ServerInfo) -> dict[str, Any]:
+    """The configuration as the report keeps it: without the key."""
+    kept = {name: value for name, value in vars(config).items() if name not in ("api_key", "out")}
+    return {**kept, "model": server.model, "model_path": str(config.model_path), "stand_ins": server.stand_ins}

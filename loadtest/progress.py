@@ -1,0 +1,81 @@
+"""What the user sees while a replay runs: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadtest.record import Outcome
+from loadtest.sender import Tally
+
+_PLAIN_EVERY_S = 10.0
+_REFRESH_S = 0.25
+
+
+class ProgressDisplay:
+    """Shows one stage after another. `console` None: shows nothing."""
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._stage = ""
+        self._said_at = -_PLAIN_EVERY_S
+
+    def __enter__(self) -> Self:
+        if self._console is not None and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description:<9}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", style="dim"),
+                console=self._console,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, stage: str, done: int, of: int, detail: str = "") -> None:
+        """The stage's progress; a new stage name begins a new bar."""
+        if self._bar is not None:
+            if stage != self._stage:
+                self._bar.add_task(stage, total=of, detail=detail)
+            self._bar.update(self._bar.task_ids[-1], completed=done, total=of, detail=detail)
+        elif self._console is not None and self._is_worth_a_line(stage, done == of):
+            self._console.print(
+                f"{stage}: {done} of {of}{'; ' + detail if detail else ''}", highlight=False, soft_wrap=True
+            )
+        self._stage = stage
+
+    def _is_worth_a_line(self, stage: str, complete: bool) -> bool:
+        now = time.monotonic()
+        if stage == self._stage and not complete and now - self._said_at < _PLAIN_EVERY_S:
+            return False
+        self._said_at = now
+        return True
+
+
+def detail_of(tally: Tally) -> str:
+    """The running totals in one line."""
+    hit = f", hit rate {tally.cached_tokens / tally.prompt_tokens:.1%}" if tally.prompt_tokens else ""
+    return (
+        f"{tally.ended[Outcome.COMPLETED]} completed, {tally.ended[Outcome.REJECTED]} rejected, "
+        f"{tally.ended[Outcome.FAILED]} failed, {tally.in_flight} in flight{hit}"
+    )
+
+
+async def show_tally(stage: str, tally: Tally, display: ProgressDisplay) -> None:
+    """Show the totals several times a second, until cancelled."""
+    while True:
+        display.show(stage, sum(tally.ended.values()), tally.total, detail_of(tally))
+        await asyncio.sleep(_REFRESH_S)

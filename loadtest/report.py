@@ -1,0 +1,97 @@
+"""The report of a replay: its figures, its records, and the files it is written to."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.cluster_metrics import ClusterHistory
+from loadtest.errors import OutputUnwritable
+from loadtest.objectives import Objectives
+from loadtest.plan import PlannedRequest
+from loadtest.record import RequestRecord
+
+JSON_FILE = "report.json"
+HTML_FILE = "report.html"
+RECORDS_FILE = "requests.jsonl"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replay found. `figures`: the keys of report.json. `interrupted`: it was ended early by the user."""
+
+    out: Path
+    figures: dict[str, Any]
+    records: Sequence[RequestRecord] = field(repr=False)
+    requests: Mapping[int, PlannedRequest] = field(repr=False)
+    history: ClusterHistory = field(repr=False)
+    objectives: Objectives = field(repr=False)
+    interrupted: bool = False
+
+    @property
+    def json_path(self) -> Path:
+        """The figures as JSON."""
+        return self.out / JSON_FILE
+
+    @property
+    def html_path(self) -> Path:
+        """The page with the pictures."""
+        return self.out / HTML_FILE
+
+    @property
+    def ok(self) -> bool:
+        """Whether requests were completed, none failed, and no wrong token was found."""
+        return bool(self.figures["completed"]) and not self.figures["failed"] and not self.figures["wrong_tokens"]
+
+    def write(self) -> None:
+        """Write report.json, requests.jsonl and report.html into `out`. Raises OutputUnwritable."""
+        try:
+            self._write()
+        except OSError as error:
+            raise OutputUnwritable(f"cannot write the report to {self.out}: {error}") from error
+
+    def _write(self) -> None:
+        # Only now: matplotlib takes a second, which the replay's first request need not wait for.
+        from loadtest.page import write_page
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(finite(self.figures), indent=2, ensure_ascii=False, allow_nan=False)
+        self.json_path.write_text(text + "\n", encoding="utf-8")
+        with (self.out / RECORDS_FILE).open("w", encoding="utf-8") as file:
+            for record in self.records:
+                file.write(json.dumps(finite(record.as_json()), allow_nan=False) + "\n")
+        write_page(
+            self.html_path, self.figures, self.records, self.requests, history=self.history, objectives=self.objectives
+        )
+
+
+def check_writable(out: Path) -> None:
+    """Make the report's folder and a file in it, before the load rather than after. Raises OutputUnwritable."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write to the folder {out} ({error}); give another with --out") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of a report. Raises OutputUnwritable."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputUnwritable(f"cannot write {path}: {error}") from error
+
+
+def finite(value: Any) -> Any:
+    """The value with every number that JSON cannot hold (NaN, infinities) as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

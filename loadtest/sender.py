@@ -1,0 +1,117 @@
+"""The open loop: every request leaves at its own time, whatever became of those before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from loadtest.client import CompletionClient
+from loadtest.plan import PlannedRequest
+from loadtest.record import Outcome, RequestRecord
+
+
+@dataclass
+class Tally:
+    """Running totals, for the progress display."""
+
+    total: int
+    sent: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ended: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+
+    @property
+    def in_flight(self) -> int:
+        """Sent and not ended."""
+        return self.sent - sum(self.ended.values())
+
+    def add(self, record: RequestRecord) -> None:
+        """Count an ended request."""
+        self.ended[record.outcome] += 1
+        if record.outcome is Outcome.COMPLETED:
+            self.prompt_tokens += record.prompt_tokens
+            self.cached_tokens += record.cached_tokens
+
+
+def new_record(request: PlannedRequest, due_s: float) -> RequestRecord:
+    """An empty record of a request that is due at `due_s` on the replay's clock."""
+    return RequestRecord(
+        index=request.index,
+        due_s=due_s,
+        prompt_tokens=len(request.prompt),
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        overlong=request.overlong,
+    )
+
+
+async def send_open_loop(
+    client: CompletionClient,
+    requests: Sequence[PlannedRequest],
+    *,
+    speed: float,
+    clock: Callable[[], float],
+    cache_salt: str,
+    stop: asyncio.Event,
+    tally: Tally,
+    limit: int | None = None,
+) -> list[RequestRecord]:
+    """Send every request at arrival_s / speed on `clock` (its 0 is the first request's due time) and wait for the ends.
+
+    `limit`: so many may be in flight; further ones are held until one of these has ended, in order. When `stop` is set
+    nothing more is sent and what is in flight is given up, with outcome UNFINISHED. Returns the records of the requests
+    that were sent, in order of sending.
+    """
+    records: list[RequestRecord] = []
+    tasks: set[asyncio.Task[None]] = set()
+    gate = asyncio.Semaphore(limit) if limit is not None else nullcontext()
+
+    async def one(request: PlannedRequest, record: RequestRecord) -> None:
+        came_s = clock()
+        async with gate:
+            record.held_s = clock() - came_s if limit is not None else 0.0
+            records.append(record)
+            tally.sent += 1
+            await client.send(request, record, cache_salt=cache_salt)
+        tally.add(record)
+
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        for request in requests:
+            record = new_record(request, request.arrival_s / speed)
+            if not await _reached(record.due_s, clock, stopped):
+                break
+            task = asyncio.create_task(one(request, record))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await _all_ended(tasks, stopped)
+    finally:
+        stopped.cancel()
+        pending = list(tasks)
+        for task in pending:
+            task.cancel()
+        results = await asyncio.gather(*pending, stopped, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return records
+
+
+async def _reached(due_s: float, clock: Callable[[], float], stopped: asyncio.Task[Literal[True]]) -> bool:
+    """Wait until the clock shows `due_s`; False when stopped before."""
+    # Behind time, too, the loop gets a turn, so that answers are read between two sends.
+    await asyncio.sleep(0)
+    # Timers of whole milliseconds may fire early.
+    while (delay := due_s - clock()) > 0 and not stopped.done():
+        await asyncio.wait([stopped], timeout=delay)
+    return not stopped.done()
+
+
+async def _all_ended(tasks: set[asyncio.Task[None]], stopped: asyncio.Task[Literal[True]]) -> None:
+    while tasks and not stopped.done():
+        waited: list[asyncio.Task[Any]] = [*tasks, stopped]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,107 @@
+"""One of several sending processes: `python -m loadtest.sender_process`, a job on its standard input, records on its
+standard output.
+
+It ends when its parent does: the end of its input is a stop, and there is nobody left to report to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from asyncio import StreamReader, StreamReaderProtocol, StreamWriter, streams
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import uvloop
+
+from loadtest.clocks import clock_from
+from loadtest.frames import Done, Job, Progress, Ready, Start, frame, read_frame
+from loadtest.load import Load, send_share
+from loadtest.record import Outcome, RequestRecord
+from loadtest.sender import Tally
+from loadtest.session import allow_many_connections
+
+_REPORT_EVERY_S = 0.25
+
+
+@dataclass
+class _Outbox(Tally):
+    """A tally that keeps the records of ended requests until they are reported."""
+
+    waiting: list[RequestRecord] = field(default_factory=list)
+    reported: int = 0
+
+    def add(self, record: RequestRecord) -> None:
+        super().add(record)
+        self.waiting.append(record)
+
+    def progress(self) -> Progress:
+        """What is new."""
+        ended, self.waiting = tuple(self.waiting), []
+        self.reported += len(ended)
+        return Progress(self.sent, ended)
+
+
+def main() -> None:
+    """Run until the job is done."""
+    # Ctrl-C is the parent's, which tells us to stop and waits for our records.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nothing that is printed may get between the messages.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    allow_many_connections()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(output))
+
+
+async def _serve(output: int) -> None:
+    reader, writer = await _pipes(output)
+    job = await read_frame(reader)
+    if not isinstance(job, Job):
+        return
+    # What is here now stays to the end: the collector need not look at it in the middle of the load.
+    gc.freeze()
+    writer.write(frame(Ready()))
+    start = await read_frame(reader)
+    if isinstance(start, Start):
+        # A closed pipe means that the parent is gone.
+        with suppress(ConnectionError):
+            await _send(job.load, start.at, reader, writer)
+
+
+async def _send(load: Load, start: float, reader: StreamReader, writer: StreamWriter) -> None:
+    stop, outbox = asyncio.Event(), _Outbox(len(load.requests))
+    listening = asyncio.create_task(_stop_on_any(reader, stop))
+    sending = asyncio.create_task(send_share(load, clock=clock_from(start), stop=stop, tally=outbox))
+    while not sending.done():
+        await asyncio.wait([sending], timeout=_REPORT_EVERY_S)
+        writer.write(frame(outbox.progress()))
+        await writer.drain()
+    listening.cancel()
+    outbox.waiting += [r for r in sending.result() if r.outcome is Outcome.UNFINISHED]
+    writer.write(frame(outbox.progress()))
+    writer.write(frame(Done(outbox.reported)))
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _stop_on_any(reader: StreamReader, stop: asyncio.Event) -> None:
+    """The only message after the start is Stop, and the end of the input means the same."""
+    await read_frame(reader)
+    stop.set()
+
+
+async def _pipes(output: int) -> tuple[StreamReader, StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = StreamReader()
+    await loop.connect_read_pipe(lambda: StreamReaderProtocol(reader), sys.stdin.buffer)
+    transport, protocol = await loop.connect_write_pipe(streams.FlowControlMixin, os.fdopen(output, "wb", 0))
+    return reader, StreamWriter(transport, protocol, None, loop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The senders of a load: this process, or several others on one clock whose records come back here.
+
+A sender that dies or falls silent is named and its missing records counted; the others' are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import IO, Protocol
+
+from loadtest.clocks import ClockWatch, clock_from
+from loadtest.errors import SenderUnusable
+from loadtest.frames import Done, Job, Progress, Ready, Start, Stop, frame, read_frame
+from loadtest.load import Load, send_share
+from loadtest.record import RequestRecord
+from loadtest.sender import Tally
+from loadtest.shares import split, split_limit
+from loadtest.validity import Evidence
+
+_READY_S = 120.0
+_SILENT_S = 60.0
+_END_S = 10.0
+_SHOWN = 400
+HEAD_START_S = 0.2
+
+
+class Senders(Protocol):
+    """Processes that have their share of a load and wait for the start."""
+
+    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+        """Send, with `start` of time.monotonic() as the clock's 0; (records, what became of each lost sender)."""
+
+
+@asynccontextmanager
+async def open_senders(load: Load, senders: int) -> AsyncIterator[Senders]:
+    """`senders` 1: this process. Raises SenderUnusable when a process does not come up."""
+    if senders == 1:
+        yield _Here(load)
+        return
+    shares = split(load.requests, senders)
+    limits = split_limit(load.limit, len(shares))
+    with tempfile.TemporaryFile() as errors:
+        children: list[_Child] = []
+        try:
+            for number, (share, limit) in enumerate(zip(shares, limits, strict=True)):
+                share_load = replace(load, requests=share, limit=limit)
+                name = f"sender {number + 1} of {len(shares)}"
+                children.append(await _Child.start(name, share_load, errors))
+            await asyncio.gather(*(child.ready() for child in children))
+            yield _There(children)
+        finally:
+            await asyncio.gather(*(child.close() for child in children))
+
+
+async def send_watched(senders: Senders, load: Load, *, start: float, stop: asyncio.Event, tally: Tally) -> Evidence:
+    """Send the load and keep an eye on this machine's clocks meanwhile; records in order of sending."""
+    watch = ClockWatch()
+    watching = asyncio.create_task(watch.run())
+    try:
+        records, lost = await senders.send(start, stop, tally)
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+    records.sort(key=lambda r: (r.sent_s, r.index))
+    return Evidence(len(load.requests), records, lost, watch.readings, stop.is_set())
+
+
+@dataclass(frozen=True)
+class _Here:
+    load: Load
+
+    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+        return await send_share(self.load, clock=clock_from(start), stop=stop, tally=tally), []
+
+
+@dataclass
+class _Child:
+    """A sending process. `planned`: requests of its share; `sent`, `records`: what it has told so far."""
+
+    name: str
+    process: Process
+    planned: int
+    errors: IO[bytes]
+    sent: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, name: str, load: Load, errors: IO[bytes]) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loadtest.sender_process"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=errors,
+            start_new_session=True,  # the terminal's Ctrl-C is for the parent alone
+        )
+        child = cls(name, process, len(load.requests), errors)
+        child.tell(Job(load))
+        return child
+
+    def tell(self, message: object) -> None:
+        """Write a message; one that is gone will be found out by its silence."""
+        assert self.process.stdin is not None
+        with suppress(ConnectionError, RuntimeError):
+            self.process.stdin.write(frame(message))
+
+    async def hear(self, within_s: float) -> object | None:
+        """Its next message; None when it has ended. Raises TimeoutError."""
+        assert self.process.stdout is not None
+        return await asyncio.wait_for(read_frame(self.process.stdout), within_s)
+
+    async def ready(self) -> None:
+        """Wait until it has its share. Raises SenderUnusable."""
+        try:
+            message = await self.hear(_READY_S)
+        except TimeoutError:
+            raise SenderUnusable(f"{self.name} was not ready within {_READY_S:g} s; try --senders 1") from None
+        if not isinstance(message, Ready):
+            raise SenderUnusable(f"{self.name} did not start: {await self.fate()}; try --senders 1")
+
+    async def collect(self, tally: Tally) -> str:
+        """Take its records until it is done; what became of it, "" when all is well."""
+        while True:
+            try:
+                message = await self.hear(_SILENT_S)
+            except TimeoutError:
+                self.process.kill()
+                fate = f"said nothing for {_SILENT_S:g} s and was killed"
+                break
+            if isinstance(message, Progress):
+                self._take(message, tally)
+            elif isinstance(message, Done) and message.records == len(self.records):
+                return ""
+            else:
+                fate = await self.fate()
+                break
+        return f"{self.name} {fate}, with {len(self.records):,} of its {self.planned:,} records received"
+
+    def _take(self, progress: Progress, tally: Tally) -> None:
+        tally.sent += progress.sent - self.sent
+        self.sent = progress.sent
+        self.records += progress.ended
+        for record in progress.ended:
+            tally.add(record)
+
+    async def fate(self) -> str:
+        """How it ended, in words."""
+        try:
+            code = await asyncio.wait_for(self.process.wait(), _END_S)
+        except TimeoutError:
+            return f"(process {self.process.pid}) closed its output without an end"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self.errors.seek(0)
+        said = " ".join(self.errors.read().decode("utf-8", "replace").split())[-_SHOWN:]
+        return f"(process {self.process.pid}) {how}{f' ({said})' if said else ''}"
+
+    async def close(self) -> None:
+        """End it, if it has not ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), _END_S)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+@dataclass(frozen=True)
+class _There:
+    children: Sequence[_Child]
+
+    async def send(self, start: float, stop: asyncio.Event, tally: Tally) -> tuple[list[RequestRecord], list[str]]:
+        for child in self.children:
+            child.tell(Start(start))
+        stopping = asyncio.create_task(self._pass_on(stop))
+        try:
+            fates = await asyncio.gather(*(child.collect(tally) for child in self.children))
+        finally:
+            stopping.cancel()
+        return [r for child in self.children for r in child.records], [fate for fate in fates if fate]
+
+    async def _pass_on(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        for child in self.children:
+            child.tell(Stop())
+
+
+def start_soon() -> float:
+    """An instant of time.monotonic() that every sender, once ready, hears of before it comes."""
+    return time.monotonic() + HEAD_START_S

@@ -1,0 +1,191 @@
+"""Verification by teacher forcing: one process without a cluster re-scores the cluster's own answers.
+
+(Those of a paced engine, which are known beforehand, are compared: `loadtest.paced`.)
+
+For every output position the reference model's logits (dense, no cache) after the prompt and the answer so far are put
+through the sampler's noise for the request's own seed. The sampler takes the largest; a token is *wrong* if its
+noise-added score lies more than the tolerance below the largest, a *near-tie* if it is not the largest but within it.
+(Floating point makes bit-equality across batch shapes false, hence the tolerance.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.errors import VerificationError
+from loadtest.paced import PACED, PacedReference
+from loadtest.record import Outcome, RequestRecord
+from loadtest.server import ServerInfo
+from loadtest.text import TokenIds
+
+if TYPE_CHECKING:
+    from engine import SamplingRow
+
+# The engine is imported where it is used: torch takes seconds, which a replay without verification need not wait for.
+TOLERANCE = 1e-3
+_SHOWN_WRONG = 20
+
+
+class Scorer(Protocol):
+    """The reference: `engine.Model` is one. `fingerprint`: hex, over the weights and how they are computed with."""
+
+    fingerprint: str
+
+    def score(self, token_ids: TokenIds) -> NDArray[np.float32]:
+        """Logits float32 [n, vocab] of every position."""
+
+
+Reference: TypeAlias = Scorer | PacedReference
+
+
+@dataclass(frozen=True)
+class WrongToken:
+    """A token that the reference would not have produced. `margin`: how far its score lies below the largest."""
+
+    request: int
+    position: int
+    token: int
+    expected: int
+    margin: float
+
+
+@dataclass
+class Verification:
+    """What was re-scored and found."""
+
+    tolerance: float = TOLERANCE
+    verified_requests: int = 0
+    verified_tokens: int = 0
+    requests_with_reuse: int = 0
+    sampled_requests: int = 0
+    wrong_tokens: int = 0
+    near_ties: int = 0
+    largest_margin: float = 0.0
+    wrong: list[WrongToken] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For report.json. The first wrong tokens are listed, all are counted."""
+        return asdict(self)
+
+
+def choose_sample(records: Sequence[RequestRecord], size: int, *, seed: int) -> list[RequestRecord]:
+    """At most `size` completed requests, in order of index, chosen by a hash of (seed, index).
+
+    Taken in turns from greedy and sampled requests with no, little and much reuse, so that each kind is looked at as
+    long as there are any of it: a rare kind is not left to chance.
+    """
+    strata: dict[tuple[int, bool], list[RequestRecord]] = {}
+    for record in sorted(records, key=lambda r: _rank(seed, r.index)):
+        if record.outcome is Outcome.COMPLETED:
+            strata.setdefault((_reuse_class(record), record.temperature > 0), []).append(record)
+    chosen: list[RequestRecord] = []
+    queues = [strata[key] for key in sorted(strata, reverse=True)]
+    while len(chosen) < size and any(queues):
+        for queue in queues:
+            if queue and len(chosen) < size:
+                chosen.append(queue.pop(0))
+    return sorted(chosen, key=lambda r: r.index)
+
+
+def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads: int | None) -> Reference:
+    """What the served model must answer, in this process; blocks while it loads.
+
+    Raises VerificationError, also when the server is known to have other weights.
+    """
+    if any(each.startswith(PACED) for each in server.stand_ins):
+        return PacedReference(model_path)
+    from engine import EngineError, load_model
+
+    try:
+        reference = load_model(model_path, device=device, threads=threads)
+    except EngineError as error:
+        raise VerificationError(f"cannot verify: the model at {model_path} does not load: {error}") from error
+    if server.fingerprint and server.fingerprint != reference.fingerprint:
+        raise VerificationError(
+            f"cannot verify: the server's {server.model!r} has fingerprint {server.fingerprint}, the model in "
+            f"{model_path} has {reference.fingerprint}: other weights; give the served model's folder with --model-path"
+        )
+    return reference
+
+
+def verify_records(
+    reference: Reference,
+    records: Iterable[RequestRecord],
+    prompts: Mapping[int, TokenIds],
+    result: Verification,
+    on_done: Callable[[int], None] = lambda done: None,
+) -> Verification:
+    """Re-score these answers into `result`, which stays right if this is interrupted; `prompts` by request index.
+
+    Raises VerificationError for an answer without token ids.
+    """
+    for record in records:
+        if not record.token_ids:
+            raise VerificationError(
+                "cannot verify: the server's answers have no token_ids (it must know `return_token_ids`)"
+            )
+        _verify_one(reference, record, prompts[record.index], result)
+        on_done(result.verified_requests)
+    return result
+
+
+def _verify_one(reference: Reference, record: RequestRecord, prompt: TokenIds, result: Verification) -> None:
+    if isinstance(reference, PacedReference):
+        judged = reference.judged(prompt, record)
+    else:
+        judged = _judged(reference, prompt, record)
+    for position, (token, (expected, margin)) in enumerate(zip(record.token_ids, judged, strict=True)):
+        result.verified_tokens += 1
+        result.largest_margin = max(result.largest_margin, margin)
+        if not margin <= result.tolerance:  # a NaN margin is no agreement
+            result.wrong_tokens += 1
+            if len(result.wrong) < _SHOWN_WRONG:
+                result.wrong.append(WrongToken(record.index, position, token, expected, margin))
+        elif token != expected:
+            result.near_ties += 1
+    result.verified_requests += 1
+    result.requests_with_reuse += record.cached_tokens > 0
+    result.sampled_requests += record.temperature > 0
+
+
+def _judged(reference: Scorer, prompt: TokenIds, record: RequestRecord) -> list[tuple[int, float]]:
+    answer = np.array(record.token_ids, np.int32)
+    # The last token is scored, not fed.
+    logits = reference.score(np.concatenate([prompt, answer[:-1]]))[len(prompt) - 1 :]
+    if len(logits) != len(answer):
+        raise VerificationError(f"the reference gave {len(logits)} rows of scores for {len(answer)} tokens")
+    return [judge(logits[i], token, sampling_row(record, i)) for i, token in enumerate(record.token_ids)]
+
+
+def sampling_row(record: RequestRecord, position: int) -> SamplingRow:
+    """What the cluster's sampler was given for that output position."""
+    from engine import SamplingRow
+
+    return SamplingRow(temperature=record.temperature, top_p=1.0, top_k=0, seed=record.seed, choice=0, index=position)
+
+
+def judge(logits: NDArray[np.float32], token: int, row: SamplingRow) -> tuple[int, float]:
+    """(the token with the largest noise-added score, how far `token`'s lies below it; infinite when out of range)."""
+    from engine import noisy_scores
+
+    scores = np.asarray(noisy_scores(logits, row))
+    expected = int(scores.argmax())
+    if not 0 <= token < len(scores):
+        return expected, float("inf")
+    return expected, float(scores[expected] - scores[token])
+
+
+def _reuse_class(record: RequestRecord) -> int:
+    """0: nothing reused, 1: at most half of the prompt, 2: more."""
+    return (record.cached_tokens > 0) + (2 * record.cached_tokens > record.prompt_tokens)
+
+
+def _rank(seed: int, index: int) -> bytes:
+    return hashlib.blake2b(f"{seed}:verify:{index}".encode(), digest_size=16).digest()

@@ -1,7 +1,0 @@
-"""`bench serve`: synthetic or given prompts at a rate against any OpenAI-compatible server, with the flags, the
-definitions and the result keys that users know from vLLM's command of that name."""
-
-from replay.bench.config import BenchConfig
-from replay.bench.runner import BenchResult, run_bench
-
-__all__ = ["BenchConfig", "BenchResult", "run_bench"]

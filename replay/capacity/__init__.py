@@ -1,6 +1,0 @@
-"""The largest rate at which a server meets its objectives: the search, the judgement of a step, and the running."""
-
-from replay.capacity.objective import CapacityObjective, Step, judge_step
-from replay.capacity.search import CapacitySearch, Finding, Verdict
-
-__all__ = ["CapacityObjective", "CapacitySearch", "Finding", "Step", "Verdict", "judge_step"]

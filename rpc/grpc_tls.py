@@ -1,0 +1,165 @@
+"""How gRPC goes by mutual TLS: servers and channels whose certificate can be replaced, and calls of members only."""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from rpc.tls import Identity, Material, carries
+
+__all__ = ["MembersOnly", "TlsChannel", "server_credentials"]
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its stubs only
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """Each handshake takes what is in the files then; who has no certificate of the CA is not let in."""
+    shown = identity.material()
+
+    def current() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        material = identity.material()
+        if material is shown:
+            return None
+        shown = material
+        return _configuration(material)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(shown),
+        current,  # type: ignore[arg-type]  # None: no change, which the stubs do not know
+        require_client_authentication=True,
+    )
+
+
+class MembersOnly(grpc.aio.ServerInterceptor):
+    """Refuses calls of those whose certificate, though signed by the CA, is not one of the cluster's."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._guarded(handler)
+
+    def _guarded(self, handler: Any) -> "Handler":
+        asked = "stream" if handler.request_streaming else "unary"
+        answered = "stream" if handler.response_streaming else "unary"
+        behaviour = getattr(handler, f"{asked}_{answered}")
+
+        async def whole(request: Any, context: Context) -> Any:
+            await self._check(context)
+            return await behaviour(request, context)
+
+        async def step_by_step(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._check(context)
+            async with contextlib.aclosing(behaviour(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        guarded = step_by_step if inspect.isasyncgenfunction(behaviour) else whole
+        make: Callable[..., Handler] = getattr(grpc, f"{asked}_{answered}_rpc_method_handler")
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    async def _check(self, context: Context) -> None:
+        shown = [name.decode() for name in context.auth_context().get("peer_dns", ())]
+        if not carries(shown, self._name):
+            reason = f"the certificate is for {', '.join(shown) or 'no DNS name'}, not for {self._name!r}"
+            _log.warning("refused a call from %s: %s", context.peer(), reason)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
+class TlsChannel(grpc.aio.Channel):
+    """Every call goes over a connection made with the certificate that was in force when the call began."""
+
+    def __init__(self, target: str, identity: Identity, options: Sequence[tuple[str, Any]]) -> None:
+        self._target = target
+        self._identity = identity
+        self._options = options
+        self._material: Material | None = None
+        self._channel: grpc.aio.Channel
+        self._former: grpc.aio.Channel | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def current(self) -> grpc.aio.Channel:
+        """The channel for a call that begins now. Calls that go on keep the one before until the next change."""
+        material = self._identity.material()
+        if material is not self._material:
+            if self._former is not None:
+                closing = asyncio.ensure_future(self._former.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            self._former = None if self._material is None else self._channel
+            name = ("grpc.ssl_target_name_override", material.name)
+            self._channel = grpc.aio.secure_channel(self._target, _credentials(material), [*self._options, name])
+            self._material = material
+        return self._channel
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        return _Late(self, "unary_unary", method, how)
+
+    def unary_stream(self, *method: Any, **how: Any) -> Any:
+        return _Late(self, "unary_stream", method, how)
+
+    def stream_unary(self, *method: Any, **how: Any) -> Any:
+        return _Late(self, "stream_unary", method, how)
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        return _Late(self, "stream_stream", method, how)
+
+    async def close(self, grace: float | None = None) -> None:
+        if self._former is not None:
+            await self._former.close(grace)
+        if self._material is not None:
+            await self._channel.close(grace)
+        await asyncio.gather(*self._closing)
+
+    async def __aenter__(self) -> "TlsChannel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.current().channel_ready()
+
+
+class _Late:
+    """A method of a stub, bound to a channel when it is called."""
+
+    def __init__(self, channel: TlsChannel, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> None:
+        self._channel, self._kind, self._method, self._how = channel, kind, method, how
+        self._bound: tuple[grpc.aio.Channel | None, Any] = (None, None)
+
+    def __call__(self, *request: Any, **how: Any) -> Any:
+        channel = self._channel.current()
+        if self._bound[0] is not channel:
+            self._bound = channel, getattr(channel, self._kind)(*self._method, **self._how)
+        return self._bound[1](*request, **how)
+
+
+def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key_pem, material.cert_pem)], material.ca_pem)
+
+
+def _credentials(material: Material) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(material.ca_pem, material.key_pem, material.cert_pem)

@@ -1,0 +1,213 @@
+"""The key material of traffic between hosts, for both planes: the messenger's tcp links and gRPC. Opens no connection.
+
+Both sides of a connection show a certificate. It is accepted when the cluster's CA signed it and it carries the
+cluster's name as a DNS name: hosts come and go under many addresses, and whoever belongs to the cluster may do
+everything in it, so nothing would be gained by telling its members apart.
+
+Certificates are replaced in place: what is in the files is looked at again for each new connection. What cannot be used
+is passed over with a warning, and the last good material stays in force.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpc.errors import InvalidArgument
+from rpc.self_handshake import certificate_end_s, file_mark, shake_hands
+
+__all__ = ["Identity", "Material", "TlsFiles", "carries", "dns_names", "identity", "load"]
+
+DAY_S = 86400.0
+EXPIRES_SOON_S = 14 * DAY_S
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files: this node's certificate, its private key, and the CA that signs all nodes' certificates; `name` is the
+    DNS name that each of these carries."""
+
+    cert: Path
+    key: Path
+    ca: Path
+    name: str = "moonpool"
+
+
+@dataclass(frozen=True)
+class Material:
+    """What was in the files at one time, checked."""
+
+    name: str
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    cert_pem: bytes
+    key_pem: bytes
+    ca_pem: bytes
+    expires_s: float
+    """When the certificate does, seconds since the epoch."""
+
+
+class Identity:
+    """Who this node is to the others. Raises InvalidArgument for files that cannot be used."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self._lock = threading.Lock()
+        self._seen = _signature(files)
+        self._warned_s = -math.inf
+        self._material = load(files)
+        _warn_of_open_key(files)
+        self._warn_of_end(time.time())
+
+    def material(self) -> Material:
+        """For a new connection: what is in the files now, or was when they could last be used."""
+        with self._lock:
+            seen = _signature(self.files)
+            if seen != self._seen:
+                self._renew(seen)
+            self._warn_of_end(time.time())
+            return self._material
+
+    def left_s(self) -> float:
+        """Until the certificate that new connections show expires; negative afterwards."""
+        return self.material().expires_s - time.time()
+
+    def _warn_of_end(self, now_s: float) -> None:
+        """Once a day when the end is near: at the start of a process that runs for months it was not."""
+        left_s = self._material.expires_s - now_s
+        if left_s < EXPIRES_SOON_S and now_s - self._warned_s >= DAY_S:
+            self._warned_s = now_s
+            when = f"expires in {left_s / DAY_S:.1f} days" if left_s > 0 else "has expired: no connection can be made"
+            _log.warning("the certificate in %s %s; have a new one put in its place", self.files.cert, when)
+
+    def _renew(self, seen: tuple[object, ...]) -> None:
+        try:
+            material = load(self.files)
+        except InvalidArgument as error:
+            # A file may be half written: it is looked at again once it has changed.
+            _log.warning("going on with the certificate from before: %s", error)
+        else:
+            self._material = material
+            _log.info("new connections show the certificate now in %s", self.files.cert)
+            _warn_of_open_key(self.files)
+        self._seen = seen
+
+
+@functools.cache
+def identity(files: TlsFiles) -> Identity:
+    """One for both planes of a process. Raises InvalidArgument."""
+    return Identity(files)
+
+
+def load(files: TlsFiles) -> Material:
+    """Read and check: a connection to oneself must come about. Raises InvalidArgument."""
+    ca_pem = _read(files.ca, "tls_ca", b"CERTIFICATE-----")
+    cert_pem = _read(files.cert, "tls_cert", b"CERTIFICATE-----")
+    key_pem = _read(files.key, "tls_key", b"PRIVATE KEY-----")
+    try:
+        server, client = _context(files, server=True), _context(files, server=False)
+    except FileNotFoundError as error:  # since it was read just now
+        raise InvalidArgument(f"{files.cert}, {files.key} or {files.ca} has just been taken away") from error
+    expires_s = _check(files, server, client)
+    return Material(files.name, server, client, cert_pem, key_pem, ca_pem, expires_s)
+
+
+def carries(names: Iterable[str], name: str) -> bool:
+    """Whether a certificate with these DNS names is one of the cluster's."""
+    return name.lower() in {own.lower() for own in names}
+
+
+def dns_names(connection: ssl.SSLObject) -> list[str]:
+    """Those of the other side's certificate, which was verified."""
+    certificate = connection.getpeercert() or {}
+    alternatives = certificate.get("subjectAltName", ())
+    return [str(entry[1]) for entry in alternatives if entry[0] == "DNS"]
+
+
+def _signature(files: TlsFiles) -> tuple[object, ...]:
+    return tuple(file_mark(path) for path in (files.cert, files.key, files.ca))
+
+
+def _read(path: Path, key: str, mark: bytes) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{key} {path} cannot be read: {error.strerror}; expected a PEM file") from error
+    if mark not in content:
+        raise InvalidArgument(f"{key} {path} holds no {mark.decode().strip('-').lower()} in PEM")
+    return content
+
+
+def _context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        context.num_tickets = 0  # nobody resumes, and a caller that only writes would not read them
+    try:
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise InvalidArgument(f"tls_ca {files.ca} holds no certificate that can be read: {error}") from error
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: _refuse_password(files))
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise InvalidArgument(
+                f"tls_key {files.key} does not belong to the certificate in tls_cert {files.cert}: name the two that "
+                "were made together"
+            ) from error
+        raise InvalidArgument(f"tls_cert {files.cert} or tls_key {files.key} cannot be read: {error}") from error
+    return context
+
+
+def _refuse_password(files: TlsFiles) -> bytes:
+    raise InvalidArgument(
+        f"tls_key {files.key} is encrypted, and nobody is there to give its password: keep it unencrypted in a file "
+        "that only this user can read (openssl pkey -in KEY -out KEY.plain)"
+    )
+
+
+def _check(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> float:
+    """Shake hands with ourselves; when the certificate expires, seconds since the epoch."""
+    try:
+        caller = shake_hands(server, client, files.name)
+    except ssl.SSLCertVerificationError as error:
+        raise InvalidArgument(_verdict(files, error.verify_message)) from error
+    except (ssl.SSLError, ssl.CertificateError) as error:
+        raise InvalidArgument(f"tls_cert {files.cert} cannot be used: {error}") from error
+    if not carries(dns_names(caller), files.name):
+        raise InvalidArgument(_verdict(files, "Hostname mismatch"))
+    return certificate_end_s(caller)
+
+
+def _verdict(files: TlsFiles, problem: str) -> str:
+    if "mismatch" in problem:
+        return (
+            f"the certificate in tls_cert {files.cert} does not carry the DNS name {files.name!r} of this cluster: "
+            "have it made with that subjectAltName, or name the one it has with tls_name"
+        )
+    if "expired" in problem or "not yet valid" in problem:
+        return (
+            f"{problem}: tls_cert {files.cert} or tls_ca {files.ca}; have a new one made, and look at this host's clock"
+        )
+    if "issuer" in problem or "self-signed" in problem:
+        return (
+            f"the certificate in tls_cert {files.cert} is not signed by the CA in tls_ca {files.ca} ({problem}): name "
+            "the CA that signed it; certificates between the two belong into tls_cert"
+        )
+    return f"the certificate in tls_cert {files.cert} cannot be used for both sides of a connection: {problem}"
+
+
+def _warn_of_open_key(files: TlsFiles) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if files.key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            _log.warning("other users of this machine may read the private key: chmod 600 %s", files.key)

@@ -1,0 +1,292 @@
+"""A whole replay against a small real server: figures, files, verification."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from loadtest import OutputUnwritable, ReplayConfig, Report, ServerUnusable, SettingInvalid, run
+from loadtest.errors import VerificationError
+from loadtest.table import print_report
+from tests.chromium import look_at
+from traces import Trace
+
+ISSUE_KEYS = {
+    *("requests", "completed", "rejected", "failed", "prefix_hit_rate", "ideal_prefix_hit_rate", "ttft_s", "tbt_s"),
+    *("tbt_worst10_s", "unloaded_ttft_s", "unloaded_tbt_s", "slo_attainment", "goodput_rps", "send_lateness_s"),
+    *("kv_bytes_moved", "verified_requests", "wrong_tokens", "near_ties", "overlong_prompts"),
+}
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path, small_trace: Trace) -> Path:
+    path = tmp_path / "small.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp": row.timestamp_ms,
+                    "input_length": row.input_length,
+                    "output_length": row.output_length,
+                    "hash_ids": row.hash_ids,
+                }
+            )
+            + "\n"
+            for row in small_trace
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def replay(tmp_path: Path, model_path: Path, trace_file: Path) -> Callable[..., Report]:
+    def start(url: str, **changes: Any) -> Report:
+        values: dict[str, Any] = {
+            "trace": str(trace_file),
+            "url": url,
+            "out": tmp_path / "out",
+            "model_path": model_path,
+            "speed": 20.0,
+            "poll_every_s": 0.05,
+        }
+        return run(ReplayConfig(**(values | changes)))
+
+    return start
+
+
+class _Page(HTMLParser):
+    """Collects what a browser would fetch, and the ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.svgs = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.svgs += tag == "svg"
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset") and not (value or "").startswith("#"):
+                self.fetched.append(f"{tag} {name}={value}")
+            if name == "id":
+                self.ids.append(value or "")
+
+
+def test_replay_reports_every_key_and_verifies_the_servers_own_tokens(serve, replay, generate, small_trace) -> None:
+    server = serve(answer=generate)
+    report = replay(server.url, verify=True, verify_sample=12)
+    figures = json.loads(report.json_path.read_text())
+    assert set(figures) >= ISSUE_KEYS
+    assert figures["requests"] == figures["completed"] == len(small_trace)
+    assert (figures["rejected"], figures["failed"], figures["wrong_tokens"]) == (0, 0, 0)
+    assert figures["verified_requests"] == 12
+    assert figures["verification"]["sampled_requests"] > 0
+    assert figures["verification"]["requests_with_reuse"] > 0
+    assert figures["prefix_hit_rate"] == figures["ideal_prefix_hit_rate"] > 0.2
+    for key in ("ttft_s", "tbt_s", "tbt_worst10_s", "send_lateness_s"):
+        assert 0 <= figures[key]["p50"] <= figures[key]["p90"] <= figures[key]["p99"]
+    assert figures["unloaded_ttft_s"] > 0
+    assert figures["kv_bytes_moved"] == 100 * figures["prompt_tokens"]
+    assert report.ok
+    assert len((report.out / "requests.jsonl").read_text().splitlines()) == len(small_trace)
+
+
+def test_one_altered_token_is_found_by_the_verification(serve, replay, generate) -> None:
+    def altered(body: dict[str, Any]) -> list[int]:
+        ids = generate(body)
+        if len(server.bodies) == 17:
+            ids[-1] = (ids[-1] + 1) % 2048
+        return ids
+
+    server = serve(answer=altered)
+    report = replay(server.url, verify=True, verify_sample=24, measure_unloaded=False)
+    assert report.figures["wrong_tokens"] == 1
+    assert not report.ok
+    (wrong,) = report.figures["verification"]["wrong"]
+    assert wrong["margin"] > 1e-3
+    assert wrong["token"] == (wrong["expected"] + 1) % 2048
+
+
+def test_the_page_stands_alone(serve, replay) -> None:
+    server = serve()
+    report = replay(server.url)
+    text = report.html_path.read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.fetched == []
+    assert not re.search(r"https?://(?!127\.0\.0\.1)", text)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert page.svgs == 10
+    look_at(report.html_path)
+    assert len(page.ids) == len(set(page.ids))
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"#0[0-9]0[0-9]0[0-9]", text), "a placeholder colour was left in"
+
+
+def test_rejections_and_failures_are_counted_apart_with_reasons(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> Any:
+        number = len(server.bodies)
+        if number % 3 == 0:
+            error = {"error": {"message": "too busy", "type": "overloaded"}}
+            return web.json_response(error, status=429, headers={"Retry-After": "2"})
+        if number % 3 == 1:
+            return web.json_response({"error": {"message": "prefill node lost"}}, status=503)
+        return None
+
+    server = serve(behave=behave)
+    report = replay(server.url, measure_unloaded=False, limit=12, slo_ttft_s=10.0, slo_tbt_s=10.0)
+    figures = report.figures
+    assert (figures["completed"], figures["rejected"], figures["failed"]) == (4, 4, 4)
+    assert figures["slo_attainment"] == pytest.approx(4 / 12)
+    assert {(entry["outcome"], entry["reason"], entry["count"]) for entry in figures["reasons"]} == {
+        ("rejected", "HTTP 429: too busy", 4),
+        ("failed", "HTTP 503: prefill node lost", 4),
+    }
+    rejected = [r for r in report.records if r.outcome == "rejected"]
+    assert all(r.retry_after_s == 2 for r in rejected)
+    assert "prefill node lost" in report.html_path.read_text()
+
+
+def test_lone_requests_leave_nothing_warm(serve, replay) -> None:
+    server = serve()
+    report = replay(server.url)
+    salts = [body.get("cache_salt", "") for body in server.bodies]
+    alone = salts[: -len(report.records)]
+    assert len(set(alone)) == len(alone)
+    assert len(set(salts[len(alone) :])) == 1
+    assert not set(alone) & set(salts[len(alone) :])
+    assert report.figures["prefix_hit_rate"] == report.figures["ideal_prefix_hit_rate"]
+
+
+def test_a_second_run_starts_cold_unless_told_otherwise(serve, replay) -> None:
+    server = serve()
+    first, salted, warm = (
+        replay(server.url, measure_unloaded=False, reuse_earlier=reuse).figures["prefix_hit_rate"]
+        for reuse in (True, False, True)
+    )
+    assert salted == first < 0.9
+    assert warm > 0.9
+
+
+def test_an_interrupt_gives_the_report_so_far(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> None:
+        if len(server.bodies) == 6:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    server = serve(behave=behave)
+    report = replay(server.url, measure_unloaded=False, speed=0.5)
+    assert report.interrupted
+    assert 5 <= report.figures["completed"] < 24
+    assert report.figures["requests"] < 24
+    assert json.loads(report.json_path.read_text())["interrupted"] is True
+    assert "interrupted" in report.html_path.read_text()
+
+
+def test_an_interrupt_before_the_load_gives_an_empty_report(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(5)
+
+    report = replay(serve(behave=behave).url)
+    assert report.interrupted
+    assert report.figures["requests"] == report.figures["completed"] == 0
+    assert report.figures["ttft_s"]["p50"] is None
+    assert report.html_path.is_file()
+
+
+def test_a_lone_request_that_fails_ends_the_replay_before_it_begins(serve, replay) -> None:
+    async def behave(server: Any, request: Any, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "no decode node"}}, status=503)
+
+    server = serve(behave=behave)
+    with pytest.raises(ServerUnusable, match=r"lone request of .* prompt tokens was failed: HTTP 503: no decode node"):
+        replay(server.url)
+    assert len(server.bodies) == 1
+
+
+def test_a_server_with_another_tokenizer_is_refused(serve, replay, tokens) -> None:
+    class Shifted:
+        def encode_all(self, texts: list[str]) -> list[list[int]]:
+            return [[i + 1 for i in ids] for ids in tokens.encode_all(texts)]
+
+    server = serve()
+    server.tokens = Shifted()
+    with pytest.raises(ServerUnusable, match="tokenises otherwise"):
+        replay(server.url)
+
+
+def test_a_server_with_other_weights_is_refused_before_anything_is_sent(serve, replay, generate, model) -> None:
+    server = serve(answer=generate, fingerprint="ab" * 16)
+    with pytest.raises(VerificationError, match=rf"'tiny' has fingerprint {'ab' * 16}, .* has {model.fingerprint}"):
+        replay(server.url, verify=True)
+    assert server.bodies == []
+    server.fingerprint = model.fingerprint
+    report = replay(server.url, verify=True, verify_sample=1, limit=1, measure_unloaded=False)
+    assert report.figures["verification"]["verified_requests"] == 1
+
+
+def test_a_server_without_tokenize_is_used_with_a_notice(serve, replay) -> None:
+    server = serve(tokenize=False)
+    report = replay(server.url, measure_unloaded=False, limit=3)
+    assert any("was not compared" in notice for notice in report.figures["notices"])
+
+
+def test_a_missing_key_is_named(serve, replay) -> None:
+    server = serve(api_key="secret")
+    with pytest.raises(ServerUnusable, match=r"401.*--api-key"):
+        replay(server.url)
+    report = replay(server.url, api_key="secret", measure_unloaded=False, limit=2)
+    assert report.figures["completed"] == 2
+    assert "secret" not in report.json_path.read_text() + report.html_path.read_text()
+
+
+def test_no_server_is_a_clear_error(replay, unused_tcp_port) -> None:
+    with pytest.raises(ServerUnusable, match="moonpool serve"):
+        replay(f"http://127.0.0.1:{unused_tcp_port}")
+
+
+def test_the_url_may_be_the_one_that_openais_clients_are_given(serve, replay) -> None:
+    report = replay(serve().url + "/v1/", measure_unloaded=False, limit=2)
+    assert report.figures["completed"] == 2
+
+
+def test_a_longer_context_than_the_servers_is_refused(serve, replay) -> None:
+    with pytest.raises(SettingInvalid, match=r"--max-model-len is 4096; the server takes 2048"):
+        replay(serve().url, max_model_len=4096)
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_load(serve, replay, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server = serve()
+    with pytest.raises(OutputUnwritable, match=r"cannot write to the folder .*file/out.*--out"):
+        replay(server.url, out=tmp_path / "file" / "out")
+    assert server.bodies == []
+
+
+def test_prompts_over_the_servers_context_keep_their_head_and_are_counted(serve, replay) -> None:
+    server = serve(max_model_len=64)
+    report = replay(server.url, measure_unloaded=False)
+    assert 0 < report.figures["overlong_prompts"] < report.figures["requests"]
+    assert max(len(body["prompt"]) + body["max_tokens"] for body in server.bodies) == 64
+
+
+def test_the_table_shows_the_figures(serve, replay) -> None:
+    report = replay(serve().url, limit=5, measure_unloaded=False)
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        print_report(report, console)
+    text = console.export_text()
+    for word in ("completed", "prefix hit rate", "time to first token", "KV bytes moved", "report.html"):
+        assert word in text

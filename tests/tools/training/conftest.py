@@ -1,0 +1,70 @@
+"""A tiny cache folder (the bundled tokenizer, made-up tokens) and a tiny plan over it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tools.training.model import Shape
+from tools.training.sources import SOURCES
+from tools.training.train import Plan
+
+BUNDLED = Path(__file__).parents[3] / "moonpool" / "data" / "model"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def bundled() -> Path:
+    return BUNDLED
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """What ``tools.training.prepare`` leaves, with 6,000 random tokens a source."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "data").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(BUNDLED / name, tmp_path / "tokenizer" / name)
+    rng = np.random.default_rng(3)
+    manifest = {}
+    for source in SOURCES:
+        for split in ("train", "held"):
+            name = f"{source.name}.{split}.npy"
+            np.save(tmp_path / "data" / name, rng.integers(6, 2048, 6000).astype(np.uint16))
+            manifest[name] = {"tokens": 6000, "characters": 18000}
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+@pytest.fixture
+def make_plan(cache: Path) -> Callable[..., Plan]:
+    """A plan of a few steps of a three-layer model with windows of 64 tokens."""
+
+    def make(run: str, **changes: object) -> Plan:
+        shape = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=64, positions=64)
+        settings: dict[str, object] = {
+            "cache": cache,
+            "run": cache / run,
+            "deadline_s": 0.0,
+            "steps": 6,
+            "save_every_s": 1e9,
+            "shape": shape,
+            **changes,
+        }
+        return Plan(**settings)  # type: ignore[arg-type]
+
+    return make

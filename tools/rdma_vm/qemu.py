@@ -1,0 +1,128 @@
+"""QEMU's command line, and what the guest is told through the run's share. Pure: values in, values out."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.rdma_vm.image import Image
+from tools.rdma_vm.tools import Tools
+
+STATUS_NONE = 125
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host that the guest sees at `path`."""
+
+    source: Path
+    path: Path
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Rail:
+    """A soft-RoCE device of the guest, on an interface of its own in a subnet of its own."""
+
+    device: str
+    interface: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Guest:
+    """One VM: `number` is 0 or 1; with `peers` = 2 the other one is reached over wires, one to each rail."""
+
+    number: int
+    peers: int
+    num_rails: int
+    memory_mib: int
+    num_cpus: int
+    counts: bool = False
+    """Its clock counts instructions, one a nanosecond: whatever else the host does, the same work takes as long. Not
+    with KVM, and on one processor."""
+
+    def rails(self, number: int | None = None) -> list[Rail]:
+        """This guest's rails, or those of guest `number`."""
+        host = (self.number if number is None else number) + 1
+        kind = "eth" if self.peers == 2 else "dummy"
+        return [Rail(f"rxe{rail}", f"{kind}{rail}", f"10.77.{rail}.{host}") for rail in range(self.num_rails)]
+
+    def environment(self) -> dict[str, str]:
+        """What tells the command where it is.
+
+        RDMA_VM is 1 in every guest; RDMA_VM_RAILS is `device=address` per rail, separated by commas. With two guests,
+        RDMA_VM_ROLE is first or second, and RDMA_VM_PEER_RAILS has the other's rails.
+        """
+        found = {"RDMA_VM": "1", "RDMA_VM_RAILS": _listed(self.rails())}
+        if self.peers == 2:
+            found["RDMA_VM_ROLE"] = ("first", "second")[self.number]
+            found["RDMA_VM_PEER_RAILS"] = _listed(self.rails(1 - self.number))
+        return found
+
+
+def _listed(rails: Sequence[Rail]) -> str:
+    return ",".join(f"{rail.device}={rail.address}" for rail in rails)
+
+
+def exit_status(text: str) -> int:
+    """The command's exit status from what the guest left; 125 if that is nothing, or no status."""
+    return int(text) if text.strip().isdecimal() and int(text) < 256 else STATUS_NONE
+
+
+def run_files(guest: Guest, mounts: Sequence[Mount], job: str) -> dict[str, str]:
+    """The files that guest/boot.sh reads, by name."""
+    return {
+        "mounts": "".join(
+            f"mount{number} {mount.path} {'rw' if mount.writable else 'ro'}\n" for number, mount in enumerate(mounts)
+        ),
+        "rails": "".join(f"{rail.device} {rail.interface} {rail.address}\n" for rail in guest.rails()),
+        "job": job,
+    }
+
+
+def job_script(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """A shell script that runs `command` in `folder`."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+    return f"{exports}cd {shlex.quote(str(folder))} || exit {STATUS_NONE}\nexec {shlex.join(command)}\n"
+
+
+def arguments(
+    guest: Guest, image: Image, tools: Tools, run: Path, mounts: Sequence[Mount], wires: Sequence[int], kvm: bool
+) -> list[str]:
+    """QEMU's command line.
+
+    Args:
+        run: the folder with `run_files`; the guest's console goes to console.log in it.
+        wires: a connected stream socket's descriptor for each rail, with two guests.
+        kvm: with the processor's help. The model is the same with and without: Nehalem has what today's compiled Python
+            packages need, is emulated quickly, and asks no hypervisor for what it may not have.
+    """
+    command = [str(tools.qemu)]
+    for folder in tools.qemu_data:
+        command += ["-L", str(folder)]
+    emulated = "tcg -cpu Nehalem -icount shift=0,sleep=off" if guest.counts else "tcg,thread=multi -cpu Nehalem"
+    accelerator = "kvm -cpu Nehalem,enforce" if kvm else emulated
+    command += shlex.split(f"-M pc -accel {accelerator} -smp {guest.num_cpus} -m {guest.memory_mib}M")
+    command += shlex.split("-nodefaults -no-reboot -display none")
+    command += ["-kernel", str(image.kernel), "-initrd", str(image.initramfs)]
+    command += ["-append", "console=ttyS0 quiet panic=-1 mitigations=off nokaslr net.ifnames=0"]
+    command += ["-drive", f"file={_escaped(image.root)},if=virtio,format=raw,readonly=on"]
+    command += ["-serial", f"file:{run / 'console.log'}"]
+    command += ["-chardev", "file,id=output,path=/dev/stdout", "-device", "virtio-serial-pci"]
+    command += ["-device", "virtserialport,chardev=output,name=output"]
+    command += ["-virtfs", f"local,path={_escaped(run)},mount_tag=run,security_model=none,multidevs=remap"]
+    for number, mount in enumerate(mounts):
+        mode = "" if mount.writable else ",readonly=on"
+        share = f"local,path={_escaped(mount.source)},mount_tag=mount{number},security_model=none,multidevs=remap"
+        command += ["-virtfs", share + mode]
+    for rail, descriptor in enumerate(wires):
+        address = f"52:54:00:77:{rail:02x}:{guest.number + 1:02x}"
+        command += ["-netdev", f"socket,id=wire{rail},fd={descriptor}"]
+        command += ["-device", f"virtio-net-pci,netdev=wire{rail},mac={address},romfile="]
+    return [*command, "-device", "isa-debug-exit,iobase=0x501,iosize=1", "-device", "virtio-rng-pci"]
+
+
+def _escaped(path: Path) -> str:
+    """A path as QEMU's options take it."""
+    return str(path).replace(",", ",,")

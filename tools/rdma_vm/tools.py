@@ -1,0 +1,129 @@
+"""The programs that the bed runs on the host: found, or fetched into the cache folder. Nothing is installed."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.rdma_vm import recipe
+from tools.rdma_vm.errors import BuildFailed, MissingTool, UnsupportedHost
+from tools.rdma_vm.progress import Deadline, say
+
+_SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Where the tools are. `environment` is what to run them under; `qemu_data` is empty for an installed QEMU."""
+
+    qemu: Path
+    qemu_data: tuple[Path, ...]
+    mmdebstrap: Path
+    environment: dict[str, str]
+
+
+def check_host() -> None:
+    """Raises UnsupportedHost where the bed cannot work at all."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise UnsupportedHost(f"the bed runs on Linux on x86-64 only, not on {sys.platform} on {platform.machine()}")
+    if sys.version_info[:2] != recipe.PYTHON:
+        wanted, found = (".".join(map(str, version)) for version in (recipe.PYTHON, sys.version_info[:2]))
+        raise UnsupportedHost(
+            f"the guest's Python is {wanted} and uses this environment's compiled packages, which are for {found}: "
+            f"make the environment with `make distclean && make setup PYTHON=python{wanted}`"
+        )
+
+
+def find_program(name: str) -> Path | None:
+    """The path of a program that is on PATH or where system programs are."""
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}")
+    return Path(found) if found else None
+
+
+def require_program(name: str, package: str) -> Path:
+    """The path of a program that the bed does not fetch. Raises MissingTool, naming the Debian package it is in."""
+    found = find_program(name)
+    if found is None:
+        raise MissingTool(f"{name} is missing: install Debian's package {package}")
+    return found
+
+
+def obtain(cache: Path, deadline: Deadline) -> Tools:
+    """QEMU and mmdebstrap from PATH, and what is not there from Debian's packages unpacked below `cache`.
+
+    The caller holds the cache's lock.
+
+    Raises:
+        MissingTool: neither the tools nor apt are there.
+        BuildFailed: the download failed, or apt takes for installed what is not on PATH.
+    """
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATHS}"}
+    qemu, mmdebstrap = find_program("qemu-system-x86_64"), find_program("mmdebstrap")
+    if qemu and mmdebstrap:
+        return Tools(qemu, (), mmdebstrap, environment)
+    prefix = cache / f"tools-{recipe.tools_key()}"
+    fetched = prefix / "usr/bin/qemu-system-x86_64", prefix / "usr/bin/mmdebstrap"
+    if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
+        # Not fetched yet, or at a time when the machine had what it now lacks: apt leaves out what is installed.
+        shutil.rmtree(prefix, ignore_errors=True)
+        _fetch(prefix, deadline)
+    if not _are_there(qemu or fetched[0], mmdebstrap or fetched[1]):
+        raise BuildFailed(
+            f"apt gives no {' or no '.join(recipe.TOOL_PACKAGES)}, as if they were installed, and they are not on "
+            "PATH: install them anew"
+        )
+    libraries = ":".join(str(prefix / folder / "x86_64-linux-gnu") for folder in ("usr/lib", "lib"))
+    environment |= {"LD_LIBRARY_PATH": libraries, "PATH": f"{prefix}/usr/bin:{environment['PATH']}"}
+    data = () if qemu else tuple(prefix / "usr" / folder for folder in ("share/qemu", "share/seabios", "lib/ipxe/qemu"))
+    return Tools(qemu or fetched[0], data, mmdebstrap or fetched[1], environment)
+
+
+def _are_there(*programs: Path) -> bool:
+    return all(program.is_file() for program in programs)
+
+
+def _fetch(prefix: Path, deadline: Deadline) -> None:
+    apt, unpack = require_program("apt-get", "apt"), require_program("dpkg-deb", "dpkg")
+    say(f"fetching {' and '.join(recipe.TOOL_PACKAGES)} into {prefix} (nothing is installed)")
+    fresh = prefix.with_name("tools.partial")
+    shutil.rmtree(fresh, ignore_errors=True)
+    archives = fresh / "archives"
+    (archives / "partial").mkdir(parents=True)
+    options = [
+        "-qq",
+        "-o",
+        f"Dir::Cache={fresh}",
+        "-o",
+        f"Dir::Cache::archives={archives}",
+        "-o",
+        "Debug::NoLocking=true",
+    ]
+    install = [str(apt), "install", "--download-only", "--no-install-recommends", "--yes", *recipe.TOOL_PACKAGES]
+    try:
+        done = _run([*install, *options], deadline)
+        if done.returncode:
+            # The machine's package lists are old or missing: own ones are fetched, from the machine's sources.
+            lists = fresh / "lists"
+            (lists / "partial").mkdir(parents=True)
+            options += ["-o", f"Dir::State::lists={lists}"]
+            done = _run([str(apt), "update", *options], deadline)
+            done = done if done.returncode else _run([*install, *options], deadline)
+            shutil.rmtree(lists)
+    except subprocess.TimeoutExpired:
+        raise deadline.error(f"downloading {', '.join(recipe.TOOL_PACKAGES)}") from None
+    if done.returncode:
+        raise BuildFailed(
+            f"apt could not download {', '.join(recipe.TOOL_PACKAGES)}: {done.stderr.strip()[-500:]}\n"
+            "Mend the machine's apt sources or its network and try again, or install the packages."
+        )
+    for archive in sorted(archives.glob("*.deb")):
+        subprocess.run([unpack, "-x", archive, fresh], check=True)
+    shutil.rmtree(archives)
+    fresh.rename(prefix)
+
+
+def _run(command: list[str], deadline: Deadline) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=deadline.left())

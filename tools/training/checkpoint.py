@@ -1,0 +1,52 @@
+"""Checkpoints: everything needed to go on as if the run had never stopped, written atomically."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.training.errors import CheckpointMismatch
+from tools.training.model import Llama, Shape
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands; with the seed, ``step`` alone decides the next batch."""
+
+    seed: int
+    step: int
+    tokens: int
+    started_s: float
+    tokenizer_sha256: str
+
+
+def save(path: Path, progress: Progress, model: Llama, optimisers: list[torch.optim.Optimizer]) -> None:
+    """Replace ``path`` by the new state; a crash leaves the old one."""
+    state = {
+        "shape": asdict(model.shape),
+        "progress": asdict(progress),
+        "model": model.state_dict(),
+        "optimisers": [optimiser.state_dict() for optimiser in optimisers],
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def read(path: Path) -> tuple[Progress, Llama, list[dict[str, Any]]]:
+    """Progress, the model in float32, and the optimisers' states."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model = Llama(Shape(**state["shape"]))
+    model.load_state_dict(state["model"])
+    return Progress(**state["progress"]), model, state["optimisers"]
+
+
+def require_same_run(progress: Progress, *, seed: int, tokenizer_sha256: str, path: Path) -> None:
+    """Raise CheckpointMismatch when the checkpoint belongs to another seed or tokenizer."""
+    if (progress.seed, progress.tokenizer_sha256) != (seed, tokenizer_sha256):
+        raise CheckpointMismatch(
+            f"{path} was written with seed {progress.seed} and tokenizer {progress.tokenizer_sha256[:12]}, this run "
+            f"has seed {seed} and tokenizer {tokenizer_sha256[:12]}; give another --run folder"
+        )

@@ -1,0 +1,192 @@
+"""What the exported model can do on text and facts it was not trained on. ``python -m tools.training.evaluate FOLDER``.
+
+Two measures: cross-entropy of held-out documents by position in a full window, and exact match of fact questions by
+the distance between fact and answer. Greedy decoding gives an answer exactly when every one of its tokens is the argmax
+under teacher forcing, so one forward a question is enough.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+from tools.training import tokenizer as bpe
+from tools.training.facts import Fact, draw_fact, values_of
+from tools.training.model import Llama, Shape
+from tools.training.prepare import CACHE
+from tools.training.sources import SOURCES
+from tools.training.windows import Corpus, Recall
+from tools.training.words import ATTRIBUTES, NAMES
+
+EDGES = (0, 16, 64, 256, 512, 1024, 1536, 2047)
+DISTANCES = (96, 128, 256, 512, 1024, 1900)
+FACTS_STATED = 4
+FILLER_FRAME = 14
+"""Tokens around the filler: role markers, its opening words, and the acknowledgement."""
+SEED = 7
+
+
+def load(folder: Path) -> Llama:
+    """The exported weights in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = Shape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        positions=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        norm_eps=config["rms_norm_eps"],
+    )
+    model = Llama(shape)
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return model.eval()
+
+
+@torch.no_grad()
+def text_losses(model: Llama, tokens: np.ndarray, windows: int) -> np.ndarray:
+    """Nats of every target, [windows, context]: evenly spaced windows of one source, each begun by BOS."""
+    context = model.shape.positions - 1
+    starts = np.linspace(0, len(tokens) - context, windows).astype(int)
+    losses = []
+    for start in starts:
+        ids = torch.tensor([[bpe.BOS_ID, *tokens[start : start + context].astype(np.int64)]])
+        losses.append(functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none").numpy())
+    return np.stack(losses)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt and the answer it must get; ``distance`` counts tokens from the fact's value to the answer's."""
+
+    prompt: list[int]
+    answer: list[int]
+    distance: int
+
+
+def build_question(
+    rng: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, *, distance: int, same_attribute: bool, stated: bool
+) -> Question:
+    """A chat: facts never stated in training, held-out filler, then a question about one of the facts.
+
+    With ``stated`` False the asked fact is left out: the control that says what guessing earns.
+    """
+    facts = _draw_facts(rng, same_attribute)
+    asked = facts[int(rng.integers(len(facts)))]
+    window = Recall(rng, corpus, tokenizer, chat=True, length=bpe.MAX_POSITIONS)
+    stated_at = 0
+    for fact in facts:
+        if stated or fact is not asked:
+            window.message(bpe.USER_ID, fact.answer_stem + fact.answer_value)
+        if fact is asked:
+            stated_at = len(window.ids)
+        window.acknowledge()
+    tail = Recall(rng, corpus, tokenizer, chat=True, length=bpe.MAX_POSITIONS, ids=[], weights=[])
+    tail.message(bpe.USER_ID, asked.question)
+    tail.open(bpe.ASSISTANT_ID)
+    answer = bpe.encode(tokenizer, asked.answer_stem + asked.answer_value)
+    spare = distance - (len(window.ids) - stated_at) - len(tail.ids) - len(answer) - FILLER_FRAME
+    if spare > 0:
+        window.open(bpe.USER_ID)
+        window.text("Read this: ")
+        window.tokens(corpus.filler(rng, spare))
+        window.close()
+        window.acknowledge()
+    prompt = window.ids + tail.ids
+    return Question(prompt, answer, len(prompt) - stated_at + len(answer))
+
+
+def _draw_facts(rng: np.random.Generator, same_attribute: bool) -> list[Fact]:
+    if not same_attribute:
+        taken, facts = set[tuple[str, str]](), list[Fact]()
+        while len(facts) < FACTS_STATED:
+            fact = draw_fact(rng, taken=taken, held_out=True)
+            if fact is not None:
+                taken.add(fact.key)
+                facts.append(fact)
+        return facts
+    attribute = tuple(ATTRIBUTES)[rng.integers(len(ATTRIBUTES))]
+    drawn = (
+        Fact(attribute, str(name), str(value))
+        for name in rng.permutation(NAMES)
+        for value in rng.permutation(values_of(attribute))[:12]
+    )
+    chosen: dict[tuple[str, str], Fact] = {}
+    for fact in drawn:
+        if fact.held_out and fact.value not in {other.value for other in chosen.values()}:
+            chosen.setdefault(fact.key, fact)
+        if len(chosen) == FACTS_STATED:
+            break
+    return list(chosen.values())
+
+
+@torch.no_grad()
+def is_exact(model: Llama, question: Question) -> bool:
+    """True when greedy decoding gives the whole answer, value and full stop included."""
+    ids = torch.tensor([question.prompt + question.answer])
+    logits = model(ids)[0, len(question.prompt) - 1 : -1]
+    return bool((logits.argmax(-1) == torch.tensor(question.answer)).all())
+
+
+def recall_table(model: Llama, corpus: Corpus, tokenizer: Tokenizer, questions: int) -> list[dict[str, float]]:
+    """One row a distance: share of exact answers with mixed attributes, with equal attributes, and without the fact."""
+    kinds = {"mixed": (False, True), "same_attribute": (True, True), "fact_absent": (False, False)}
+    rows = []
+    for distance in DISTANCES:
+        rng = np.random.default_rng((SEED, distance))
+        row: dict[str, float] = {"distance": distance}
+        for kind, (same, stated) in kinds.items():
+            asked = [
+                build_question(rng, corpus, tokenizer, distance=distance, same_attribute=same, stated=stated)
+                for _ in range(questions)
+            ]
+            row[kind] = round(sum(is_exact(model, question) for question in asked) / questions, 3)
+        rows.append(row)
+    return rows
+
+
+def evaluate(folder: Path, cache: Path, *, windows: int, questions: int) -> dict[str, object]:
+    """Every measure of the model in ``folder`` as plain data."""
+    model, tokenizer = load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    corpus = Corpus.load(cache / "data", "held")
+    manifest = json.loads((cache / "data" / "manifest.json").read_text())
+    report: dict[str, object] = {"windows_per_source": windows, "questions_per_cell": questions}
+    for source, tokens in zip(SOURCES, corpus.tokens, strict=True):
+        losses = text_losses(model, tokens, windows)
+        entry = manifest[f"{source.name}.held.npy"]
+        by_position = {f"{low}-{high}": round(float(losses[:, low:high].mean()), 3) for low, high in pairwise(EDGES)}
+        bits = losses.mean() / np.log(2) * entry["tokens"] / entry["characters"]
+        report[source.name] = {
+            "nats_per_token": round(float(losses.mean()), 3),
+            "bits_per_character": round(float(bits), 3),
+            "nats_by_position": by_position,
+        }
+    report["recall_exact_match"] = recall_table(model, corpus, tokenizer, questions)
+    return report
+
+
+def main() -> None:
+    """Command line; prints JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--windows", type=int, default=5, help="windows of 2,047 tokens from each source")
+    parser.add_argument("--questions", type=int, default=64, help="questions for each distance and kind")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    report = evaluate(given.folder, given.cache, windows=given.windows, questions=given.questions)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

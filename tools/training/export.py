@@ -1,0 +1,84 @@
+"""Export a checkpoint as a Hugging Face folder with its files' hashes.
+
+Run ``python -m tools.training.export CHECKPOINT FOLDER``.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tools.training import checkpoint
+from tools.training import tokenizer as bpe
+from tools.training.model import Shape
+from tools.training.prepare import CACHE
+from tools.training.sources import sha256_of
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def config_of(shape: Shape) -> dict[str, object]:
+    """config.json of LlamaForCausalLM; the rotary base stands in the old and in the new (transformers 5) place."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.positions,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": bpe.BOS_ID,
+        "eos_token_id": bpe.EOS_ID,
+        "pad_token_id": bpe.PAD_ID,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "float16",
+    }
+
+
+def export(path: Path, tokenizer_folder: Path, folder: Path) -> None:
+    """Write config, weights in float16 and tokenizer files into ``folder``; other files there stay."""
+    _, model, _ = checkpoint.read(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.to(torch.float16).contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    generation = {"bos_token_id": bpe.BOS_ID, "eos_token_id": bpe.EOS_ID, "pad_token_id": bpe.PAD_ID}
+    (folder / "config.json").write_text(json.dumps(config_of(model.shape), indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "do_sample": False}, indent=2) + "\n")
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(tokenizer_folder / name, folder / name)
+    write_sums(folder)
+
+
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS as ``sha256sum --check`` reads it, of every file that the model is read from."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    (folder / "SHA256SUMS").write_text("".join(f"{sha256_of(folder / name)}  {name}\n" for name in names))
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", type=Path, default=CACHE / "tokenizer")
+    given = parser.parse_args()
+    export(given.checkpoint, given.tokenizer, given.folder)
+
+
+if __name__ == "__main__":
+    main()

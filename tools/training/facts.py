@@ -1,0 +1,67 @@
+"""Generated facts and the questions about them, as pairs of words; pure, the random source is an argument.
+
+A fact is (attribute, name) -> value. Every answer repeats the fact as a sentence, so that it can be given by attending
+to the place where the fact was stated: a model that reads a damaged cache answers wrongly.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.training.words import ATTRIBUTES, NAMES
+
+NUMBERS = tuple(str(number) for number in range(10, 100))
+HELD_OUT_ONE_IN = 8
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``attribute`` of ``name`` is ``value``."""
+
+    attribute: str
+    name: str
+    value: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.attribute, self.name
+
+    @property
+    def question(self) -> str:
+        return f"What is the {self.attribute} of {self.name}?"
+
+    @property
+    def answer_stem(self) -> str:
+        """The part of the answer that the question gives away."""
+        return f"The {self.attribute} of {self.name} is"
+
+    @property
+    def answer_value(self) -> str:
+        """The part that only the context holds; starts with a space."""
+        return f" {self.value}."
+
+    @property
+    def held_out(self) -> bool:
+        """True for the combinations that training never states (one in eight, by hash)."""
+        return zlib.crc32(f"{self.attribute}/{self.name}/{self.value}".encode()) % HELD_OUT_ONE_IN == 0
+
+
+def values_of(attribute: str) -> tuple[str, ...]:
+    """Every value the attribute can take."""
+    return ATTRIBUTES[attribute] or NUMBERS
+
+
+def draw_fact(rng: np.random.Generator, *, taken: set[tuple[str, str]], held_out: bool) -> Fact | None:
+    """A fact whose key is not ``taken`` and which is (not) one of the held-out combinations.
+
+    None when sixty-four draws found none: the caller's window is full of facts.
+    """
+    attributes = tuple(ATTRIBUTES)
+    for _ in range(64):
+        attribute = attributes[rng.integers(len(attributes))]
+        values = values_of(attribute)
+        fact = Fact(attribute, NAMES[rng.integers(len(NAMES))], values[rng.integers(len(values))])
+        if fact.key not in taken and fact.held_out == held_out:
+            return fact
+    return None

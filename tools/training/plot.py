@@ -1,0 +1,49 @@
+"""The loss curve of a run as a picture. ``python -m tools.training.plot LOG.jsonl PICTURE.svg``."""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from tools.training.runlog import Row, read
+
+matplotlib.use("Agg")
+matplotlib.rcParams.update({"svg.hashsalt": "moonpool", "svg.fonttype": "none"})
+from matplotlib import pyplot as plt  # noqa: E402
+
+SMOOTH_ROWS = 25
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Weighted training loss over tokens seen, each logged batch and a running mean; stages of context are marked."""
+    tokens = np.array([row.tokens for row in rows]) / 1e6
+    losses = np.array([row.loss for row in rows])
+    kernel = np.ones(min(SMOOTH_ROWS, len(rows)))
+    mean = np.convolve(losses, kernel, "same") / np.convolve(np.ones_like(losses), kernel, "same")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(tokens, losses, ".", color="0.75", markersize=2, label="one batch")
+    axes.plot(tokens, mean, color="C0", label=f"mean of {SMOOTH_ROWS}")
+    for before, row in pairwise(rows):
+        if row.context != before.context:
+            axes.axvline(row.tokens / 1e6, color="C1", linewidth=1)
+            axes.annotate(f"context {row.context}", (row.tokens / 1e6, losses.max()), fontsize=8, va="top")
+    axes.set(xlabel="tokens seen (millions)", ylabel="weighted training loss (nats)", title="Bundled model")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("picture", type=Path)
+    given = parser.parse_args()
+    draw(read(given.log), given.picture)
+
+
+if __name__ == "__main__":
+    main()
