@@ -26,6 +26,7 @@ from messenger import (
     TransferError,
     TransferResult,
 )
+from rpc.errors import NetworkError
 from tools.soak.fleet import Generation, Member, PeerGone, Settings
 from tools.soak.peer import SLOT, digest
 from tools.soak.shapes import Bytes, Rows, applied, first_difference, random_rows
