@@ -61,8 +61,7 @@ def host_door() -> None:
 
 def small_ones() -> None:
     from kvpool import digest
-    from messenger.copying import copy_rows
-    from messenger.shm.page_kernels import page_kernels
+    from messenger.shm.kernels import copy_rows, page_kernels
     from worker.paced.kernels import kernels as paced_kernels
 
     digest.warm_up()

@@ -28,9 +28,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory  # noqa: E402
 from messenger.frames import Hello, Offer, Welcome, Write, encode  # noqa: E402
-from messenger.shm.responder import ShmResponder  # noqa: E402
+from messenger.shm.transport import ShmResponder  # noqa: E402
 from messenger.sockets import SocketLink  # noqa: E402
-from messenger.tcp.responder import TcpResponder  # noqa: E402
+from messenger.tcp.transport import TcpResponder  # noqa: E402
 
 NBYTES = 64 << 10
 REGION_NBYTES = 64 << 20

@@ -15,14 +15,11 @@ from messenger.errors import (
     TransferDeadlineExceeded,
     TransferError,
 )
-from messenger.gpu import GpuMemory, GpuRegion
-from messenger.keys import RemoteKey
-from messenger.memory import Region, SharedMemory
+from messenger.memory import GpuMemory, GpuRegion, Loan, Region, RemoteKey, SharedMemory
 from messenger.messenger import Messenger
 from messenger.operation import TransferResult
 from messenger.peer import Peer
 from messenger.priority import Priority
-from messenger.shm.loan import Loan
 from rpc.errors import AddressInUse, BindFailed, DeadlineExceeded, InvalidArgument
 
 __all__ = [

@@ -11,9 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from messenger.gpu import AnyRegion, GpuMemory, GpuRegion, out_of_reach
-from messenger.keys import RemoteKey
-from messenger.memory import Region, SharedMemory
+from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory, out_of_reach
 from messenger.shm.grant_page import GrantPage
 from messenger.slices import Rows, within
 from rpc.errors import InvalidArgument

@@ -1,8 +1,19 @@
-"""Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'."""
+"""Remote keys: what an owner hands out so that a peer may touch a window of one of its regions.
+
+Memory that can be handed to peers: memfd-backed own memory, registered regions, and read-only views of peers'.
+
+Memory of a GPU as the messenger knows it: only adapters touch it, by rdma, and no code of this process does.
+
+Memory views of a region's slices, for scatter and gather calls.
+
+Bytes of a peer's memory, lent in place: nothing is copied, and what was read is confirmed afterwards.
+"""
 
 import contextlib
 import fcntl
 import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +25,37 @@ import numpy.typing as npt
 from messenger.errors import ProtocolError
 from messenger.mapping import HUGE_NBYTES, advise_huge, collapse, mapped, populate
 from rpc.errors import InvalidArgument
+
+_PACKED = struct.Struct("<QQQQB")
+_READ, _WRITE = 1, 2
+
+
+@dataclass(frozen=True)
+class RemoteKey:
+    """A window of bytes [offset, offset + nbytes) of the owner's region, named by an unguessable token."""
+
+    region_id: int
+    token: int
+    offset: int
+    nbytes: int
+    read: bool
+    write: bool
+
+    def pack(self) -> bytes:
+        """33 bytes, for the control plane's messages."""
+        rights = _READ * self.read | _WRITE * self.write
+        return _PACKED.pack(self.region_id, self.token, self.offset, self.nbytes, rights)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "RemoteKey":
+        """Raises InvalidArgument when `packed` is no key."""
+        if len(packed) != _PACKED.size:
+            raise InvalidArgument(f"a packed remote key has {_PACKED.size} bytes, not {len(packed)}")
+        region_id, token, offset, nbytes, rights = _PACKED.unpack(packed)
+        if not rights or rights & ~(_READ | _WRITE):
+            raise InvalidArgument(f"a remote key cannot have the rights {rights:#x}")
+        return cls(region_id, token, offset, nbytes, bool(rights & _READ), bool(rights & _WRITE))
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -173,3 +215,79 @@ def _rounded_up(nbytes: int) -> int:
         if line.startswith("Hugepagesize:"):
             size = int(line.split()[1]) << 10
     return -(-nbytes // size) * size
+
+
+class NotInHostMemory(Exception):
+    """A transport that moves host memory was given a GPU's; travels to the caller as MemoryOutOfReach."""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of a GPU by its device pointer, as of a torch tensor's data_ptr(), within one allocation.
+
+    It must stay allocated until its region is deregistered and what was under way with it has ended. Raises
+    InvalidArgument for what can be no such memory.
+    """
+
+    address: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.nbytes <= 0:
+            raise InvalidArgument(
+                f"{self.nbytes} bytes at {self.address:#x} are no GPU memory: expected a device pointer and a size"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class GpuRegion:
+    """GPU memory registered with a messenger; `region_id` is never reused by it."""
+
+    region_id: int
+    memory: GpuMemory
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+AnyRegion = Region | GpuRegion
+
+
+def in_host(region: AnyRegion) -> Region:
+    """The region, if this process may touch its bytes itself. Raises NotInHostMemory."""
+    if isinstance(region, Region):
+        return region
+    raise NotInHostMemory(out_of_reach(region))
+
+
+def out_of_reach(region: GpuRegion) -> str:
+    """Why a transport that moves host memory leaves the region alone, and what to do."""
+    return (
+        f"region {region.region_id} is GPU memory, which rdma alone reaches: see to it that both sides speak rdma, or "
+        "keep a copy in host memory"
+    )
+
+
+def views(region: AnyRegion, runs: Iterable[Sequence[int]]) -> list[memoryview]:
+    """One view for each (offset, nbytes); none for an empty one, which reads as an end. Raises NotInHostMemory."""
+    view = in_host(region).view
+    return [view[offset : offset + nbytes] for offset, nbytes in runs if nbytes]
+
+
+class Loan:
+    """`array`: uint8, read-only, in the owner's own memory; it may change under the reader once the key is revoked.
+
+    The owner waits for no borrower. So: read, then `confirm`, and only then use what was read.
+    """
+
+    def __init__(self, array: Bytes, is_good: Callable[[], bool]) -> None:
+        self.array = array
+        self._is_good = is_good
+
+    def confirm(self) -> bool:
+        """Whether the key was good, and the connection to its owner alive, from the borrowing until now.
+
+        False: forget what was read. It never becomes true again.
+        """
+        return self._is_good()

@@ -9,20 +9,16 @@ from typing import overload
 
 from messenger.alarms import AlarmClock
 from messenger.config import Endpoint, MessengerConfig, boot_id
-from messenger.counters import Counters, FlowTotals
+from messenger.counters import CERTIFICATE_LEFT, Counters, FlowTotals, reported
 from messenger.dialing import Dialer
 from messenger.errors import GpuMemoryUnsupported, MessengerClosed, RdmaUnavailable
 from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
-from messenger.gpu import AnyRegion, GpuMemory, GpuRegion
 from messenger.grants import GrantTable
 from messenger.inbound import Owner
-from messenger.keys import RemoteKey
-from messenger.memory import Region, SharedMemory
+from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory
 from messenger.peer import Peer, roles
-from messenger.priority import Priority
+from messenger.priority import Priority, Road
 from messenger.rdma.topology import rdma_ports
-from messenger.reporting import CERTIFICATE_LEFT, reported
-from messenger.road import Road
 from messenger.server import Server
 from messenger.sessions import SessionTable
 from messenger.shm.transport import ShmTransport

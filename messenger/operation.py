@@ -4,8 +4,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from messenger.completion import Completion
-from messenger.gpu import AnyRegion
-from messenger.keys import RemoteKey
+from messenger.memory import AnyRegion, RemoteKey
 from messenger.priority import Priority
 from messenger.slices import Rows, Slices
 from rpc.errors import InvalidArgument

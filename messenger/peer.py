@@ -11,20 +11,17 @@ import numpy.typing as npt
 from messenger.backlog import ORDERED, READS, SPREAD, Role
 from messenger.completion import Completion
 from messenger.config import Endpoint
-from messenger.copies import COPY_NBYTES, QUICK_NBYTES
 from messenger.frames import MAX_NOTIFY_NBYTES, MAX_PART_NBYTES, MAX_PART_ROWS
-from messenger.gpu import AnyRegion
-from messenger.keys import RemoteKey
-from messenger.memory import Region, SharedMemory
+from messenger.memory import AnyRegion, Region, RemoteKey, SharedMemory
 from messenger.operation import NOTIFY, READ, WRITE, Kind, Notification, Operation, Part, Transfer, TransferResult
 from messenger.priority import BACKGROUND, BACKGROUND_PART_NBYTES, Priority
 from messenger.slices import Slices
 from messenger.stream import Stream
-from messenger.traffic import Traffic
+from messenger.traffic import COPY_NBYTES, QUICK_NBYTES, Traffic
 from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from messenger.shm.loan import Loan
+    from messenger.memory import Loan
 
 __all__ = ["SPREAD_NBYTES", "SPREAD_PART_NBYTES", "Peer", "roles"]
 

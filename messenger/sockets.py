@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from messenger.buffered import BufferedLink
 from messenger.errors import ProtocolError
 from messenger.frames import ACK_NBYTES, Frame, Message, encode
-from messenger.link import LinkClosed
+from messenger.link import BufferedLink, LinkClosed
 from messenger.memory import Region
 
 if TYPE_CHECKING:

@@ -1,4 +1,19 @@
-"""One ordered stream of requests to a peer: whoever sends on its connection, and what its answers mean.
+"""Receiving the answers of one link: by a thread of its own, or by a caller that waits for one of them anyway.
+
+Whoever receives holds the role; nobody else touches the link's receiving side meanwhile. At first the thread holds it.
+After an answer for which a caller was waiting in `result`, and while nobody waits for another one, the thread stands
+back for a moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change
+of threads on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, `result` on
+another thread), the thread is called and keeps the role. In any case it takes it when nobody has had it for `PARK_S`:
+so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
+Answers that came together are taken together.
+
+The connection of one stream: made, made again when it breaks, and cleaned up after; one thread does all of that.
+
+A connection that breaks is made again and what was not answered is repeated under the same numbers, which the owner
+recognises; a peer whose process is gone fails everything at once.
+
+One ordered stream of requests to a peer: whoever sends on its connection, and what its answers mean.
 
 Order: requests are sent, done and answered in the order in which they begin.
 
@@ -6,36 +21,411 @@ One at a time sends. Where nobody does, a caller sends its request itself, as fa
 the rest, and what was queued meanwhile, is the sending thread's, which also connects, and cleans up after a connection.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from messenger.backlog import Role
-from messenger.connecting import Connecting
-from messenger.counters import Counters
-from messenger.dialing import Dialer
-from messenger.errors import MemoryOutOfReach, ProtocolError
-from messenger.frames import Goodbye
-from messenger.gpu import NotInHostMemory
-from messenger.keys import RemoteKey
+from messenger.backlog import Flight, Role
+from messenger.counters import Counters, Flow
+from messenger.dialing import Dialer, Restarted, Unreachable
+from messenger.errors import MemoryOutOfReach, PeerLost, PeerRestarted, PeerUnreachable, ProtocolError
+from messenger.frames import Ack, Allow, Goodbye, Message, Offer, Refused
 from messenger.link import Link, LinkClosed
-from messenger.operation import READ, WAITS_FOR_ITSELF, Operation, Part, Transfer
+from messenger.memory import NotInHostMemory, RemoteKey
+from messenger.operation import READ, WAITS_FOR_ITSELF, Kind, Operation, Part, Transfer
 from messenger.priority import BACKGROUND
-from messenger.receiving import Receiver
 from messenger.traffic import Traffic
-from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, Sent
+from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, Sent, Transport
 from rpc.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from messenger.shm.loan import Loan
+    from messenger.memory import Loan
 
-__all__ = ["Stream"]
 
-_FEW = 32
+PARK_S = 0.02
+_ANSWERS = Ack, Refused
 
 _log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Methods with the stream's lock held, unless they say otherwise."""
+
+    def __init__(self, stream: "Stream", link: Link, requester: Requester, name: str) -> None:
+        self._stream = stream
+        self._link = link
+        self._requester = requester
+        self._wakes = threading.Condition(stream.lock)
+        self.thread_holds = False
+        self._held = False
+        self._helper = 0
+        self._called = False
+        self._helps = 0
+        self._seen_helps = 0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Raises RuntimeError when the system has no thread left."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """The link was cut: whoever receives leaves."""
+        self._ended = True
+        self._wakes.notify_all()
+
+    def join(self) -> None:
+        """Wait until nobody receives. Without the lock."""
+        self._thread.join()
+        with self._stream.lock:
+            self._wakes.wait_for(lambda: not self._held)
+
+    def is_held_here(self) -> bool:
+        """Whether the calling thread receives. With or without the lock."""
+        own = threading.get_ident()
+        return own in (self._helper, self._thread.ident)
+
+    def is_receiving_here(self) -> bool:
+        """Whether the calling thread holds the role: it is in a callback then. With or without the lock."""
+        own = threading.get_ident()
+        return own == self._helper or (self.thread_holds and own == self._thread.ident)
+
+    def call_thread(self) -> None:
+        """Have the thread receive, since somebody waits who does not."""
+        if not self.thread_holds:
+            self._called = True
+            if not self._held:
+                self._wakes.notify_all()
+
+    def may_stand_back(self) -> None:
+        """Whoever waited for the last answer would have received it himself, and nobody waits for another."""
+        if self.thread_holds:
+            self.thread_holds = self._held = self._called = False
+            self._seen_helps = -1
+
+    def help(self, operation: Operation) -> None:
+        """Receive on the calling thread until the operation is over, if nobody else does. Without the lock."""
+        with self._stream.lock:
+            # What is in flight here, as a whole, ends by an answer or the link's end alone.
+            may_help = operation.flying and operation.single and self._requester.always_answers(operation)
+            if self.is_receiving_here():
+                raise InvalidArgument(WAITS_FOR_ITSELF)
+            if self._held or self._called or self._ended or not may_help:
+                operation.awaited = True
+                self.call_thread()
+                return
+            self._held = True
+            self._helper = threading.get_ident()
+        try:
+            while operation.flying and not self._ended and not self._stream.is_early(operation):
+                self._receive()
+        except BaseException as error:
+            # An interrupt, perhaps in the middle of a frame.
+            self._stream.end_link(error)
+            raise
+        finally:
+            with self._stream.lock:
+                self._held = False
+                self._helper = 0
+                self._helps += 1
+                if not operation.settled:
+                    operation.awaited = True
+                    self._called = True
+                if self._called or self._ended:
+                    self._wakes.notify_all()
+
+    def _run(self) -> None:
+        while self._take_over():
+            while self.thread_holds and not self._ended:
+                self._receive()
+        with self._stream.lock:
+            if self.thread_holds:
+                self.thread_holds = self._held = False
+
+    def _take_over(self) -> bool:
+        """Wait until the thread is needed; False when the link has ended."""
+        with self._stream.lock:
+            while not self._ended:
+                if not self._held and (self._called or self._helps == self._seen_helps):
+                    self._held = self.thread_holds = True
+                    return True
+                self._seen_helps = self._helps
+                self._wakes.wait(PARK_S)
+            return False
+
+    def _receive(self) -> None:
+        """Receive and handle a message, and those that came with it; with the role and without the lock."""
+        stream, receive_here = self._stream, self._requester.receive_here
+        landed: list[Part] = []
+        goes_on = True
+        try:
+            try:
+                message: Message | None = self._requester.receive(stream.flight.reads_next())
+                while message is not None:
+                    self._take(message, landed)
+                    message = receive_here()
+                goes_on = False
+            finally:
+                if landed:
+                    stream.acknowledged(landed, goes_on=goes_on)
+        except OSError as error:
+            stream.end_link(error)
+        except ProtocolError as error:
+            _log.warning("closed the connection to %s: %s", self._link.address, str(error))
+            stream.count("malformed_frames")
+            stream.end_link(error)
+        except Exception as error:
+            _log.exception("receiving from %s failed", self._link.address)
+            stream.end_link(error)
+
+    def _take(self, message: Message, landed: list[Part]) -> None:
+        """Handle a message; a part that is done by it joins those that have `landed`, which nobody was told of yet."""
+        requester, stream = self._requester, self._stream
+        if isinstance(message, Offer):
+            requester.offered(message)
+            return
+        if isinstance(message, Allow):
+            requester.allowed(message)
+            return
+        part = stream.flight.waiting(len(landed))
+        if part is None or not isinstance(message, _ANSWERS) or message.seq != part.seq or part is stream.early:
+            raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
+        takes_time = part.operation.kind is READ or isinstance(message, Refused)
+        must_be_sent = stream.sends(part) and (takes_time or not requester.takes_early_answers)
+        if landed and (takes_time or must_be_sent):
+            # Those before it do not wait for its bytes.
+            stream.acknowledged(landed, goes_on=True)
+        if must_be_sent:
+            stream.await_sent(part)
+        if isinstance(message, Refused):
+            requester.refused(part)
+            stream.refused(part, message.reason)
+        elif requester.accept(part, message):
+            landed.append(part)
+        else:
+            stream.one_step_more()
+
+
+_MAX_BARREN_LINKS = 4
+_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_PROBES_WHEN_IDLE = 3
+
+
+class Connecting(ABC):
+    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers.
+
+    `lock` is the traffic's; methods named `..._locked` are called with it.
+    """
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        traffic: Traffic,
+        counters: Counters,
+        *,
+        name: str,
+        on_lost: Callable[[str], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self.lock = traffic.lock
+        self.flight = Flight()
+        self.cause = "it has not been connected yet"
+        """The connection's last trouble."""
+        self._dialer = dialer
+        self._transport = dialer.transports[0]
+        self.transport = self._transport.name
+        """Name of the transport last connected by; before that, of the first to be tried."""
+        self._traffic = traffic
+        self._counters = counters
+        self._name = name
+        self._on_lost = on_lost
+        self._on_connected = on_connected
+        self._wakes = threading.Condition(self.lock)
+        self._link: Link | None = None
+        self._link_ended = False
+        self._requester: Requester | None = None
+        self._receiver: Receiver | None = None
+        self._flows: dict[Kind, Flow] = {}
+        self._closing = False
+        self._answered = False
+        self._was_cut_here = False  # for the sake of an operation that was to end early
+        self._barren_links = 0
+        self._barren_number = 0  # of the operation that was the oldest over them
+
+    @abstractmethod
+    def _has_work_locked(self) -> bool:
+        """Whether something waits for a connection."""
+
+    @abstractmethod
+    def _receiver_of(self, link: Link, requester: Requester) -> Receiver:
+        """Who is to take the answers of a fresh link."""
+
+    @property
+    def address(self) -> str:
+        """Where the peer is sought."""
+        return self._transport.address_of(self._dialer.endpoint)
+
+    def connected(self) -> bool:
+        with self.lock:
+            return self._receiver is not None and not self._link_ended
+
+    def count(self, name: str) -> None:
+        """An event of this stream's."""
+        self._counters.add(name)
+
+    def cut_locked(self) -> None:
+        """End the link for the sake of what is to end early: whoever uses it lets go of it soon."""
+        if self._link is not None:
+            self._was_cut_here = True
+            self._link.cut()
+
+    def cut_if_idle_locked(self) -> None:
+        """End the link if it was made and nothing is under way on it: it is made again, and nothing repeated."""
+        if self._receiver is not None and not self.flight.in_flight:
+            self.cut_locked()
+
+    def end_link(self, error: BaseException) -> None:
+        """The connection is of no use any more."""
+        with self.lock:
+            if not self._link_ended:  # what follows from it tells less
+                self.cause = str(error) or type(error).__name__
+            self._link_ended = True
+            if self._link is not None:
+                self._link.cut()
+            if self._receiver is not None:
+                self._receiver.end()
+            self._wakes.notify_all()
+
+    # The sending thread's.
+
+    def _connect(self) -> Requester | None:
+        """A fresh connection; None when the stream closes, or the peer is lost and everything has failed."""
+        failures = 0
+        while not self._given_up(failures):
+            try:
+                transport, link, requester = self._dialer.dial(self._opened)
+                self._begin_receiving(transport, link, requester)
+                return requester
+            except Unreachable as error:
+                self._lose(PeerUnreachable, str(error))
+                return None
+            except Restarted as error:
+                self._lose(PeerRestarted, str(error))
+                return None
+            except OSError as error:
+                self._counters.add("failed_connects")
+                with self.lock:
+                    self._link = None
+                    self.cause = f"cannot connect: {error}"
+                    self._wakes.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+                continue
+            except Exception as error:  # an address that is none, say: the thread outlives it
+                _log.warning("cannot connect to %s: %s", self.address, repr(error))
+                self._lose(PeerUnreachable, f"cannot connect: {error}")
+                return None
+        return None
+
+    def _given_up(self, failures: int) -> bool:
+        with self.lock:
+            if self._closing:
+                return True
+            if self._has_work_locked() or failures < _PROBES_WHEN_IDLE:
+                return False
+        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer. Other
+        # streams may do better, and what is submitted meanwhile too.
+        self._on_lost(self.cause)
+        return True
+
+    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
+        peer = self._dialer.endpoint.node_id
+        flows = {
+            Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
+            Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
+        }
+        receiver = self._receiver_of(link, requester)
+        try:
+            with self.lock:
+                receiver.start()
+                self._transport = transport
+                self.transport = transport.name
+                self._receiver = receiver
+                self._requester = requester
+                self._flows = flows
+                self._link_ended = self._answered = self._was_cut_here = False
+        except RuntimeError as error:
+            link.close()
+            raise OSError(f"the system gives this process no thread: {error}") from error
+        self._counters.add("connects")
+        self._on_connected()
+
+    def _opened(self, link: Link) -> None:
+        with self.lock:
+            self._link = link
+            if self._closing:
+                link.cut()
+
+    def _clean_up(self) -> None:
+        """All threads have let go of the parts in flight after this: drop the doomed, send the others again."""
+        link, receiver = self._link, self._receiver
+        assert link is not None
+        assert receiver is not None
+        with self._telling("ending"):
+            link.cut()
+        with self.lock:
+            receiver.end()
+        receiver.join()
+        with self.lock:
+            reset = bool(self.flight.in_flight)
+            self._link = self._requester = None
+        # Without the lock, since a transport may take its time. Nothing new begins meanwhile: there is no requester.
+        with self._telling("closing"):
+            link.close(reset=reset)
+        with self.lock:
+            self._receiver = None
+            self._link_ended = False
+            self._blame_oldest()
+            self.flight.connection_lost()
+            ended = self._traffic.drop_doomed_locked()
+        self._traffic.settle(ended)
+
+    @contextlib.contextmanager
+    def _telling(self, doing: str) -> Iterator[None]:
+        """What fails at the end of a connection is told, and stops neither the clearing up nor the next connection."""
+        try:
+            yield
+        except Exception:
+            _log.exception("%s the connection to %s failed", doing, self.address)
+
+    def _blame_oldest(self) -> None:
+        """A request over which connection after connection breaks must not hold up the others for ever."""
+        if self._answered or not self.flight.in_flight:
+            self._barren_links = 0
+            return
+        if self._was_cut_here:
+            return
+        oldest = self.flight.in_flight[0].operation
+        if oldest.number != self._barren_number:
+            self._barren_links, self._barren_number = 0, oldest.number
+        self._barren_links += 1
+        if self._barren_links >= _MAX_BARREN_LINKS:
+            self._barren_links = 0
+            reason = f"{_MAX_BARREN_LINKS} connections in a row broke over it, at last because {self.cause}"
+            self._traffic.give_up_locked(oldest, reason)
+
+    def _lose(self, kind: type[PeerLost], reason: str) -> None:
+        self._on_lost(reason)
+        with self.lock:
+            self._link = None
+            self.cause = reason
+        self._traffic.lose(kind, reason)
+
+
+_FEW = 32
 
 
 class Stream(Connecting):

@@ -3,6 +3,8 @@
 A transport opens links to peers, and a door takes in theirs. On each link there is a Requester (the side that calls
 write, read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
 notifications are the same for every transport, and live in traffic.py, stream.py and server.py.
+
+The frames in which a part travels, alike over every transport but for its rows and the source of its bytes.
 """
 
 import socket
@@ -13,23 +15,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from messenger.buffered import BufferedLink
 from messenger.config import Endpoint
 from messenger.errors import GpuMemoryUnsupported, ProtocolError
-from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, Ack, Allow, Ask, Message, Offer, Read, Write
-from messenger.gpu import AnyRegion, GpuRegion
+from messenger.frames import (
+    MAX_PART_NBYTES,
+    MAX_PART_ROWS,
+    Ack,
+    Allow,
+    Ask,
+    Frame,
+    Message,
+    Offer,
+    Read,
+    Write,
+    pack_notify,
+    pack_read,
+    pack_write,
+)
 from messenger.grants import Access
-from messenger.keys import RemoteKey
-from messenger.link import Link
+from messenger.link import BufferedLink, Link
+from messenger.memory import AnyRegion, GpuRegion, RemoteKey
 from messenger.operation import READ, Operation, Part, Transfer
-from messenger.requests import notify_request
 from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
 
 if TYPE_CHECKING:
     from messenger.grants import Cuttable, GrantTable
+    from messenger.memory import Loan
     from messenger.native.fast_lane import FastLane
-    from messenger.shm.loan import Loan
+
 
 FloatSums = npt.NDArray[np.float64]
 
@@ -273,3 +287,23 @@ def _extremes(lengths: Rows) -> tuple[int, int, int]:
         few = lengths.tolist()
         return min(few), max(few), sum(few)
     return int(lengths.min()), int(lengths.max()), int(lengths.sum())
+
+
+def write_request(part: Part, transfer: Transfer, source_id: int, rows: bytes) -> Frame:
+    """`rows` and `source_id` as the transport packs them (messenger.frames)."""
+    key, note = transfer.key, part.notification
+    tag, payload = (b"", b"") if note is None else note
+    has_note, number = note is not None, part.operation.number
+    return pack_write(part.seq, number, key.region_id, key.token, source_id, part.nbytes, rows, has_note, tag, payload)
+
+
+def read_request(part: Part, transfer: Transfer, rows: bytes) -> Frame:
+    """`rows` as the transport packs them (messenger.frames)."""
+    return pack_read(part.seq, transfer.key.region_id, transfer.key.token, part.nbytes, rows)
+
+
+def notify_request(part: Part) -> Frame:
+    """Of a part that moves no bytes."""
+    note = part.notification
+    assert note is not None
+    return pack_notify(part.seq, note.tag, note.payload)

@@ -25,7 +25,7 @@ from kvpool.local.frames import (
     encode,
 )
 from messenger.errors import ProtocolError
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX
 from messenger.memory import PeerMemory
 
 __all__ = ["DoorCaller"]

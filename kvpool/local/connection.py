@@ -38,7 +38,7 @@ from kvpool.local.mapping import Mapped
 from kvpool.local.shared_index import SharedIndex
 from kvpool.node import PoolNode
 from messenger.errors import ProtocolError
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX
 from messenger.memory import PeerMemory
 
 __all__ = ["LANDING_NBYTES", "Connection"]

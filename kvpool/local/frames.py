@@ -1,6 +1,6 @@
 """The messages of a pool node's door and their bytes; sans I/O.
 
-Frames are those of `messenger.framing`. The caller begins with Hello and sends one request at a time; requests marked
+Frames are those of `messenger.frames`. The caller begins with Hello and sends one request at a time; requests marked
 "no answer" have none. Descriptors cross beside the first byte of their frame (SCM_RIGHTS).
 """
 
@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
-from messenger.framing import Framing
+from messenger.frames import Framing
 
 __all__ = [
     "MAX_BODY_NBYTES",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from messenger.keys import RemoteKey
+from messenger.memory import RemoteKey
 from messenger.native.atomics import fence_acquire, fence_all, fence_release, load_acquire, store_release
 from messenger.native.compiling import compiled
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX
+from messenger.link import LEAST_NBYTES, watermark
 from messenger.native.libc import (
     EAGAIN,
     EINTR,
@@ -37,7 +38,6 @@ from messenger.native.libc import (
     store_i32,
     store_i64,
 )
-from messenger.watermark import LEAST_NBYTES, watermark
 
 # Why the loop returned.
 FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(1, 7)

@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 
-from messenger.buffered import BufferedLink
-from messenger.link import LinkClosed
+from messenger.link import BufferedLink, LinkClosed
 from messenger.native import socket_io as loop
 
 __all__ = ["SocketState"]

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from messenger.buffered import BufferedLink
 from messenger.counters import Counters
 from messenger.frames import VERSION
+from messenger.link import BufferedLink
 from messenger.rdma import handshake
 from messenger.rdma.lane import Lane
 from messenger.rdma.link import RdmaLink

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from messenger.errors import GpuMemoryUnsupported
-from messenger.gpu import GpuMemory
+from messenger.memory import GpuMemory
 from messenger.rdma.policy.facts import Place
 from messenger.rdma.registered import Registered
 from messenger.rdma.topology import ROOT, bound_place, pci_place

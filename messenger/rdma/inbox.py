@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from messenger.errors import ProtocolError
-from messenger.frames import ACK_NBYTES, MAX_BODY_NBYTES, Message, ack_at, decode_body, decode_prefix
-from messenger.framing import PREFIX
+from messenger.frames import ACK_NBYTES, MAX_BODY_NBYTES, PREFIX, Message, ack_at, decode_body, decode_prefix
 
 PLACE_NBYTES = 4096
 _HEADER = struct.Struct("<III")

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from messenger.buffered import BufferedLink
 from messenger.counters import Counters
 from messenger.errors import ProtocolError
 from messenger.frames import Fabric, Frame, Goodbye, Message, encode
-from messenger.link import Link, LinkClosed
+from messenger.link import BufferedLink, Link, LinkClosed
 from messenger.rdma.courier import Courier, Movement
 from messenger.rdma.inbox import decoded
 from messenger.rdma.lane import Lane, drain

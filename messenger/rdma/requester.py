@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Allow, Ask, Frame, Message, Refused
-from messenger.keys import RemoteKey
+from messenger.memory import RemoteKey
 from messenger.operation import Kind, Part, Transfer
 from messenger.rdma.courier import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
-from messenger.requests import notify_request, read_request, write_request
 from messenger.slices import REMOTE
-from messenger.transport import WHOLE, Requester, Sent
+from messenger.transport import WHOLE, Requester, Sent, notify_request, read_request, write_request
 
 MAX_ACCESSES = 4096
 QUICK_ROWS = 256

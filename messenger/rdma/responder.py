@@ -4,8 +4,8 @@ import numpy as np
 
 from messenger.errors import ProtocolError
 from messenger.frames import MAX_PART_NBYTES, Allow, Ask, Read, Write
-from messenger.gpu import AnyRegion, GpuRegion
 from messenger.grants import Access
+from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.rdma.windows import Window

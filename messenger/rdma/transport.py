@@ -5,12 +5,11 @@ import socket
 import time
 from dataclasses import replace
 
-from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
 from messenger.counters import Counters
 from messenger.errors import ProtocolError, RdmaUnavailable
-from messenger.gpu import AnyRegion, GpuRegion
-from messenger.link import Link
+from messenger.link import BufferedLink, Link
+from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma import gpu_memory
 from messenger.rdma.adoption import Adoption
 from messenger.rdma.link import RdmaLink

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from messenger.errors import ProtocolError
-from messenger.keys import RemoteKey
-from messenger.memory import PeerMemory, SharedMemory
+from messenger.memory import PeerMemory, RemoteKey, SharedMemory
 
 PAGE_ID = 0
 """The region id under which the page is offered; regions are numbered from 1."""
@@ -36,7 +35,7 @@ class GrantPage:
     """The owner's side; one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        from messenger.shm.page_kernels import page_kernels
+        from messenger.shm.kernels import page_kernels
 
         self._kernels = page_kernels()
         self.memory = SharedMemory.create(PAGE_NBYTES, f"{name}-grants")
@@ -68,7 +67,7 @@ class GrantReader:
     """A caller's side, over the mapped page of one owner; any thread. Raises ProtocolError when it is no page."""
 
     def __init__(self, page: PeerMemory) -> None:
-        from messenger.shm.page_kernels import page_kernels
+        from messenger.shm.kernels import page_kernels
 
         if page.nbytes != PAGE_NBYTES:
             raise ProtocolError(f"a grant page has {PAGE_NBYTES} bytes, not {page.nbytes}")
@@ -82,7 +81,7 @@ class GrantReader:
     def copy(
         self, print_: int, fd: int, destination: int, source: int, rows: Any, to_column: int, from_column: int
     ) -> bool:
-        """As `messenger.copying.CopyRows`, outside the GIL: True when the key was good before and after the copy.
+        """As `messenger.shm.kernels.CopyRows`, outside the GIL: True when the key was good before and after the copy.
 
         And the owner, at the other end of the socket `fd`, was there after it. The caller has checked the rows against
         the key's window. After False the destination holds anything.

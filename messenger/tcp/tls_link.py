@@ -10,12 +10,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from socket import MSG_DONTWAIT, SO_RCVLOWAT, SOL_SOCKET, socket
 
-from messenger.buffered import BufferedLink
 from messenger.errors import EncryptionRefused, ProtocolError
-from messenger.frames import MAGIC, Frame, Message, Reject, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
-from messenger.link import LinkClosed
-from messenger.watermark import LEAST_NBYTES
+from messenger.frames import MAGIC, PREFIX, Frame, Message, Reject, decode_body, decode_prefix, encode
+from messenger.link import LEAST_NBYTES, BufferedLink, LinkClosed
 from rpc.tls import Material, carries, dns_names
 
 __all__ = ["TlsLink"]

@@ -1,20 +1,186 @@
-"""The tcp transport: where it listens, how it connects, and whether in the clear."""
+"""The caller's side of tcp: payloads follow their frames, gathered from and scattered into the regions directly.
+
+The owner's side of tcp: bytes are received straight into the registered regions, and sent straight from them.
+
+Names to addresses within a time limit. The system's resolver knows none: a dead name server holds it for minutes.
+
+The tcp transport: where it listens, how it connects, and whether in the clear.
+"""
 
 import contextlib
 import errno
 import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import TYPE_CHECKING
 
-from messenger.buffered import BufferedLink
 from messenger.config import Endpoint, MessengerConfig
-from messenger.link import Link
-from messenger.resolving import resolve
+from messenger.errors import ProtocolError
+from messenger.frames import Ack, Frame, Message, Read, Write
+from messenger.link import BufferedLink, Link
+from messenger.memory import AnyRegion, in_host, views
+from messenger.operation import READ, Part, Transfer
+from messenger.slices import LOCAL, REMOTE, Rows
 from messenger.sockets import SocketLink
-from messenger.tcp.requester import TcpRequester
-from messenger.tcp.responder import TcpResponder
 from messenger.tcp.tls_link import TlsLink
-from messenger.transport import Door, Requester, Responder, Transport
+from messenger.transport import (
+    PARTLY,
+    WHOLE,
+    Door,
+    FloatSums,
+    Requester,
+    Responder,
+    Sent,
+    Transport,
+    notify_request,
+    parse_rows,
+    read_request,
+    write_request,
+)
 from rpc.errors import AddressInUse, BindFailed
 from rpc.tls import identity
+
+if TYPE_CHECKING:
+    from messenger.grants import Cuttable, GrantTable
+    from messenger.native.fast_lane import FastLane
+
+
+class TcpRequester(Requester):
+    _link: BufferedLink
+    takes_early_answers = True
+
+    def begin(self, part: Part) -> Sent:
+        transfer = part.transfer
+        payload: Sequence[memoryview] = ()
+        if transfer is None:
+            frame = notify_request(part)
+        elif part.operation.kind is READ:
+            frame = _read(part, transfer)
+        else:
+            frame, payload = _write(part, transfer)
+        return WHOLE if self._link.begin(frame, payload) else PARTLY
+
+    def finish(self) -> Sent:
+        self._link.finish()
+        return WHOLE
+
+    def receive(self, reads: bool) -> Message:
+        return self._link.receive_before_payload() if reads else self._link.receive()
+
+    def accept(self, part: Part, ack: Ack) -> bool:
+        if part.operation.kind is READ and part.transfer is not None:
+            if ack.nbytes != part.nbytes:
+                raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes where {part.nbytes} were asked")
+            slices = part.transfer.slices
+            self._link.receive_rows(in_host(part.transfer.region), slices.packed_runs(LOCAL), slices.nbytes)
+        return True
+
+    def refused(self, part: Part) -> None:
+        """Nothing was kept of it."""
+
+    def _send_write(self, part: Part, transfer: Transfer) -> None:
+        self._link.send(*_write(part, transfer))
+
+    def _send_read(self, part: Part, transfer: Transfer) -> None:
+        self._link.send(_read(part, transfer))
+
+
+def _write(part: Part, transfer: Transfer) -> tuple[Frame, Sequence[memoryview]]:
+    """The frame and the payload that follows it."""
+    slices = transfer.slices
+    return write_request(part, transfer, 0, slices.packed_runs(REMOTE)), views(transfer.region, slices.runs(LOCAL))
+
+
+def _read(part: Part, transfer: Transfer) -> Frame:
+    in_host(transfer.region)  # before the bytes come
+    return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))
+
+
+class TcpResponder(Responder):
+    _link: BufferedLink
+
+    def fast_lane(
+        self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums
+    ) -> "FastLane | None":
+        if not isinstance(self._link, SocketLink):
+            return None  # its bytes come encrypted, which is Python's business
+        from messenger.native.fast_lane import FastLane
+
+        return FastLane(self._link, grants, mover, landed, served)
+
+    def target_rows(self, message: Write) -> Rows:
+        return parse_rows(message.rows, 2, message.nbytes)
+
+    def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
+        self._link.receive_into(views(region, rows.tolist()))
+
+    def skip(self, message: Write) -> None:
+        self._link.drain(message.nbytes)
+
+    def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
+        self._link.send(Ack(message.seq, message.nbytes), views(region, rows.tolist()))
+
+
+__all__ = ["Address", "resolve"]
+
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]]
+
+_lock = threading.Lock()
+_asked: dict[tuple[str, int], Future[Address]] = {}
+
+
+def resolve(host: str, port: int, timeout_s: float) -> Address:
+    """The first address to connect a stream to, as `socket.getaddrinfo` gives it; an address in digits asks nobody.
+
+    Raises OSError: TimeoutError where no answer comes in time, socket.gaierror where there is none. UnicodeError for
+    what cannot be a name: too long a part of it, or an empty one.
+    """
+    try:
+        return _lookup(host, port, socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        pass
+    try:
+        return _asking(host, port).result(timeout_s)
+    except NotYet:
+        raise TimeoutError(f"no name server told within {timeout_s:g} s where {host!r} is") from None
+
+
+def _asking(host: str, port: int) -> "Future[Address]":
+    """One question at a time per name, however many wait for the answer and however often they give up."""
+    key = host, port
+    with _lock:
+        if key in _asked:
+            return _asked[key]
+        answer = _asked[key] = Future()
+
+        def ask() -> None:
+            try:
+                found = _lookup(host, port, 0)
+            except Exception as error:  # a name of strange characters, too
+                _forget(key)
+                answer.set_exception(error)
+            else:
+                _forget(key)
+                answer.set_result(found)
+
+        try:
+            # A daemon: a process that ends does not wait for a name server.
+            threading.Thread(target=ask, name=f"resolve-{host}", daemon=True).start()
+        except RuntimeError as error:
+            del _asked[key]
+            raise OSError(f"the system gives this process no thread to look {host!r} up: {error}") from error
+    return answer
+
+
+def _forget(key: tuple[str, int]) -> None:
+    with _lock:
+        del _asked[key]
+
+
+def _lookup(host: str, port: int, flags: int) -> Address:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]  # type: ignore[return-value]
 
 
 class TcpTransport(Transport, Door):

@@ -34,11 +34,10 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "kvpool/local/copy_kernels.py",
     "kvpool/local/index_kernels.py",
     "kvpool/ssd/kernels.py",
-    "messenger/copying.py",
     "messenger/native/grant_slots.py",
     "messenger/native/owner_loop.py",
     "messenger/native/row_receiver.py",
-    "messenger/shm/page_kernels.py",
+    "messenger/shm/kernels.py",
     "worker/paced/kernels.py",
 )
 

@@ -24,8 +24,7 @@ from loadtest.dialogue_config import DialogueConfig
 from loadtest.dialogue_summary import summarise_dialogues
 from loadtest.objectives import Objectives
 from loadtest.summary import summarise
-from messenger.counters import Counters
-from messenger.reporting import CERTIFICATE_LEFT, reported
+from messenger.counters import CERTIFICATE_LEFT, Counters, reported
 from telemetry import (
     ConductorCollector,
     DoorMetrics,

@@ -13,6 +13,7 @@ import pytest
 from messenger.frames import (
     MAGIC,
     MAX_BODY_NBYTES,
+    PREFIX,
     VERSION,
     Hello,
     Message,
@@ -21,7 +22,6 @@ from messenger.frames import (
     Welcome,
     encode,
 )
-from messenger.framing import PREFIX
 from messenger.sockets import SocketLink
 
 GREETING = Hello("stranger", 9, "elsewhere", 1, b"s" * 16, "tcp")

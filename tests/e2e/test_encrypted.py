@@ -20,8 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from messenger.frames import Hello, Reject, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX, Hello, Reject, decode_body, decode_prefix, encode
 from moonpool.child import READY_PREFIX
 
 BLOCK_TOKENS = 8

@@ -87,7 +87,7 @@ def fewer(patience: float) -> Callable[[int], int]:
 @pytest.fixture(scope="session")
 def _compiled() -> None:
     """So that no test measures the compiler."""
-    from messenger.copying import copy_rows
+    from messenger.shm.kernels import copy_rows
 
     copy_rows()
 

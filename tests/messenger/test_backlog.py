@@ -5,9 +5,8 @@ import time
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from messenger.backlog import Backlog, Way
-from messenger.flight import Flight
-from messenger.keys import RemoteKey
+from messenger.backlog import Backlog, Flight, Way
+from messenger.memory import RemoteKey
 from messenger.operation import Kind, Notification, Operation, Part, Transfer
 from messenger.peer import roles
 from messenger.priority import Priority

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from messenger import PeerRestarted, TransferDeadlineExceeded
-from messenger.buffered import DEAD_AFTER_S
-from messenger.frames import Hello, Reject, Welcome, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX, Hello, Reject, Welcome, decode_body, decode_prefix, encode
+from messenger.link import DEAD_AFTER_S
 from messenger.sockets import SocketLink
 
 MakeNode = Callable[..., Any]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.priority import FRESH_S, HELD_S, MAX_PASSED, Priority, Turns, Yielding
+from messenger.priority import FRESH_S, HELD_S, MAX_PASSED, Priority, Road, Turns, Yielding
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300))
@@ -67,3 +67,24 @@ def test_an_urgent_operation_whose_peer_stands_still_holds_nobody_back_for_long(
     yielding = Yielding()
     yielding.opened(10.0)
     assert yielding.until_s(10.0 + FRESH_S, 10.0 + FRESH_S) <= 10.0 + FRESH_S
+
+
+def test_who_is_held_is_told_until_when_and_called_once_nothing_urgent_is_left() -> None:
+    road = Road()
+    calls: list[str] = []
+    assert road.until_s(0.0, 10.0, lambda: calls.append("never")) <= 10.0
+    road.opened(10.0)
+    road.opened(10.0)
+
+    def call() -> None:
+        calls.append("held")
+
+    assert road.until_s(9.99, 10.0, call) == 9.99 + HELD_S
+    assert road.until_s(9.99, 10.001, call) == 9.99 + HELD_S
+    assert road.closed() == []
+    for held in road.closed():
+        held()
+    assert calls == ["held"]
+    assert road.until_s(9.99, 10.002, call) == 10.002
+    road.opened(11.0)
+    assert road.closed() == []

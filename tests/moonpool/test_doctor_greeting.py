@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from messenger import Messenger, MessengerConfig
-from messenger.frames import VERSION, Reject, encode
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX, VERSION, Reject, encode
 from moonpool.doctor.finding import Level
 from moonpool.doctor.greeting import Spoken, greet, judge_greeting
 from rpc.control import start_server

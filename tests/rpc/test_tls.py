@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from messenger import Messenger, MessengerConfig, PeerUnreachable, TransferDeadlineExceeded
-from messenger.frames import Hello, Reject, decode_body, decode_prefix, encode
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX, Hello, Reject, decode_body, decode_prefix, encode
 from messenger.tcp import tls_link
 from rpc import tls
 from rpc.errors import InvalidArgument

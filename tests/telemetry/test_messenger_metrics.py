@@ -5,8 +5,7 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from messenger.counters import LATENCY_EDGES_S, MAX_PEERS, Counters
-from messenger.reporting import reported
+from messenger.counters import LATENCY_EDGES_S, MAX_PEERS, Counters, reported
 from telemetry import NodeSample, NodesCollector, exposition, new_registry
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

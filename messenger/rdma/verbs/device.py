@@ -14,7 +14,7 @@ from typing import Any
 
 from messenger.counters import Counters
 from messenger.errors import RdmaUnavailable
-from messenger.gpu import AnyRegion, GpuRegion
+from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma.memory import SHARE
 from messenger.rdma.policy.credits import InboxFull, Shares
 from messenger.rdma.registered import Registered

@@ -20,6 +20,7 @@ from messenger.frames import (
     MAGIC,
     MAX_BODY_NBYTES,
     MAX_PART_NBYTES,
+    PREFIX,
     VERSION,
     Ack,
     Hello,
@@ -31,7 +32,6 @@ from messenger.frames import (
     Write,
     encode,
 )
-from messenger.framing import PREFIX
 from messenger.link import Link
 from messenger.sockets import SocketLink
 

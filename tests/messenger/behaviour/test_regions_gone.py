@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from messenger import SharedMemory
-from messenger.shm import offers
+from messenger.shm import transport
 
 pytestmark = pytest.mark.transports("shm")
 
@@ -78,7 +78,7 @@ def test_a_loan_outlives_its_region_and_is_not_confirmed_then(pair: Any) -> None
 
 
 def test_more_regions_than_stay_mapped_are_used_in_turn(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "MAX_OFFERED", 3)
+    monkeypatch.setattr(transport, "MAX_OFFERED", 3)
     a, b = pair
     peer = a.messenger.connect(b.endpoint)
     key = b.grant()

@@ -9,7 +9,7 @@ import pytest
 
 from messenger import InvalidArgument, PeerUnreachable, Priority, RemoteAccessError
 from messenger.frames import Ack, Refused, Write
-from messenger.receiving import Receiver
+from messenger.stream import Receiver
 
 
 def test_background_goes_on_once_all_of_it_that_was_under_way_was_refused(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from messenger import buffered
+from messenger import link
 from tools.soak.namespaces import TwoHosts
 
 NBYTES = 4 << 20
@@ -16,7 +16,7 @@ NBYTES = 4 << 20
 def test_a_host_that_vanished_is_noticed_while_a_transfer_waits_and_while_nothing_does(
     make_node: Any, make_child: Any, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffered, "DEAD_AFTER_S", 6)
+    monkeypatch.setattr(link, "DEAD_AFTER_S", 6)
     with TwoHosts() as hosts, hosts.inside(0):
         waiting, idle = (
             make_node(name, NBYTES, listen_host=hosts.addresses[0], handshake_timeout_s=1.0)

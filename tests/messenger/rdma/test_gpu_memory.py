@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messenger.errors import GpuMemoryUnsupported
-from messenger.gpu import GpuMemory
+from messenger.memory import GpuMemory
 from messenger.rdma import gpu_memory
 from messenger.rdma.gpu_memory import (
     Allocation,

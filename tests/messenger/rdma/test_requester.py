@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Allow, Frame, Message, Read, Refused, Write, decode_body, decode_prefix
-from messenger.framing import PREFIX
-from messenger.keys import RemoteKey
+from messenger.frames import PREFIX, Ack, Allow, Frame, Message, Read, Refused, Write, decode_body, decode_prefix
+from messenger.memory import RemoteKey
 from messenger.operation import Kind, Notification, Operation, Part, Transfer
 from messenger.priority import Priority
 from messenger.rdma.courier import Movement

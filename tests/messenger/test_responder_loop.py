@@ -13,16 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from messenger import RemoteKey, SharedMemory
-from messenger.frames import Ack, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write, encode
-from messenger.framing import PREFIX
+from messenger.frames import PREFIX, Ack, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write, encode
 from messenger.inbound import Inbound
 from messenger.link import LinkClosed
 from messenger.native.fast_lane import MAX_BUFFER_NBYTES, FastLane
 from messenger.sessions import Session
 from messenger.shm.grant_page import PAGE_ID
-from messenger.shm.responder import ShmResponder
+from messenger.shm.transport import ShmResponder
 from messenger.sockets import SocketLink
-from messenger.tcp.responder import TcpResponder
+from messenger.tcp.transport import TcpResponder
 
 pytestmark = pytest.mark.transports("tcp", "shm")
 

@@ -1,10 +1,13 @@
-"""The compiled side of the grant page: looking a fingerprint up, and copying while it is held; without the GIL.
+"""Copying many slices between two mappings of this process in one call, outside the GIL.
+
+The compiled side of the grant page: looking a fingerprint up, and copying while it is held; without the GIL.
 
 Words are uint64 [n], in buckets of `WAYS`; a fingerprint stands in the bucket that its remainder names, or nowhere.
 """
 
 import functools
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -13,10 +16,43 @@ from numba import types
 from messenger.native.atomics import fence_acquire, fence_all, load_acquire, store_release
 from messenger.native.compiling import compiled
 from messenger.native.libc import POLLRDHUP, poll
-
-WAYS = 8
+from messenger.slices import Rows
 
 _memcpy: Any = types.ExternalFunction("memcpy", types.uint64(types.uint64, types.uint64, types.uint64))
+_SIGNATURE = types.void(
+    types.uint64, types.uint64, types.Array(types.int64, 2, "C", readonly=True), types.int64, types.int64
+)
+
+
+class CopyRows(Protocol):
+    """`(destination, source, rows, destination_column, source_column)`.
+
+    Copies, row by row, rows[:, 2] bytes from source + rows[:, source_column] to destination + rows[:,
+    destination_column]. The addresses are those of the mappings; nothing is checked here.
+    """
+
+    def __call__(
+        self, destination: int, source: int, rows: Rows, destination_column: int, source_column: int
+    ) -> None: ...
+
+
+def _copy_rows(destination, source, rows, destination_column, source_column):  # type: ignore[no-untyped-def]
+    for row in range(rows.shape[0]):
+        _memcpy(
+            np.uint64(destination + np.uint64(rows[row, destination_column])),
+            np.uint64(source + np.uint64(rows[row, source_column])),
+            np.uint64(rows[row, 2]),
+        )
+
+
+@cache
+def copy_rows() -> CopyRows:
+    """The compiled copy; compiling takes a moment once per installation, so call it before traffic comes."""
+    compiled: CopyRows = numba.njit(_SIGNATURE, nogil=True, cache=True)(_copy_rows)
+    return compiled
+
+
+WAYS = 8
 
 
 class PageKernels(NamedTuple):
@@ -24,7 +60,7 @@ class PageKernels(NamedTuple):
     `replace(words, old, new) -> bool`: put `new` where `old` stands in the bucket of the one that is not 0, and let
     everybody see it before anything that is done later.
     `copy_held(words, fingerprint, fd, destination, source, rows, destination_column, source_column) -> bool`: as
-    `messenger.copying.CopyRows`; False when the fingerprint was not there before, or not after, the copy, or the other
+    `CopyRows`; False when the fingerprint was not there before, or not after, the copy, or the other
     side of the socket `fd` is gone after it.
     `copy_one(words, fingerprint, fd, destination, source, nbytes) -> bool`: the same of one run, by its addresses.
     """

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from messenger.frames import Ack, Hello, Welcome, Write
+from messenger.link import LEAST_NBYTES, watermark
 from messenger.sockets import SocketLink
-from messenger.watermark import LEAST_NBYTES, watermark
 
 pytestmark = pytest.mark.transports("tcp")
 

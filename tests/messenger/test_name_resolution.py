@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from messenger.resolving import resolve
+from messenger.tcp.transport import resolve
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])

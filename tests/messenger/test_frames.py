@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from messenger.errors import ProtocolError
 from messenger.frames import (
+    PREFIX,
     Ack,
     Goodbye,
     Message,
@@ -21,7 +22,6 @@ from messenger.frames import (
     decode_prefix,
     encode,
 )
-from messenger.framing import PREFIX
 
 number = st.integers(-(1 << 63), (1 << 63) - 1)
 token = st.integers(0, (1 << 64) - 1)
