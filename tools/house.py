@@ -1,0 +1,250 @@
+"""House rules of the code base: checks that always hold, and figures reported without judgement.
+
+    python tools/house.py [ROOT]
+
+Exits with 1 when a rule is broken: an import cycle, a function of more than eight parameters (those whose parameters
+are command-line flags excepted), a docstring that opens with a fragment, or a key declared in two classes.
+The last line of the output is one JSON object with all figures. ROOT is another checkout to measure; this one by
+default.
+"""
+
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_PARAMETERS = 8
+FRAGMENTS = frozenset({"what", "who", "whose", "whom", "whether", "until", "of"})
+UNSHIPPED = ("benchmarks", "tools", "tests", ".ci")
+GENERATED = "moonpool_proto"
+# Classes below these folders carry options of single commands, which only share words with the cluster's settings.
+NOT_SERVING = ("benchmarks", "tools", "tests", ".ci", "loadtest", "simulator", "traces", "moonpool_proto", "replay")
+UNIT = re.compile(r"_(s|ms|ns|nbytes|bytes|tokens|path)$")
+SHOWN = 25
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str  # dotted
+    path: Path  # relative to the root
+    tree: ast.Module
+    text: str
+
+    @property
+    def package(self) -> str:
+        return self.name.split(".")[0]
+
+
+def read_modules(root: Path) -> list[Module]:
+    """Parse every Python file of the shipped packages, tools, benchmarks and tests, in order of their paths."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    shipped = [Path(package) for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+    unshipped = project["tool"]["mypy"]["packages"]
+    folders = sorted({*(path for path in shipped if GENERATED not in path.parts), *map(Path, (*UNSHIPPED, *unshipped))})
+    modules = []
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            relative = path.relative_to(root)
+            parts = relative.with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            text = path.read_text(encoding="utf-8")
+            modules.append(Module(name, relative, ast.parse(text, str(relative)), text))
+    return modules
+
+
+def import_cycles(modules: list[Module]) -> list[list[str]]:
+    """Return the groups of modules that import each other, at whatever depth an import statement stands."""
+    names = {module.name for module in modules}
+    graph = {module.name: set(_imported(module, names)) - {module.name} for module in modules}
+    return sorted(sorted(group) for group in _strongly_connected(graph) if len(group) > 1)
+
+
+def _imported(module: Module, names: set[str]) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                if submodule in names:
+                    yield submodule
+                elif node.module in names:
+                    yield node.module
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Tarjan's algorithm, iterative."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+    for start in sorted(graph):
+        if start in order:
+            continue
+        work = [(start, iter(sorted(graph[start])))]
+        order[start] = low[start] = len(order)
+        stack.append(start)
+        while work:
+            node, successors = work[-1]
+            for successor in successors:
+                if successor not in order:
+                    order[successor] = low[successor] = len(order)
+                    stack.append(successor)
+                    work.append((successor, iter(sorted(graph[successor]))))
+                    break
+                if successor in stack:
+                    low[node] = min(low[node], order[successor])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    at = stack.index(node)
+                    groups.append(stack[at:])
+                    del stack[at:]
+    return groups
+
+
+def long_signatures(modules: list[Module]) -> list[str]:
+    """Return the functions with more than `MAX_PARAMETERS` parameters, commands of the command line excepted."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, Function) and not _is_command(node):
+                arguments = node.args
+                named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                count = sum(argument.arg not in {"self", "cls"} for argument in named)
+                if count > MAX_PARAMETERS:
+                    found.append(f"{module.path}:{node.lineno}: {node.name} has {count} parameters")
+    return found
+
+
+def _is_command(function: Function) -> bool:
+    """True if the parameters are command-line flags: typer's options stand in their annotations or defaults."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    texts = [ast.unparse(argument.annotation) for argument in named if argument.annotation is not None]
+    texts += [ast.unparse(default) for default in (*arguments.defaults, *arguments.kw_defaults) if default is not None]
+    decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
+    return any("typer." in text or "options." in text for text in texts) or ".command(" in decorators
+
+
+def fragment_docstrings(modules: list[Module]) -> list[str]:
+    """Return the docstrings whose first word makes them a fragment instead of a sentence."""
+    found = []
+    for module in modules:
+        for node, text in _docstrings(module.tree):
+            words = re.findall(r"[A-Za-z]+", text)
+            if words and words[0].lower() in FRAGMENTS:
+                first = text.strip().splitlines()[0]
+                found.append(f"{module.path}:{getattr(node, 'lineno', 1)}: {first}")
+    return found
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield node, text
+
+
+def keys_declared_twice(modules: list[Module]) -> list[str]:
+    """Return the configuration keys that more than one configuration class of the cluster declares, units aside.
+
+    A key is a field annotated with a `Key`; a configuration class is named ...Config, ...Settings or ...Options,
+    or declares keys itself. Fields that contain another such class are no declarations.
+    """
+    keys: set[str] = set()
+    declared: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        if module.package in NOT_SERVING or module.path.parts[0] in NOT_SERVING:
+            continue
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            fields = [
+                item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            ]
+            own = {_field(item) for item in fields if re.search(r"\bKey\(", ast.unparse(item.annotation))}
+            keys |= {_without_unit(name) for name in own}
+            if own or node.name.endswith(("Config", "Settings", "Options")):
+                for item in fields:
+                    if not re.search(r"ClassVar|Config\b|Settings\b|Options\b", ast.unparse(item.annotation)):
+                        declared[_without_unit(_field(item))].add(f"{module.name}.{node.name}")
+    return [f"{key}: {', '.join(sorted(declared[key]))}" for key in sorted(keys) if len(declared[key]) > 1]
+
+
+def _field(item: ast.AnnAssign) -> str:
+    assert isinstance(item.target, ast.Name)
+    return item.target.id
+
+
+def _without_unit(name: str) -> str:
+    return UNIT.sub("", name)
+
+
+def lines_of_code(module: Module) -> int:
+    """Count the lines that hold code: no blank line, comment or docstring."""
+    held: set[int] = set()
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in skipped:
+            held.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            held.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(held)
+
+
+def main(root: Path) -> int:
+    modules = read_modules(root)
+    shipped = [module for module in modules if module.path.parts[0] not in {*UNSHIPPED, "soak", "training", "rdma_bed"}]
+    own = [module for module in modules if module.path.parts[0] != "tests"]
+    per_package: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for module in modules:
+        per_package[module.path.parts[0]][0] += 1
+        per_package[module.path.parts[0]][1] += lines_of_code(module)
+    print(f"{'package':<14}{'files':>7}{'lines of code':>15}")
+    for package, (num_files, num_lines) in sorted(per_package.items()):
+        print(f"{package:<14}{num_files:>7}{num_lines:>15}")
+    broken = {
+        "import_cycles": [" <-> ".join(group) for group in import_cycles(own)],
+        "long_signatures": long_signatures(own),
+        "fragment_docstrings": fragment_docstrings(modules),
+        "keys_declared_twice": keys_declared_twice(modules),
+    }
+    for rule, places in broken.items():
+        if places:
+            print(f"\n{rule}: {len(places)}")
+            for place in places[: None if "--all" in sys.argv else SHOWN]:
+                print(f"  {place}")
+            if len(places) > SHOWN and "--all" not in sys.argv:
+                print(f"  ... and {len(places) - SHOWN} more: --all shows them")
+    figures = {
+        **{rule: len(places) for rule, places in broken.items()},
+        "policy_files": sum(module.name.startswith("conductor.policy") for module in shipped),
+        "moonpool_lines": sum(len(module.text.splitlines()) for module in shipped if module.package == "moonpool"),
+        "shipped_lines": sum(len(module.text.splitlines()) for module in shipped),
+        "shipped_files": len(shipped),
+        "packages": {
+            package: {"files": num_files, "lines_of_code": num_lines}
+            for package, (num_files, num_lines) in sorted(per_package.items())
+        },
+    }
+    print(json.dumps(figures))
+    return int(any(broken.values()))
+
+
+if __name__ == "__main__":
+    given = [argument for argument in sys.argv[1:] if argument != "--all"]
+    sys.exit(main(Path(given[0]) if given else Path(__file__).resolve().parents[1]))
