@@ -71,7 +71,7 @@ def choose_decode(
     """
     sees = _SEES[state.config.admission_mode]
     load = np.empty((len(sums), 3))
-    index, tbt_s, free_tokens, batch, context = decode_kernels().choose_decode(
+    index, tbt_s, free_tokens, batch, context = decode_kernels().pick_decode(
         state.requests.table,
         len(state.requests),
         now_ns,
@@ -106,7 +106,7 @@ def _scores(
     """The best candidates, best first."""
     best = np.empty(min(state.config.explain, len(nodes)), np.int64)
     seconds, free = np.empty(len(nodes)), np.empty(len(nodes), np.int64)
-    decode_kernels().best_decode(
+    decode_kernels().rank_decode(
         sums,
         load,
         nodes.slots,
@@ -139,7 +139,7 @@ def tbt_each_s(
     load, seconds, free = np.empty((len(sums), 3)), np.empty((2, len(nodes))), np.empty(len(nodes), np.int64)
     columns, none = (nodes.slots, nodes.capacity_tokens, nodes.max_batch, costs.paces.slowdown), np.empty(0, np.int64)
     for row, (when_ns, how) in enumerate(((at_ns, sees), (now_ns, NOW))):
-        kernels.choose_decode(
+        kernels.pick_decode(
             state.requests.table,
             len(state.requests),
             now_ns,
@@ -156,7 +156,7 @@ def tbt_each_s(
             costs.terms.decode_terms,
         )
         terms = costs.terms.decode_terms
-        kernels.best_decode(sums, load, *columns, prompt_tokens, 0, terms, seconds[row], free, none)
+        kernels.rank_decode(sums, load, *columns, prompt_tokens, 0, terms, seconds[row], free, none)
     return seconds
 
 

@@ -40,7 +40,7 @@ _margin: Any = numba.njit(cost_formulas.margin)
 _survival: Any = numba.njit(survival)
 
 
-def expect(
+def predict_load(
     table: Any,
     rows: Any,
     now_ns: Any,
@@ -102,7 +102,7 @@ def expect(
             load[slot, 2] += share * table[COMMITTED, row]
 
 
-_expect: Any = numba.njit(expect)
+_predict_load: Any = numba.njit(predict_load)
 
 
 def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) -> Any:
@@ -117,7 +117,7 @@ def _step(decode: Any, slowdown: Any, batch: Any, context: Any, max_batch: Any) 
 _step_of: Any = numba.njit(_step)
 
 
-def choose_decode(
+def pick_decode(
     table: Any,
     rows: Any,
     now_ns: Any,
@@ -139,10 +139,10 @@ def choose_decode(
     """(index, predicted TBT, free tokens, sequences in one step, tokens of context) of the candidate with the least TBT
     that has room for `need_tokens`; the last two are with this request.
 
-    Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `expect` leaves it.
+    Where none has room: of the one with most free. First of equals. `load` [slots, 3]: as `predict_load` leaves it.
     `slowdown` [2, slots]: see `paces`. `sums` [slots, 3] is what `tally` found, committed tokens at 1.
     """
-    _expect(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
+    _predict_load(table, rows, now_ns, at_ns, sees, decode_ns, step_ns, curves, False, load)
     chosen, has_room, tbt_s, free = -1, False, 0.0, np.int64(0)
     for c in range(len(slots)):
         slot = slots[c]
@@ -158,7 +158,7 @@ def choose_decode(
     return chosen, tbt_s, free, min(batch, float(max_batch[chosen])), context
 
 
-def best_decode(
+def rank_decode(
     sums: Any,
     load: Any,
     slots: Any,
@@ -172,7 +172,7 @@ def best_decode(
     free: Any,
     found: Any,
 ) -> None:
-    """After `choose_decode`: each candidate's predicted TBT and free tokens, and into `found` the numbers of the best
+    """After `pick_decode`: each candidate's predicted TBT and free tokens, and into `found` the numbers of the best
     ones in the order in which that would choose them, as many as it has room for."""
     count = 0
     for c in range(len(slots)):
@@ -221,7 +221,7 @@ _at_node_of: Any = numba.njit(_at_node)
 def load_now(table: Any, rows: Any, slot: Any, but: Any, now_ns: Any, step_ns: Any, curves: Any) -> Any:
     """(sequences, tokens of context) that decode on the node now, but for row `but`."""
     here, load = _at_node_of(table, rows, slot, but), np.empty((1, 3))
-    _expect(here, here.shape[1], now_ns, now_ns, NOW, -1, step_ns, curves, False, load)
+    _predict_load(here, here.shape[1], now_ns, now_ns, NOW, -1, step_ns, curves, False, load)
     return load[0, 0], load[0, 1]
 
 
@@ -258,7 +258,7 @@ def wait_ns(
         high = max(high, max(now_ns, joined if joined != NONE else here[READY, row]) + lasts_ns)
     committed, at_ns = here[COMMITTED].sum(), now_ns
     while True:
-        _expect(here, count, now_ns, at_ns, sees, decode_ns, step_ns, curves, True, load)
+        _predict_load(here, count, now_ns, at_ns, sees, decode_ns, step_ns, curves, True, load)
         if objective_s > 0.0:
             batch, context = load[0, 0] + 1.0, load[0, 1] + prompt_tokens
             is_over = _step_of(decode, slowdown, batch, context, max_batch) <= objective_s
@@ -276,9 +276,9 @@ def wait_ns(
 class DecodeKernels(NamedTuple):
     """See the functions of the same names."""
 
-    expect: Any
-    choose_decode: Any
-    best_decode: Any
+    predict_load: Any
+    pick_decode: Any
+    rank_decode: Any
     load_now: Any
     wait_ns: Any
 
@@ -292,11 +292,11 @@ def decode_kernels() -> DecodeKernels:
     floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n, f, f)), signatures.UniTuple(f, 2)
     return DecodeKernels(
-        decision_kernel(expect, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
+        decision_kernel(predict_load, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
         decision_kernel(
-            choose_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
+            pick_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),
-        decision_kernel(best_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
+        decision_kernel(rank_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
         decision_kernel(load_now, pair(wide, n, n, n, n, n, reals)),
         decision_kernel(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )

@@ -83,7 +83,7 @@ def _mean_step_s(now_ns: int, state: ClusterState, nodes: ModelNodes, costs: Mod
     """Of nodes that decode; one without work counts as 0."""
     load = np.empty((state.nodes.num_slots, 3))
     requests, step_ns = state.requests, max(1, round(costs.typical_step_s * NS))
-    decode_kernels().expect(
+    decode_kernels().predict_load(
         requests.table, len(requests), now_ns, now_ns, NOW, -1, step_ns, state.lengths.curves, False, load
     )
     steps = []

@@ -101,10 +101,10 @@ def record_of_seconds(
     cluster: tuple[float | None, float | None], models: Mapping[str, tuple[float | None, float | None]]
 ) -> SloRecord:
     """A record of (TTFT, TBT) in seconds; 0 = off, so that for a model the cluster's does not hold either."""
-    return SloRecord(_scope(*cluster), {model: _scope(*own) for model, own in models.items() if own != (None, None)})
+    return SloRecord(_scope_of_seconds(*cluster), {model: _scope_of_seconds(*own) for model, own in models.items() if own != (None, None)})
 
 
-def _scope(*bounds_s: float | None) -> Scope:
+def _scope_of_seconds(*bounds_s: float | None) -> Scope:
     return Scope(*(None if bound_s is None else Objective(bound_s) for bound_s in bounds_s))
 
 

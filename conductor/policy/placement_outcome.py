@@ -5,7 +5,7 @@ from typing import Literal
 from conductor.policy.admission import asks_again
 from conductor.policy.algorithm1 import holders
 from conductor.policy.credible import to_ns
-from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, Place, Reason
+from conductor.policy.decisions import Place, Reason
 from conductor.policy.events import RequestArrived
 from conductor.policy.hindsight import Case
 from conductor.policy.objectives import EffectiveObjectives
@@ -13,28 +13,7 @@ from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.state import ClusterState
 
-__all__ = ["book", "case_of", "considered_in", "placed_by"]
-
-
-def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectives) -> Considered:
-    """The best candidates and what was predicted, where the policy explains."""
-    if not state.config.explain:
-        return NOTHING_CONSIDERED
-    places, decode = plan.places, plan.decode
-    return Considered(
-        prefill=plan.scores.explain(places.prefill.ids, state.config.explain),
-        num_prefill=len(places.prefill),
-        decode=() if decode is None else decode.choice.scores,
-        num_decode=0 if decode is None else len(decode.nodes),
-        ttft_s=plan.ttft_s,
-        tbt_s=plan.tbt_s,
-        room_wait_s=plan.room_wait_s,
-        need_tokens=0 if decode is None else places.need_tokens,
-        ttft_objective_s=objectives.ttft_s,
-        tbt_objective_s=objectives.tbt_s,
-        ttft_from=objectives.ttft_from,
-        tbt_from=objectives.tbt_from,
-    )
+__all__ = ["book", "case_of", "placed_by"]
 
 
 def placed_by(

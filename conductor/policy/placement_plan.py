@@ -10,12 +10,14 @@ from conductor.policy.algorithm1 import PrefillScores, Prefixes, score_prefill
 from conductor.policy.candidates import Places
 from conductor.policy.costs import ModelCosts
 from conductor.policy.credible import to_ns
+from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.grouping import PrefillGroup, form_group, work_at_hand_s
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.matches import PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
+from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement_prefixes import find_prefixes
 from conductor.policy.quick import quick
 from conductor.policy.reach import reach
@@ -23,7 +25,7 @@ from conductor.policy.requests import Claim
 from conductor.policy.seats import Seat
 from conductor.policy.state import ClusterState
 
-__all__ = ["DecodePlan", "Plan", "make_plan", "ttft_with_s"]
+__all__ = ["DecodePlan", "Plan", "considered_in", "make_plan", "ttft_with_s"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -120,6 +122,27 @@ def make_plan(
         # Prefill begins only once the decode node has the pages.
         ttft_s += max(0.0, decode.wait_s - scores.queue_s.item(scores.chosen))
     return Plan(places, curve, sums, seat, prefixes, scores, decode, group, ttft_s)
+
+
+def considered_in(state: ClusterState, plan: Plan, objectives: EffectiveObjectives) -> Considered:
+    """The best candidates and what was predicted, where the policy explains."""
+    if not state.config.explain:
+        return NOTHING_CONSIDERED
+    places, decode = plan.places, plan.decode
+    return Considered(
+        prefill=plan.scores.explain(places.prefill.ids, state.config.explain),
+        num_prefill=len(places.prefill),
+        decode=() if decode is None else decode.choice.scores,
+        num_decode=0 if decode is None else len(decode.nodes),
+        ttft_s=plan.ttft_s,
+        tbt_s=plan.tbt_s,
+        room_wait_s=plan.room_wait_s,
+        need_tokens=0 if decode is None else places.need_tokens,
+        ttft_objective_s=objectives.ttft_s,
+        tbt_objective_s=objectives.tbt_s,
+        ttft_from=objectives.ttft_from,
+        tbt_from=objectives.tbt_from,
+    )
 
 
 def ttft_with_s(

@@ -29,8 +29,7 @@ from conductor.policy.decode_choice import DecodeChoice, peak_tokens, tbt_each_s
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_outcome import considered_in
-from conductor.policy.placement_plan import DecodePlan, Plan
+from conductor.policy.placement_plan import DecodePlan, Plan, considered_in
 from conductor.policy.placement_prefixes import find_prefixes
 from conductor.policy.state import ClusterState
 
