@@ -19,11 +19,9 @@ def engine() -> None:
 def directory() -> None:
     from conductor.directory import table
     from conductor.policy.decode_kernels import decode_kernels
-    from conductor.policy.kernels import kernels
-    from conductor.policy.length_kernels import length_kernels
-    from conductor.policy.line_kernels import line_kernels
-    from conductor.policy.reach_kernels import reach_kernels
-    from conductor.policy.row_kernels import row_kernels
+    from conductor.policy.kernels import kernels, line_kernels, reach_kernels
+    from conductor.policy.lengths import length_kernels
+    from conductor.policy.requests import row_kernels
 
     table.warm_up()
     kernels()

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from conductor.policy import Conductor
 from conductor.policy.events import CostsGiven, PathCosts
-from conductor.policy.prediction_errors import ERROR_BOUNDS
+from conductor.policy.history import ERROR_BOUNDS
 from moonpool_proto.v1.conductor_pb2 import Sample
 from worker.policy.cost_profile import CostProfile
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from conductor.core import Core
-from conductor.policy import past_flow
+from conductor.policy import history
 from conductor.policy.config import NS
-from conductor.policy.past import PastRequest
-from conductor.policy.record_form import tell_objective
+from conductor.policy.history import PastRequest
+from conductor.policy.objectives import tell_objective
 from conductor.registry import Registry
 from conductor.slo import SloKeeper
 
@@ -50,12 +50,12 @@ def overview(
             }
             for node, queue_s, committed_tokens in policy.loads_of_nodes()
         },
-        "slice_s": past_flow.SLICE_NS / NS,
+        "slice_s": history.SLICE_NS / NS,
         "slices": [
             {
                 "number": one.number,
                 "at_s": now_s - (now_ns - one.start_ns) / NS,
-                "flows": {model: past_flow.told(flow) for model, flow in one.flows.items()},
+                "flows": {model: history.told(flow) for model, flow in one.flows.items()},
             }
             for one in past.flow.slices()
             if one.number >= first_slice

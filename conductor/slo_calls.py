@@ -7,9 +7,8 @@ import grpc
 
 from conductor.core import Core
 from conductor.errors import ConductorError, ObjectivesError, SharedStoreError, SloConflict
-from conductor.policy.objectives import SloRecord
-from conductor.policy.preview import preview
-from conductor.policy.record_form import digest, record_text
+from conductor.policy.admission.evaluation import preview
+from conductor.policy.objectives import SloRecord, digest, record_text
 from conductor.slo import Change, SloKeeper, SloVersion
 from moonpool_proto.v1 import conductor_pb2
 

@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from conductor.directory.matches import Matches
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
+    NO_MATCHES,
     NO_TURN,
     DecodeSample,
     Held,
     NodeReported,
     NodeView,
     Phase,
+    PoolMatches,
     PrefillSample,
     Progress,
     RequestArrived,
@@ -23,7 +25,6 @@ from conductor.policy.events import (
     TransferSample,
     Turn,
 )
-from conductor.policy.matches import NO_MATCHES, PoolMatches
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = [

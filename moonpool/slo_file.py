@@ -28,7 +28,7 @@ def read_objectives(path: Path) -> Any:
 def checked_objectives(path: Path) -> "SloRecord":
     """The record that the file holds. Raises ConfigError."""
     from conductor.errors import ObjectivesError
-    from conductor.policy.record_form import parse_record
+    from conductor.policy.objectives import parse_record
 
     try:
         return parse_record(read_objectives(path))

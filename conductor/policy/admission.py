@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from conductor.policy.admission.rule import Forecast, unmet, usable_s
 from conductor.policy.config import PolicyConfig
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Reason, Reject
@@ -12,7 +13,6 @@ from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE
 from conductor.policy.retry import retry_after_s
-from conductor.policy.rule import Forecast, unmet, usable_s
 from conductor.policy.state import ClusterState
 
 __all__ = ["Judgement", "asks_again", "forecast_of", "judge", "judge_after_prefill"]

@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from conductor.errors import LogFormatError
 from conductor.policy.config import PolicyConfig
 from conductor.policy.decisions import Decision
-from conductor.policy.events import Event
-from conductor.policy.matches import PoolMatch, PoolMatches
+from conductor.policy.events import Event, PoolMatch, PoolMatches
 
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
 

@@ -7,8 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from conductor.policy.admission import judge_after_prefill
-from conductor.policy.attainment import Attainment
+from conductor.policy.admission.evaluation import Case, Hindsight
 from conductor.policy.config import NS, PolicyConfig
+from conductor.policy.costs import DECODE, PREFILL
 from conductor.policy.credible import credible
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
 from conductor.policy.decode_kernels import decode_kernels
@@ -29,23 +30,16 @@ from conductor.policy.events import (
 )
 from conductor.policy.fairness import Account
 from conductor.policy.feasibility import reach, unmeetable
-from conductor.policy.hindsight import Case, Hindsight
-from conductor.policy.kernels import kernels
+from conductor.policy.history import ERROR_BOUNDS, Attainment, Past, PredictionErrors
+from conductor.policy.kernels import kernels, line_kernels, reach_kernels
 from conductor.policy.learning import mismatches
-from conductor.policy.line_kernels import line_kernels
 from conductor.policy.loads import Loads
-from conductor.policy.objectives import ObjectiveBook, SloRecord
-from conductor.policy.paces import DECODE, PREFILL
-from conductor.policy.past import Past
+from conductor.policy.objectives import ObjectiveBook, SloRecord, record_from_text, tell_objective
 from conductor.policy.placement import place
-from conductor.policy.prediction_errors import ERROR_BOUNDS, PredictionErrors
-from conductor.policy.reach_kernels import reach_kernels
-from conductor.policy.record_form import record_from_text, tell_objective
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, report
-from conductor.policy.requests import NONE
+from conductor.policy.requests import NONE, row_kernels
 from conductor.policy.role_plan import plan_roles, plan_sizes
-from conductor.policy.row_kernels import row_kernels
 from conductor.policy.seats import accounts, accrue_endless
 from conductor.policy.state import ClusterState
 from conductor.policy.surroundings import StateSurroundings

@@ -9,11 +9,11 @@ costs.
 import numpy as np
 
 from conductor.policy.algorithm1 import PrefillScores, Prefixes
-from conductor.policy.copies import Extent
 from conductor.policy.costs import TransferCosts
 from conductor.policy.decisions import Copy
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates
+from conductor.policy.replication import Extent
 from conductor.policy.state import ClusterState
 
 __all__ = ["copy_after"]

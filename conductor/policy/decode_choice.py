@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.config import NS, AdmissionMode
-from conductor.policy.costs import ModelCosts
+from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.credible import to_ns
 from conductor.policy.decisions import DecodeScore
 from conductor.policy.decode_kernels import LEARNED, NOW, UNIFORM, decode_kernels
 from conductor.policy.nodes import Candidates
-from conductor.policy.paces import DECODE
 from conductor.policy.quick import quick
 from conductor.policy.requests import NONE
 from conductor.policy.state import ClusterState

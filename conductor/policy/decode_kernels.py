@@ -14,8 +14,8 @@ import numpy as np
 from numba import types
 
 from conductor.policy.compiling import decision_kernel
-from conductor.policy.length_kernels import survival
-from conductor.policy.paces import DECODE
+from conductor.policy.costs import DECODE
+from conductor.policy.lengths import survival
 from conductor.policy.requests import (
     COMMITTED,
     CURVE,

@@ -5,11 +5,9 @@ What was never measured, nor given as a profile, is not judged.
 
 from collections.abc import Iterator, Mapping
 
-from conductor.policy.costs import ModelCosts, prefill_s, tbt_s
+from conductor.policy.costs import DECODE, PREFILL, ModelCosts, prefill_s, tbt_s
 from conductor.policy.nodes import ModelNodes, NodeTable
-from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo
-from conductor.policy.paces import DECODE, PREFILL
-from conductor.policy.record_form import tell_objective
+from conductor.policy.objectives import Objective, SloClass, SloRecord, TenantSlo, tell_objective
 
 __all__ = ["reach", "unmeetable"]
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from conductor.policy.algorithm1 import PrefillScores
 from conductor.policy.candidates import Places
 from conductor.policy.config import NS
-from conductor.policy.costs import ModelCosts
+from conductor.policy.costs import PREFILL, ModelCosts
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import ModelNodes
-from conductor.policy.paces import PREFILL
 from conductor.policy.state import ClusterState
 
 __all__ = ["PrefillGroup", "form_group"]

@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import replace
 from math import isfinite
 
+from conductor.policy.costs import DECODE, PREFILL
 from conductor.policy.events import CostsGiven, DecodeSample, NodeReported, NodeView, PrefillSample, TransferSample
-from conductor.policy.paces import DECODE, PREFILL
-from conductor.policy.regression import LONGEST_S
+from conductor.policy.fitting import LONGEST_S
 from conductor.policy.state import ClusterState
 
 __all__ = ["learn", "mismatches"]

@@ -2,11 +2,21 @@
 
 An objective is a bound on a request's TTFT (time to first token) or TBT (time between tokens): seconds, or a multiple
 of what the request would take in an idle cluster ("P90 at most k x unloaded", the rule of the Mooncake paper).
+
+The record of objectives as people and files write it, as plain mappings and texts, and back; what it may say.
+
+An objective is "2s", "300ms", "5x" (times the unloaded value) or "off", and a percentile may follow: "5x p95". What is
+told is read back equal. Raises ObjectivesError, which names the place and says what was expected.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from conductor.errors import ObjectivesError
 
 __all__ = [
     "NOTHING_TO_MEET",
@@ -101,7 +111,10 @@ def record_of_seconds(
     cluster: tuple[float | None, float | None], models: Mapping[str, tuple[float | None, float | None]]
 ) -> SloRecord:
     """A record of (TTFT, TBT) in seconds; 0 = off, so that for a model the cluster's does not hold either."""
-    return SloRecord(_scope_of_seconds(*cluster), {model: _scope_of_seconds(*own) for model, own in models.items() if own != (None, None)})
+    return SloRecord(
+        _scope_of_seconds(*cluster),
+        {model: _scope_of_seconds(*own) for model, own in models.items() if own != (None, None)},
+    )
 
 
 def _scope_of_seconds(*bounds_s: float | None) -> Scope:
@@ -210,3 +223,246 @@ def _first(said: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, 
         if objective is not None:
             return objective, source
     return NO_OBJECTIVE, "none"
+
+
+__all__ = ["digest", "parse_record", "record_from_text", "record_text", "tell_objective", "tell_record"]
+
+T = TypeVar("T")
+_LARGEST_S = {"ttft": 86400.0, "tbt": 3600.0}
+_LEAST_S = 1e-6
+_LARGEST_TIMES = 1000.0
+_LARGEST_NUMBER = 1e9
+_LARGEST_PRIORITY = 1000
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 0.01, 100.0
+_MOST = {"classes": 64, "models": 256, "tenants": 1000}
+_AT = r"(\s+p(?P<percentile>\d{1,2}(\.\d{1,4})?))?"
+_OBJECTIVE = re.compile(r"(?P<number>\d{1,9}(\.\d{1,9})?)\s*(?P<unit>ms|s|x|)" + _AT)
+_OFF = re.compile("off" + _AT)
+_CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_NAME = re.compile(r"[^\s\x00-\x1f]{1,256}")
+_RULES = get_args(HeaderRule)
+
+
+def parse_record(value: Any) -> SloRecord:
+    """The record that a mapping, such as a YAML file holds, describes; nothing at all is an empty record."""
+    said = _mapping({} if value is None else value, "the record", ("cluster", "models", "classes", "tenants"), _REST)
+    record = SloRecord(
+        cluster=_scope(said.get("cluster"), "cluster"),
+        models=_named(said, "models", _NAME, _scope),
+        classes=_named(said, "classes", _CLASS_NAME, _slo_class),
+        tenants=_named(said, "tenants", _NAME, _tenant),
+        default_class=_text(said.get("default_class", ""), "default_class"),
+        headers=_rule(said.get("headers", "any"), "headers"),
+    )
+    wanted = {"default_class": record.default_class}
+    wanted |= {f"tenants.{name}.class": tenant.slo_class for name, tenant in record.tenants.items()}
+    for where, name in wanted.items():
+        if name and name not in record.classes:
+            known = ", ".join(sorted(record.classes)) or "none"
+            raise ObjectivesError(f"{where} is {name!r}, which is no class of the record; its classes are: {known}")
+    return record
+
+
+def tell_record(record: SloRecord) -> dict[str, Any]:
+    """As plain YAML or JSON; `parse_record` gives an equal record."""
+    told: dict[str, Any] = {}
+    if cluster := _told_scope(record.cluster):
+        told["cluster"] = cluster
+    if record.models:
+        told["models"] = {name: _told_scope(scope) for name, scope in sorted(record.models.items())}
+    if record.classes:
+        told["classes"] = {
+            name: _told_scope(one) | ({"priority": one.priority} if one.priority else {})
+            for name, one in sorted(record.classes.items())
+        }
+    if record.tenants:
+        told["tenants"] = {
+            name: _told_scope(one)
+            | ({"class": one.slo_class} if one.slo_class else {})
+            | ({"headers": one.headers} if one.headers else {})
+            | ({"weight": one.weight} if one.weight != 1 else {})
+            for name, one in sorted(record.tenants.items())
+        }
+    if record.default_class:
+        told["default_class"] = record.default_class
+    if record.headers != "any":
+        told["headers"] = record.headers
+    return told
+
+
+def record_text(record: SloRecord) -> str:
+    """The one JSON text of a record: equal records have equal texts."""
+    return json.dumps(tell_record(record), sort_keys=True, separators=(",", ":"))
+
+
+def record_from_text(text: str) -> SloRecord:
+    """What `record_text` gave, or any JSON that `parse_record` takes."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ObjectivesError(f"the record is no JSON: {error}") from error
+    return parse_record(value)
+
+
+def digest(text: str) -> str:
+    """16 hex digits that name a record's text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_REST = ("default_class", "headers")
+
+
+def _mapping(value: Any, where: str, *known: tuple[str, ...]) -> Mapping[str, Any]:
+    keys = [key for part in known for key in part]
+    if not isinstance(value, Mapping):
+        raise ObjectivesError(f"{where} is {_shown(value)}: expected a mapping with any of {', '.join(keys)}")
+    unknown = [key for key in value if key not in keys]
+    if unknown:
+        raise ObjectivesError(f"{where} has the unknown key {_shown(unknown[0])}; it may have {', '.join(keys)}")
+    return value
+
+
+def _named(said: Mapping[str, Any], key: str, names: re.Pattern[str], parse: Callable[[Any, str], T]) -> dict[str, T]:
+    value = said.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ObjectivesError(f"{key} is {_shown(value)}: expected a mapping from names")
+    if len(value) > _MOST[key]:
+        raise ObjectivesError(f"{key} has {len(value)} entries: at most {_MOST[key]} are kept")
+    for name in value:
+        if not isinstance(name, str) or not names.fullmatch(name):
+            quoted = "; YAML takes digits alone for a number: quote it" if isinstance(name, int) else ""
+            raise ObjectivesError(f"{key}: {_shown(name)} cannot be a name{quoted}")
+    return {name: parse(one, f"{key}.{name}") for name, one in value.items()}
+
+
+def _scope(value: Any, where: str) -> Scope:
+    said = _mapping({} if value is None else value, where, _KINDS)
+    return Scope(**_objectives(said, where))
+
+
+def _slo_class(value: Any, where: str) -> SloClass:
+    said = _mapping({} if value is None else value, where, _KINDS, ("priority",))
+    priority = said.get("priority", 0)
+    if type(priority) is not int or not abs(priority) <= _LARGEST_PRIORITY:
+        raise ObjectivesError(
+            f"{where}.priority is {_shown(priority)}: expected a whole number from -{_LARGEST_PRIORITY} to "
+            f"{_LARGEST_PRIORITY}; the lowest goes first"
+        )
+    return SloClass(**_objectives(said, where), priority=priority)
+
+
+def _tenant(value: Any, where: str) -> TenantSlo:
+    said = _mapping({} if value is None else value, where, _KINDS, ("class", "headers", "weight"))
+    return TenantSlo(
+        **_objectives(said, where),
+        slo_class=_text(said.get("class", ""), f"{where}.class"),
+        headers=_rule(said["headers"], f"{where}.headers") if said.get("headers") is not None else None,
+        weight=_weight(said.get("weight", 1), f"{where}.weight"),
+    )
+
+
+_KINDS = ("ttft", "tbt")
+
+
+def _objectives(said: Mapping[str, Any], where: str) -> dict[str, Objective | None]:
+    return {kind: _objective(said.get(kind), kind, f"{where}.{kind}") for kind in _KINDS}
+
+
+def _objective(value: Any, kind: str, where: str) -> Objective | None:
+    if value is None:
+        return None
+    if value is False:  # what YAML makes of off
+        return Objective()
+    text = _number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if not isinstance(text, str):
+        raise _no_objective(value, where)
+    if off := _OFF.fullmatch(text.strip()):
+        return Objective(percentile=_percentile(off["percentile"], where))
+    found = _OBJECTIVE.fullmatch(text.strip())
+    if found is None:
+        raise _no_objective(value, where)
+    percentile = _percentile(found["percentile"], where)
+    number = float(found["number"])
+    if found["unit"] == "x":
+        if not 1 <= number <= _LARGEST_TIMES:
+            raise ObjectivesError(
+                f"{where} is {_shown(value)}: expected 1x to {_LARGEST_TIMES:g}x; no request is faster than unloaded"
+            )
+        return Objective(times=number, percentile=percentile)
+    seconds = round(number / 1000 if found["unit"] == "ms" else number, 9)
+    if seconds == 0:
+        return Objective(percentile=percentile)
+    if not _LEAST_S <= seconds <= _LARGEST_S[kind]:
+        raise ObjectivesError(
+            f"{where} is {_shown(value)}: expected {_LEAST_S * 1e6:g} microsecond to {_LARGEST_S[kind]:g} s"
+        )
+    return Objective(seconds=seconds, percentile=percentile)
+
+
+def _number_text(value: float) -> str:
+    """A bare number means seconds, as on the command line."""
+    return f"{value:.9f}" if 0 <= value < _LARGEST_NUMBER else str(value)
+
+
+def _no_objective(value: Any, where: str) -> ObjectivesError:
+    return ObjectivesError(
+        f"{where} is {_shown(value)}: expected a time such as 2s or 300ms, a multiple of the unloaded value such as "
+        '5x, or off; a percentile may follow, as in "5x p95"'
+    )
+
+
+def _percentile(text: str | None, where: str) -> float:
+    value = DEFAULT_PERCENTILE if text is None else float(text)
+    if not 1 <= value < 100:
+        raise ObjectivesError(f"{where} speaks of p{text}: expected p1 to p99.99")
+    return value
+
+
+def _rule(value: Any, where: str) -> HeaderRule:
+    if value not in _RULES:
+        raise ObjectivesError(f"{where} is {_shown(value)}: expected one of {', '.join(_RULES)}")
+    return cast("HeaderRule", value)
+
+
+def _weight(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_WEIGHT <= value <= _LARGEST_WEIGHT:
+        raise ObjectivesError(
+            f"{where} is {_shown(value)}: expected a share from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g}, beside 1 of "
+            "tenants of whom nothing is said"
+        )
+    return float(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ObjectivesError(f"{where} is {_shown(value)}: expected a text")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _told_scope(scope: Scope | SloClass | TenantSlo) -> dict[str, Any]:
+    said = {"ttft": scope.ttft, "tbt": scope.tbt}
+    return {kind: tell_objective(objective) for kind, objective in said.items() if objective is not None}
+
+
+def tell_objective(objective: Objective) -> str:
+    """As `parse_record` takes it: "2s", "5x p95", "off"."""
+    if objective.is_off:
+        text = "off"
+    elif objective.times:
+        text = f"{_decimal(objective.times)}x"
+    else:
+        text = f"{_decimal(objective.seconds)}s"
+    return text if objective.percentile == DEFAULT_PERCENTILE else f"{text} p{_decimal(objective.percentile)}"
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.9f}".rstrip("0").rstrip(".")

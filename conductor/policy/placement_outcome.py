@@ -3,11 +3,11 @@
 from typing import Literal
 
 from conductor.policy.admission import asks_again
+from conductor.policy.admission.evaluation import Case
 from conductor.policy.algorithm1 import holders
 from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reason
 from conductor.policy.events import RequestArrived
-from conductor.policy.hindsight import Case
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement_plan import Plan
 from conductor.policy.requests import NONE, Claim

@@ -12,10 +12,9 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.credible import to_ns
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
 from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import PoolMatches, RequestArrived
 from conductor.policy.grouping import PrefillGroup, form_group, work_at_hand_s
 from conductor.policy.lengths import ENDLESS
-from conductor.policy.matches import PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement_prefixes import find_prefixes

@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.policy.algorithm1 import Prefixes
-from conductor.policy.events import RequestArrived
+from conductor.policy.events import PoolMatch, PoolMatches, RequestArrived
 from conductor.policy.kernels import kernels
-from conductor.policy.matches import PoolMatch, PoolMatches
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.replication import Replica
 from conductor.policy.requests import NONE

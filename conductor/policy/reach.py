@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from conductor.policy.algorithm1 import PrefillScores, Prefixes
 from conductor.policy.costs import ModelCosts
 from conductor.policy.events import RequestArrived
+from conductor.policy.kernels import reach_kernels
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.placement_prefixes import find_prefixes, most_reused, usable_slots
 from conductor.policy.quick import quick
-from conductor.policy.reach_kernels import reach_kernels
 from conductor.policy.requests import Claim
 from conductor.policy.seats import Seat, standing
 from conductor.policy.state import ClusterState

@@ -1,10 +1,93 @@
-"""Copies of hot prefixes as an investment: what they cost, what they saved, which have gone cold. No placement here."""
+"""Hot-spot copies under way: bounded, never the same one twice. Who is worth copying is Algorithm 1's word.
 
+How often prefixes are used: counts that fade, of a bounded number of prefixes.
+
+Copies of hot prefixes as an investment: what they cost, what they saved, which have gone cold. No placement here.
+"""
+
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from math import exp
 
 from conductor.policy.config import NS
-from conductor.policy.copies import Extent
 from conductor.policy.events import CopyFinished
+
+__all__ = ["Copies", "Extent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A copied prefix in blocks."""
+
+    num_blocks: int
+    had_blocks: int  # of these, what the target had before
+
+
+class Copies:
+    """In-flight copies, known by (target pool, key of the prefix's last block)."""
+
+    def __init__(self, max_copies: int, max_per_pool: int) -> None:
+        self._max_copies = max_copies
+        self._max_per_pool = max_per_pool
+        self._under_way: dict[tuple[str, int], tuple[str, Extent]] = {}  # with the source
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def try_begin(self, source: str, target: str, match_key: int, extent: Extent) -> bool:
+        """Note a copy as begun; False when it runs already or would be one too many."""
+        into_target = sum(pool == target for pool, _ in self._under_way)
+        if (
+            source == target
+            or (target, match_key) in self._under_way
+            or len(self._under_way) >= self._max_copies
+            or into_target >= self._max_per_pool
+        ):
+            return False
+        self._under_way[target, match_key] = source, extent
+        return True
+
+    def end(self, target: str, match_key: int) -> Extent | None:
+        """Note its end. None when it is not known (any more)."""
+        _, extent = self._under_way.pop((target, match_key), ("", None))
+        return extent
+
+    def drop_pool(self, pool: str) -> None:
+        """A pool node is lost, and with it the copies from and to it."""
+        kept = {key: value for key, value in self._under_way.items() if pool not in (value[0], key[0])}
+        self._under_way = kept
+
+    def num_sends(self) -> Counter[str]:
+        """Copies that each pool node sends."""
+        return Counter(source for source, _ in self._under_way.values())
+
+
+__all__ = ["Heat"]
+
+_MAX_PREFIXES = 16384
+
+
+class Heat:
+    """Uses per prefix within about `horizon_s`: each counts 1 when it happens and fades by e every horizon."""
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_ns = horizon_s * NS
+        self._counts: OrderedDict[int, tuple[float, int]] = OrderedDict()  # (count, when), least recently used first
+
+    def use(self, now_ns: int, key: int) -> float:
+        """Count one use; returns the uses within the horizon, this one included."""
+        count = self.of(now_ns, key) + 1.0
+        self._counts[key] = count, now_ns
+        self._counts.move_to_end(key)
+        if len(self._counts) > _MAX_PREFIXES:
+            self._counts.popitem(last=False)
+        return count
+
+    def of(self, now_ns: int, key: int) -> float:
+        """Uses within the horizon, as of now."""
+        count, at_ns = self._counts.get(key, (0.0, now_ns))
+        return count * exp((at_ns - now_ns) / self._horizon_ns)
+
 
 __all__ = ["Replica", "Replication"]
 

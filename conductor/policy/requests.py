@@ -1,20 +1,83 @@
-"""What the placed requests claim, as a struct of arrays: prefill queues, the decode ledger, who sends to whom.
+"""The numbers of a request's turn in the line of its prefill node, as rows of `RequestTable.turns`. Nothing else.
+
+The compiled writing of rows of the table of requests, all columns at once. Nothing here checks its arguments.
+
+What the placed requests claim, as a struct of arrays: prefill queues, the decode ledger, who sends to whom.
 
 Every sum per node is computed from these rows when it is asked for (`kernels`). No total is kept beside them, so none
 can drift.
+
+What helpers of prefill groups still have to compute, besides what was placed on them. Pure.
+
+An entry lives no longer than its head's prefill, which the table of requests knows; nothing else has to end it.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.charges import Charge
+from conductor.policy.compiling import decision_kernel
 from conductor.policy.decisions import Reason
+from conductor.policy.fairness import Charge
+from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
-from conductor.policy.row_kernels import TABLE_COLUMNS, row_kernels
-from conductor.policy.turn_columns import NUM_COLUMNS
+
+__all__ = ["ACCOUNT", "AGES", "ARRIVED", "DUE", "LEVEL", "NUM_COLUMNS", "PRIORITY", "TICKET"]
+
+LEVEL = 0  # of its class: lower goes first
+ACCOUNT = 1  # number of the account that is charged
+TICKET = 2  # virtual start time that it uses there now, ns
+PRIORITY = 3  # among the account's own: lower goes first
+DUE = 4  # when its first token should be there, ns of the policy's clock, as are the next two
+ARRIVED = 5
+AGES = 6  # from then on nothing newer goes before it
+NUM_COLUMNS = 7
+
+
+__all__ = ["TABLE_COLUMNS", "RowKernels", "row_kernels"]
+
+TABLE_COLUMNS = 14
+
+
+def write(table: Any, turns: Any, row: Any, values: Any, turn: Any) -> None:
+    """Into one row: a value for each column of both."""
+    for column, value in enumerate(values):
+        table[column, row] = value
+    for column, value in enumerate(turn):
+        turns[column, row] = value
+
+
+def move(table: Any, turns: Any, source: Any, target: Any) -> None:
+    """A row takes another number."""
+    for column in range(table.shape[0]):
+        table[column, target] = table[column, source]
+    for column in range(turns.shape[0]):
+        turns[column, target] = turns[column, source]
+
+
+class RowKernels(NamedTuple):
+    """See the functions of the same names."""
+
+    write: Any
+    move: Any
+
+
+@functools.cache
+def row_kernels() -> RowKernels:
+    """Both, compiled or loaded at the first call."""
+    signatures: Any = types
+    n = types.int64
+    wide, row = types.Array(n, 2, "C"), signatures.UniTuple(n, TABLE_COLUMNS)
+    return RowKernels(
+        decision_kernel(write, types.void(wide, wide, n, row, signatures.UniTuple(n, NUM_COLUMNS))),
+        decision_kernel(move, types.void(wide, wide, n, n)),
+    )
+
 
 __all__ = [
     "COMMITTED",
@@ -148,3 +211,43 @@ def _widened(table: NDArray[np.int64]) -> NDArray[np.int64]:
     wide = np.full((columns, 2 * rows - _SKEW), NONE, np.int64)
     wide[:, :rows] = table
     return wide
+
+
+__all__ = ["HelpBook"]
+
+NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Help:
+    attempt: int
+    helpers: tuple[str, ...]
+    share_ns: int  # that each of them computes
+
+
+class HelpBook:
+    """By request."""
+
+    def __init__(self) -> None:
+        self._helps: dict[str, _Help] = {}
+
+    def __len__(self) -> int:
+        return len(self._helps)
+
+    def add(self, request_id: str, attempt: int, helpers: Sequence[str], share_ns: int) -> None:
+        """From now on these nodes compute `share_ns` each for the request."""
+        self._helps[request_id] = _Help(attempt, tuple(helpers), share_ns)
+
+    def load_s(self, now_ns: int, nodes: NodeTable, requests: RequestTable) -> NDArray[np.float64]:
+        """Per slot: seconds that helping will still take. Forgets those whose prefill is over, or lost its head."""
+        load_ns = np.zeros(nodes.num_slots, np.int64)
+        for request_id, one in list(self._helps.items()):
+            row = requests.find(request_id, one.attempt)
+            if row is None or requests.column("prefill_node")[row] == NONE or requests.column("prefill_ns")[row] <= 0:
+                del self._helps[request_id]
+                continue
+            started_ns = int(requests.column("started_ns")[row])
+            left_ns = one.share_ns - (now_ns - started_ns if started_ns != NONE else 0)
+            slots = [nodes.slot(node_id) for node_id in one.helpers] if left_ns > 0 else []
+            load_ns[[slot for slot in slots if slot != NONE]] += left_ns
+        return load_ns / NS

@@ -12,8 +12,7 @@ from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import SwitchRole
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
-from conductor.policy.roles import Demand, Split, Switching
-from conductor.policy.sizing import ModelSizing, RoleLoad
+from conductor.policy.roles import Demand, ModelSizing, RoleLoad, Split, Switching
 from conductor.policy.state import ClusterState
 
 __all__ = ["answered", "arrived", "arrived_elsewhere", "plan_roles", "plan_sizes", "turned_away"]

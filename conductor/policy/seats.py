@@ -6,19 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.charges import Charge, Prices
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
 from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import RequestArrived, Turn
-from conductor.policy.fairness import OTHERS, Account, Shares, Usage, VirtualClock
-from conductor.policy.line_kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
+from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualClock
+from conductor.policy.kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.quick import quick
-from conductor.policy.requests import COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
+from conductor.policy.requests import ACCOUNT, COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
-from conductor.policy.turn_columns import ACCOUNT
 
 __all__ = ["Seat", "accounts", "accrue_endless", "begun", "endless_refused", "revived_turn", "sit", "standing"]
 

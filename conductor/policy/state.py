@@ -8,30 +8,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.attainment import Attainment
+from conductor.policy.admission.evaluation import Hindsight
+from conductor.policy.admission.rule import Margins
 from conductor.policy.config import NS, PolicyConfig
-from conductor.policy.copies import Copies
-from conductor.policy.costs import MeanDuration, ModelCosts, TransferCosts
+from conductor.policy.costs import MeanDuration, ModelCosts, NodePaces, TransferCosts
 from conductor.policy.events import CostsGiven
 from conductor.policy.fairness import Shares
-from conductor.policy.heat import Heat
-from conductor.policy.help_book import HelpBook
-from conductor.policy.hindsight import Hindsight
+from conductor.policy.history import Attainment, Past, PredictionErrors
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
-from conductor.policy.liveness import Liveness, deaf_ns
-from conductor.policy.margins import Margins
-from conductor.policy.nodes import NodeTable
+from conductor.policy.nodes import Liveness, NodeTable, deaf_ns
 from conductor.policy.objectives import ObjectiveBook
-from conductor.policy.paces import NodePaces
-from conductor.policy.past import Past
-from conductor.policy.prediction_errors import PredictionErrors
 from conductor.policy.quick import quick
-from conductor.policy.replication import Replication
-from conductor.policy.requests import NONE, Claim, RequestTable
-from conductor.policy.roles import Switching
-from conductor.policy.sizing import ModelSizing
-from conductor.policy.turn_columns import ACCOUNT
+from conductor.policy.replication import Copies, Heat, Replication
+from conductor.policy.requests import ACCOUNT, NONE, Claim, HelpBook, RequestTable
+from conductor.policy.roles import ModelSizing, Switching
 
 __all__ = ["ClusterState", "ModelTally", "Recent"]
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conductor.errors import ObjectivesError
-from conductor.policy.objectives import SloRecord
-from conductor.policy.record_form import record_from_text
+from conductor.policy.objectives import SloRecord, record_from_text
 from conductor.slo.front_doors import FrontDoors
 from conductor.slo.versions import SloVersion
 

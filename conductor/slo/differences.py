@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from conductor.policy.objectives import SloRecord
-from conductor.policy.record_form import tell_record
+from conductor.policy.objectives import SloRecord, tell_record
 
 __all__ = ["differences"]
 

@@ -16,8 +16,7 @@ from conductor.core import Core
 from conductor.ending import end
 from conductor.errors import SharedStoreError, SharedStoreUnavailable, SloConflict
 from conductor.policy.events import ObjectivesChanged
-from conductor.policy.objectives import SloRecord
-from conductor.policy.record_form import record_from_text, record_text
+from conductor.policy.objectives import SloRecord, record_from_text, record_text
 from conductor.slo.change import Change, Changed
 from conductor.slo.differences import differences
 from conductor.slo.file_versions import FileVersions

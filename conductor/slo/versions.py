@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from conductor.errors import ObjectivesError, SharedStoreRefused
-from conductor.policy.record_form import digest, record_from_text, record_text
+from conductor.policy.objectives import digest, record_from_text, record_text
 
 __all__ = ["KEPT", "Acknowledgement", "SloVersion", "VersionReader", "VersionStore"]
 

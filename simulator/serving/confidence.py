@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 
-from conductor.policy.hindsight import interval
+from conductor.policy.admission.evaluation import interval
 
 __all__ = ["Estimate", "mean_of", "share_of"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conductor.policy.matches import PoolMatches
+from conductor.policy.events import PoolMatches
 from kvpool.policy.eviction import Use, make_policy
 from simulator.pool import SimulatedPool
 from simulator.serving.settings import ServingSettings

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.errors import ObjectivesError
-from conductor.policy.charges import Charge, Prices
-from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Shares, VirtualClock, advanced_ns
-from conductor.policy.objectives import ObjectiveBook
-from conductor.policy.record_form import parse_record, tell_record
+from conductor.policy.fairness import CREDIT_NS, OTHERS, Account, Charge, Prices, Shares, VirtualClock, advanced_ns
+from conductor.policy.objectives import ObjectiveBook, parse_record, tell_record
 
 S = 1_000_000_000
 PRICES = Prices((0.0, 0.001, 0.0), (0.01, 0.001, 0.0), step_s=0.05, max_batch=10, num_blocks=100)

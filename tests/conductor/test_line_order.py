@@ -26,9 +26,18 @@ from conductor.policy.events import (
     Tick,
     Turn,
 )
-from conductor.policy.line_kernels import line_kernels
-from conductor.policy.requests import PREFILL_NODE, PREFILL_NS
-from conductor.policy.turn_columns import ACCOUNT, ARRIVED, DUE, LEVEL, NUM_COLUMNS, PRIORITY, TICKET
+from conductor.policy.kernels import line_kernels
+from conductor.policy.requests import (
+    ACCOUNT,
+    ARRIVED,
+    DUE,
+    LEVEL,
+    NUM_COLUMNS,
+    PREFILL_NODE,
+    PREFILL_NS,
+    PRIORITY,
+    TICKET,
+)
 from worker.policy import turns
 from worker.policy.turns import Line
 

@@ -8,7 +8,7 @@ from conductor.config import ConductorConfig
 from conductor.errors import ConfigError
 from conductor.policy.decisions import Copy
 from conductor.policy.events import NodeJoined, NodeLost, NodeReported, Tick
-from conductor.policy.liveness import Liveness
+from conductor.policy.nodes import Liveness
 
 ALL = ("pool-0", "pool-1", "prefill-0", "prefill-1", "decode-0", "decode-1")
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from conductor.policy.admission.rule import Margin
 from conductor.policy.config import NS
-from conductor.policy.margins import Margin
 
 
 @pytest.mark.parametrize("met", [0.8, 0.95])

@@ -10,8 +10,19 @@ from conductor.errors import ObjectivesError
 from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost, NodeReported, ObjectivesChanged, Progress, RequestCompleted
-from conductor.policy.objectives import Objective, ObjectiveBook, Scope, SloClass, SloRecord, TenantSlo
-from conductor.policy.record_form import digest, parse_record, record_from_text, record_text, tell_record
+from conductor.policy.objectives import (
+    Objective,
+    ObjectiveBook,
+    Scope,
+    SloClass,
+    SloRecord,
+    TenantSlo,
+    digest,
+    parse_record,
+    record_from_text,
+    record_text,
+    tell_record,
+)
 
 RECORD = {
     "cluster": {"ttft": "10s", "tbt": "1s"},

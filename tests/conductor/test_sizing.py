@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conductor.policy.config import NS
 from conductor.policy.decisions import Place
 from conductor.policy.events import RequestCompleted, Tick
-from conductor.policy.sizing import RoleLoad, Sizing, node_counts
+from conductor.policy.roles import RoleLoad, Sizing, node_counts
 
 busy = st.floats(0, 1000)
 GROW_S, SHRINK_S = 15, 300

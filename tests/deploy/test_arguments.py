@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from conductor.policy.record_form import tell_record
+from conductor.policy.objectives import tell_record
 from frontend.api.openapi import describe
 from moonpool.config import ServeConfig
 from moonpool.health import health_answers

@@ -13,8 +13,7 @@ import pytest
 import typer.main
 import yaml
 
-from conductor.policy.objectives import Objective
-from conductor.policy.record_form import parse_record, tell_record
+from conductor.policy.objectives import Objective, parse_record, tell_record
 from loadtest.cli import app as replay_app
 from loadtest.dialogue_cli import app as dialogues_app
 from moonpool.bench_command import app as bench_app
