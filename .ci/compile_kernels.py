@@ -18,9 +18,9 @@ def engine() -> None:
 
 def directory() -> None:
     from conductor.directory import table
-    from conductor.policy.decode_kernels import decode_kernels
     from conductor.policy.kernels import kernels, line_kernels, reach_kernels
     from conductor.policy.lengths import length_kernels
+    from conductor.policy.placement.decode import decode_kernels
     from conductor.policy.requests import row_kernels
 
     table.warm_up()

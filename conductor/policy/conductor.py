@@ -6,13 +6,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from conductor.policy.admission import judge_after_prefill
 from conductor.policy.admission.evaluation import Case, Hindsight
+from conductor.policy.admission.judge import judge_after_prefill
 from conductor.policy.config import NS, PolicyConfig
 from conductor.policy.costs import DECODE, PREFILL
-from conductor.policy.credible import credible
 from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
-from conductor.policy.decode_kernels import decode_kernels
+from conductor.policy.event_bounds import credible
 from conductor.policy.events import (
     CopyFinished,
     CostsGiven,
@@ -32,18 +31,17 @@ from conductor.policy.fairness import Account
 from conductor.policy.feasibility import reach, unmeetable
 from conductor.policy.history import ERROR_BOUNDS, Attainment, Past, PredictionErrors
 from conductor.policy.kernels import kernels, line_kernels, reach_kernels
-from conductor.policy.learning import mismatches
 from conductor.policy.loads import Loads
 from conductor.policy.objectives import ObjectiveBook, SloRecord, record_from_text, tell_objective
-from conductor.policy.placement import place
+from conductor.policy.placement.colocated import UNDIVIDED_OUTCOMES
+from conductor.policy.placement.decode import decode_kernels
+from conductor.policy.placement.place import place
+from conductor.policy.queue_position import accounts, accrue_endless
 from conductor.policy.replication import Replication
-from conductor.policy.reports import complete, lose_node, report
+from conductor.policy.reports import complete, lose_node, mismatches, report
 from conductor.policy.requests import NONE, row_kernels
 from conductor.policy.role_plan import plan_roles, plan_sizes
-from conductor.policy.seats import accounts, accrue_endless
-from conductor.policy.state import ClusterState
-from conductor.policy.surroundings import StateSurroundings
-from conductor.policy.undivided import UNDIVIDED_OUTCOMES
+from conductor.policy.state import ClusterState, StateSurroundings
 
 __all__ = ["Conductor"]
 

@@ -8,11 +8,11 @@ costs.
 
 import numpy as np
 
-from conductor.policy.algorithm1 import PrefillScores, Prefixes
 from conductor.policy.costs import TransferCosts
 from conductor.policy.decisions import Copy
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates
+from conductor.policy.placement.prefill import PrefillScores, Prefixes
 from conductor.policy.replication import Extent
 from conductor.policy.state import ClusterState
 

@@ -23,7 +23,18 @@ from conductor.policy.fitting import LONGEST_S, CostFit, Watch
 from conductor.policy.requests import NONE
 from worker.policy.cost_formulas import fetch_s, margin, prefill_s, read_s, tbt_s
 
-__all__ = ["DECODE", "PREFILL", "NodePaces"]
+__all__ = [
+    "DECODE",
+    "PREFILL",
+    "MeanDuration",
+    "ModelCosts",
+    "NodePaces",
+    "TransferCosts",
+    "fetch_s",
+    "prefill_s",
+    "read_s",
+    "tbt_s",
+]
 
 PREFILL: Final = 0  # rows of `slowdown`
 DECODE: Final = 1
@@ -101,8 +112,6 @@ class NodePaces:
         self._levels[kind, slot] = level
         self.slowdown[kind, slot] = 1.0 if abs(level) < _DEAD else exp(level)
 
-
-__all__ = ["MeanDuration", "ModelCosts", "TransferCosts", "fetch_s", "prefill_s", "read_s", "tbt_s"]
 
 _PREFILL_GUESS = (5e-3, 2e-4, 1e-8)  # per request, per new token, per (new token, token attended to)
 _DECODE_GUESS = (5e-3, 5e-4, 1e-7)  # per step, per sequence, per token of context

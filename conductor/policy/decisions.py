@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conductor.policy.events import NO_TURN, Turn
-from conductor.policy.quick import quick
+from conductor.policy.fast_dataclass import quick
 
 __all__ = [
     "Considered",

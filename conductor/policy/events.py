@@ -12,9 +12,34 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.quick import quick
+from conductor.policy.fast_dataclass import quick
 
-__all__ = ["NO_MATCHES", "PoolMatch", "PoolMatches"]
+__all__ = [
+    "NO_MATCHES",
+    "CopyFinished",
+    "CostsGiven",
+    "DecodeAsked",
+    "DecodeSample",
+    "Event",
+    "Held",
+    "NodeJoined",
+    "NodeLost",
+    "NodeReported",
+    "NodeView",
+    "ObjectivesChanged",
+    "PathCosts",
+    "Phase",
+    "PoolMatch",
+    "PoolMatches",
+    "PrefillSample",
+    "Progress",
+    "RequestArrived",
+    "RequestCompleted",
+    "Role",
+    "Tick",
+    "TransferSample",
+    "Turn",
+]
 
 Ints = NDArray[np.int64]
 
@@ -82,32 +107,6 @@ class PoolMatches:
 
 NO_MATCHES = PoolMatches.of()
 
-
-__all__ = [
-    "CopyFinished",
-    "CostsGiven",
-    "DecodeAsked",
-    "DecodeSample",
-    "Event",
-    "Held",
-    "NodeJoined",
-    "NodeLost",
-    "NodeReported",
-    "NodeView",
-    "ObjectivesChanged",
-    "PathCosts",
-    "Phase",
-    "PoolMatch",
-    "PoolMatches",
-    "PrefillSample",
-    "Progress",
-    "RequestArrived",
-    "RequestCompleted",
-    "Role",
-    "Tick",
-    "TransferSample",
-    "Turn",
-]
 
 Role = Literal["prefill", "decode", "aggregated", "pool"]
 Phase = Literal["prefill_started", "prefill_ended", "decode_joined", "ended"]

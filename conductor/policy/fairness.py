@@ -25,7 +25,17 @@ from hashlib import blake2b
 
 from worker.policy.cost_formulas import prefill_s, tbt_s
 
-__all__ = ["CREDIT_NS", "OTHERS", "Account", "Shares", "Usage", "VirtualClock", "advanced_ns"]
+__all__ = [
+    "CREDIT_NS",
+    "OTHERS",
+    "Account",
+    "Charge",
+    "Prices",
+    "Shares",
+    "Usage",
+    "VirtualClock",
+    "advanced_ns",
+]
 
 OTHERS = "other"
 _MEMORY = 0.9
@@ -161,8 +171,6 @@ class Shares:
                 return True
         return False
 
-
-__all__ = ["Charge", "Prices"]
 
 NS = 1_000_000_000
 _UNKNOWN = -1

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from math import copysign, exp, log, sqrt
 from operator import mul
 
-__all__ = ["Watch"]
+__all__ = [
+    "LONGEST_S",
+    "CostFit",
+    "Watch",
+]
 
 _FIRST_SPREAD = 0.15
 _SPREADS = (0.01, 0.5)  # the least and the most that is taken for noise
@@ -65,8 +69,6 @@ class Watch:
         self._spread = min(max(self._spread * exp(step), _SPREADS[0]), _SPREADS[1])
 
 
-__all__ = ["LONGEST_S", "CostFit"]
-
 LONGEST_S = 1e4  # nothing that is measured here takes hours: whoever says so, or says that it took no number, is wrong
 
 _FORGETTING = 0.995  # weight of the past per sample: about 200 samples are remembered
@@ -74,7 +76,6 @@ _PRIOR_WEIGHT = 0.05  # samples that the prior's shape is worth, per coefficient
 _ERROR_MEMORY = 0.95
 _FROM = 24  # samples that are fitted together: until then nobody can say which of them are outliers
 _ROUNDS = 4
-_BAND, _LEAST_BAND = 4.0, 0.2  # median errors that are no outliers among them, and as a logarithm
 _FLOOR_S = 1e-9
 
 

@@ -23,7 +23,26 @@ from conductor.policy.decisions import Reason
 from conductor.policy.events import RequestArrived, RequestCompleted
 from conductor.policy.objectives import EffectiveObjectives
 
-__all__ = ["SLICE_NS", "Flow", "PastFlow", "Slice", "bucket_of", "middle_s", "told"]
+__all__ = [
+    "ERROR_BOUNDS",
+    "MAX_REMEMBERED",
+    "SLICE_NS",
+    "Attainment",
+    "ErrorHistogram",
+    "Flow",
+    "HotPrefix",
+    "Mark",
+    "Past",
+    "PastFlow",
+    "PastRequest",
+    "Predicted",
+    "PredictionErrors",
+    "Result",
+    "Slice",
+    "bucket_of",
+    "middle_s",
+    "told",
+]
 
 SLICE_NS: Final = 10 * NS
 _SLICES: Final = 90
@@ -135,8 +154,6 @@ def told(flow: Flow) -> dict[str, Any]:
 def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
-
-__all__ = ["MAX_REMEMBERED", "HotPrefix", "Mark", "Past", "PastRequest"]
 
 MAX_REMEMBERED: Final = 4096
 _MAX_MARKS: Final = 24  # of one request: a few attempts' phases
@@ -313,8 +330,6 @@ class Past:
             del self._uses[gone.match_key], self._prefixes[gone.match_key]
 
 
-__all__ = ["Attainment", "Result"]
-
 Result = Literal["met", "missed", "rejected", "failed"]
 _MAX_TENANTS = 32  # told apart beside those of the record; clients may be any number
 _OTHERS = "other"
@@ -384,14 +399,11 @@ def _all(results: Iterable[Result]) -> Result:
     return "met" if all(result == "met" for result in results) else "missed"
 
 
-__all__ = ["ERROR_BOUNDS", "ErrorHistogram", "Predicted", "PredictionErrors"]
-
 Predicted = Literal["prefill", "step", "ttft", "tbt"]
 
 # Of (predicted - measured) / measured: -0.5 was predicted half as long as it took, 1 twice as long.
 ERROR_BOUNDS: Final = (-0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 3.0)
 _MAX_NODES: Final = 32  # of a model, by name; those beyond share one
-_OTHERS: Final = "other"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,21 @@ from conductor.policy.requests import (
 )
 from worker.policy import cost_formulas
 
-__all__ = ["Kernels", "kernels", "prefixes", "score_prefill", "tally_row"]
+__all__ = [
+    "EARLIER",
+    "IS_CANDIDATE",
+    "LATER",
+    "Kernels",
+    "LineKernels",
+    "ReachKernels",
+    "kernels",
+    "line_kernels",
+    "line_up",
+    "prefixes",
+    "reach_kernels",
+    "score_prefill",
+    "tally_row",
+]
 
 _read_s: Any = numba.njit(cost_formulas.read_s)
 _fetch_s: Any = numba.njit(cost_formulas.fetch_s)
@@ -216,8 +230,6 @@ def kernels() -> Kernels:
     )
 
 
-__all__ = ["EARLIER", "IS_CANDIDATE", "LATER", "LineKernels", "line_kernels", "line_up"]
-
 WORK, EARLIER, LATER, IS_CANDIDATE = range(4)  # rows of `room`
 _LEAST, _MOST = -(1 << 62), 1 << 62
 
@@ -232,7 +244,6 @@ def _before(turns: Any, row: Any, priority: Any, due: Any, arrived: Any) -> Any:
 
 
 _goes_before: Any = numba.njit(_before)
-_tally_row: Any = numba.njit(tally_row)
 _advanced_ns: Any = numba.njit(advanced_ns)
 
 
@@ -376,8 +387,6 @@ def line_kernels() -> LineKernels:
     wide = types.Array(n, 2, "C")
     return LineKernels(decision_kernel(share, types.void(wide, wide, n, n)))
 
-
-__all__ = ["ReachKernels", "reach_kernels"]
 
 _prefixes: Any = numba.njit(prefixes)
 _line_up: Any = numba.njit(line_up)

@@ -22,7 +22,20 @@ from numpy.typing import NDArray
 from conductor.policy.compiling import decision_kernel
 from conductor.policy.config import NS
 
-__all__ = ["CELLS", "ENDED", "GOES_ON", "LEVELS", "LengthKernels", "cell_of", "length_kernels", "survival"]
+__all__ = [
+    "CELLS",
+    "ENDED",
+    "ENDLESS",
+    "GOES_ON",
+    "LEVELS",
+    "MAX_TENANTS",
+    "LengthKernels",
+    "Lengths",
+    "cell_of",
+    "grid",
+    "length_kernels",
+    "survival",
+]
 
 CELLS: Final = 80  # of a curve: answers of 2**20 tokens and more are not told apart
 LEVELS: Final = 4  # groups that an answer belongs to, each within the one before
@@ -120,8 +133,6 @@ def length_kernels() -> LengthKernels:
         decision_kernel(draw, types.void(counts, ints, floats, floats)),
     )
 
-
-__all__ = ["ENDLESS", "MAX_TENANTS", "Lengths", "grid"]
 
 Floats = NDArray[np.float64]
 ENDLESS: Final = 0  # the curve of what never ends

@@ -12,8 +12,8 @@ import numpy as np
 
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
-from conductor.policy.decode_kernels import NOW, decode_kernels
 from conductor.policy.nodes import ModelNodes
+from conductor.policy.placement.decode import NOW, decode_kernels
 from conductor.policy.state import ClusterState
 
 __all__ = ["Loads", "Swing", "loads_of"]

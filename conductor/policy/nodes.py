@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from conductor.policy.events import NodeView
 
-__all__ = ["Candidates", "ModelNodes", "NodeTable"]
+__all__ = [
+    "Candidates",
+    "Liveness",
+    "ModelNodes",
+    "NodeTable",
+    "deaf_ns",
+]
 
 Ints = NDArray[np.int64]
 _UNLIMITED = 1 << 62
@@ -235,9 +241,6 @@ class NodeTable:
     def _changed(self) -> None:
         self._models.clear()
         self._roster_slots = None
-
-
-__all__ = ["Liveness", "deaf_ns"]
 
 
 def deaf_ns(before_ns: int, now_ns: int, timeout_ns: int) -> int:

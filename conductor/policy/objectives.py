@@ -31,7 +31,13 @@ __all__ = [
     "SloRecord",
     "Source",
     "TenantSlo",
+    "digest",
+    "parse_record",
+    "record_from_text",
     "record_of_seconds",
+    "record_text",
+    "tell_objective",
+    "tell_record",
 ]
 
 HeaderRule = Literal["any", "tighten", "ignore"]  # what a request's own header may do to its bound
@@ -224,8 +230,6 @@ def _first(said: Iterable[tuple[Source, Objective | None]]) -> tuple[Objective, 
             return objective, source
     return NO_OBJECTIVE, "none"
 
-
-__all__ = ["digest", "parse_record", "record_from_text", "record_text", "tell_objective", "tell_record"]
 
 T = TypeVar("T")
 _LARGEST_S = {"ttft": 86400.0, "tbt": 3600.0}

@@ -12,7 +12,13 @@ from math import exp
 from conductor.policy.config import NS
 from conductor.policy.events import CopyFinished
 
-__all__ = ["Copies", "Extent"]
+__all__ = [
+    "Copies",
+    "Extent",
+    "Heat",
+    "Replica",
+    "Replication",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,6 @@ class Copies:
         return Counter(source for source, _ in self._under_way.values())
 
 
-__all__ = ["Heat"]
-
 _MAX_PREFIXES = 16384
 
 
@@ -88,8 +92,6 @@ class Heat:
         count, at_ns = self._counts.get(key, (0.0, now_ns))
         return count * exp((at_ns - now_ns) / self._horizon_ns)
 
-
-__all__ = ["Replica", "Replication"]
 
 _MEMORY = 0.95
 _AT_FIRST = 0.5  # how likely a copied prefix is taken to be used again, before anything was seen

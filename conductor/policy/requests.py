@@ -27,7 +27,35 @@ from conductor.policy.fairness import Charge
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
 
-__all__ = ["ACCOUNT", "AGES", "ARRIVED", "DUE", "LEVEL", "NUM_COLUMNS", "PRIORITY", "TICKET"]
+__all__ = [
+    "ACCOUNT",
+    "AGES",
+    "ARRIVED",
+    "COMMITTED",
+    "CURVE",
+    "DECODE_NODE",
+    "DUE",
+    "GENERATED",
+    "JOINED",
+    "LEVEL",
+    "MAX_NEW",
+    "NONE",
+    "NUM_COLUMNS",
+    "PREFILL_NODE",
+    "PREFILL_NS",
+    "PRIORITY",
+    "PROMPT",
+    "READY",
+    "SENDER",
+    "STARTED",
+    "TABLE_COLUMNS",
+    "TICKET",
+    "Claim",
+    "HelpBook",
+    "RequestTable",
+    "RowKernels",
+    "row_kernels",
+]
 
 LEVEL = 0  # of its class: lower goes first
 ACCOUNT = 1  # number of the account that is charged
@@ -38,8 +66,6 @@ ARRIVED = 5
 AGES = 6  # from then on nothing newer goes before it
 NUM_COLUMNS = 7
 
-
-__all__ = ["TABLE_COLUMNS", "RowKernels", "row_kernels"]
 
 TABLE_COLUMNS = 14
 
@@ -78,24 +104,6 @@ def row_kernels() -> RowKernels:
         decision_kernel(move, types.void(wide, wide, n, n)),
     )
 
-
-__all__ = [
-    "COMMITTED",
-    "CURVE",
-    "DECODE_NODE",
-    "GENERATED",
-    "JOINED",
-    "MAX_NEW",
-    "NONE",
-    "PREFILL_NODE",
-    "PREFILL_NS",
-    "PROMPT",
-    "READY",
-    "SENDER",
-    "STARTED",
-    "Claim",
-    "RequestTable",
-]
 
 NONE = -1  # no node, no time yet
 PREFILL_NODE, DECODE_NODE, SENDER, PREFILL_NS, STARTED, READY, JOINED, COMMITTED, PROMPT, MAX_NEW = range(10)
@@ -212,8 +220,6 @@ def _widened(table: NDArray[np.int64]) -> NDArray[np.int64]:
     wide[:, :rows] = table
     return wide
 
-
-__all__ = ["HelpBook"]
 
 NS = 1_000_000_000
 

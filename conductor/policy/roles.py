@@ -16,7 +16,17 @@ from typing import Final, Literal
 
 from conductor.policy.config import NS
 
-__all__ = ["Demand", "Split", "Switch", "Switching", "better_split"]
+__all__ = [
+    "Demand",
+    "ModelSizing",
+    "RoleLoad",
+    "Sizing",
+    "Split",
+    "Switch",
+    "Switching",
+    "better_split",
+    "node_counts",
+]
 
 _MEMORY_S: Final = 60.0  # over which demand is measured, about
 _MOST_AWAY: Final = 10_000
@@ -170,8 +180,6 @@ def _told(split: Split) -> str:
     prefill, decode = split.prefill_load / split.prefill_nodes, split.decode_load / split.decode_nodes
     return f"{split.prefill_nodes} prefill nodes {prefill:.0%} busy, {split.decode_nodes} decode nodes {decode:.0%}"
 
-
-__all__ = ["ModelSizing", "RoleLoad", "Sizing", "node_counts"]
 
 _GROW_AT: Final = 0.7  # share of its time that a node may have work before another is wanted beside it
 _SHRINK_TO: Final = 0.55  # those that stay, when one goes, have work for no more of theirs

@@ -7,8 +7,8 @@ computed here, a chunk beside each step.
 
 from collections.abc import Callable
 
-from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import DecodeSample, Held, NodeReported
+from conductor.policy.placement.decode import peak_tokens
 from simulator.serving.clock import NS, Clock
 from simulator.serving.links import Link
 from simulator.serving.reports import Reporter

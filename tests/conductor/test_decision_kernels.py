@@ -3,9 +3,9 @@
 import pytest
 
 from conductor.directory.kernels import directory_kernels
-from conductor.policy.decode_kernels import decode_kernels
 from conductor.policy.kernels import kernels, line_kernels, reach_kernels
 from conductor.policy.lengths import length_kernels
+from conductor.policy.placement.decode import decode_kernels
 from conductor.policy.requests import row_kernels
 
 

@@ -11,7 +11,6 @@ from conductor.policy.codec import event_from_json, to_json
 from conductor.policy.config import NS
 from conductor.policy.costs import fetch_s, read_s
 from conductor.policy.decisions import Place
-from conductor.policy.decode_choice import peak_tokens, wait_for_room_s
 from conductor.policy.events import (
     DecodeSample,
     NodeJoined,
@@ -26,6 +25,7 @@ from conductor.policy.events import (
     RequestCompleted,
     TransferSample,
 )
+from conductor.policy.placement.decode import peak_tokens, wait_for_room_s
 from conductor.policy.requests import NONE
 
 BLOCK = 16

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.policy import Conductor, PolicyConfig
-from conductor.policy.algorithm1 import Prefixes, score_prefill
 from conductor.policy.codec import decision_from_json, event_from_json, to_json
 from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import Copy, Place, Reject
@@ -29,6 +28,7 @@ from conductor.policy.events import (
     Tick,
     TransferSample,
 )
+from conductor.policy.placement.prefill import Prefixes, score_prefill
 
 BLOCK = 16
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0")

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, field, replace
 
 import pytest
 
-from conductor.policy.quick import quick
+from conductor.policy.fast_dataclass import quick
 
 
 @quick

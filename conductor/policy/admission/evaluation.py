@@ -26,7 +26,16 @@ from conductor.policy.history import Past, PastRequest
 from conductor.policy.objectives import EffectiveObjectives, ObjectiveBook, SloRecord
 from conductor.policy.requests import Claim
 
-__all__ = ["MAX_WATCHED", "Case", "Hindsight", "Surroundings", "interval"]
+__all__ = [
+    "MAX_WATCHED",
+    "Case",
+    "Hindsight",
+    "Preview",
+    "PreviewRow",
+    "Surroundings",
+    "interval",
+    "preview",
+]
 
 Verdict = Literal["right", "false", "undecided", "unwatched"]
 Outcome = Literal["met", "missed_ttft", "missed_tbt"]
@@ -204,9 +213,6 @@ def interval(hits: int, total: int) -> tuple[float, float]:
     half = _Z * sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
     # The share itself lies within, whatever the rounding.
     return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
-
-
-__all__ = ["Preview", "PreviewRow", "preview"]
 
 
 @dataclass(slots=True)

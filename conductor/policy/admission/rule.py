@@ -17,9 +17,17 @@ from typing import Final, Literal
 
 from conductor.policy.config import NS
 from conductor.policy.decisions import Reason
-from conductor.policy.quick import quick
+from conductor.policy.fast_dataclass import quick
 
-__all__ = ["Forecast", "Loads", "loads_of", "unmet", "usable_s"]
+__all__ = [
+    "Forecast",
+    "Loads",
+    "Margin",
+    "Margins",
+    "loads_of",
+    "unmet",
+    "usable_s",
+]
 
 
 @quick
@@ -71,8 +79,6 @@ def unmet(forecast: Forecast, ttft_objective_s: float, tbt_objective_s: float) -
         return ""
     return "ttft" if loads.ttft >= loads.tbt else "tbt"
 
-
-__all__ = ["Margin", "Margins"]
 
 _STEP: Final = 0.01  # of the objective, by which errors beyond the margin raise it; others lower it in proportion
 _MOST: Final = 0.5

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.algorithm1 import PrefillScores
-from conductor.policy.candidates import Places
 from conductor.policy.config import NS
 from conductor.policy.costs import PREFILL, ModelCosts
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import ModelNodes
+from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.prefill import PrefillScores
 from conductor.policy.state import ClusterState
 
 __all__ = ["PrefillGroup", "form_group"]

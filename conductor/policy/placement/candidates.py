@@ -6,10 +6,10 @@ import numpy as np
 
 from conductor.policy.config import NS
 from conductor.policy.decisions import Reject
-from conductor.policy.decode_choice import peak_tokens
 from conductor.policy.events import RequestArrived
+from conductor.policy.fast_dataclass import quick
 from conductor.policy.nodes import Candidates, ModelNodes
-from conductor.policy.quick import quick
+from conductor.policy.placement.decode import peak_tokens
 from conductor.policy.state import ClusterState
 
 __all__ = ["Places", "find_places"]

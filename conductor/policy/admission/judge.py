@@ -1,21 +1,33 @@
-"""Is the predicted service good enough? Otherwise 429, and when to come back. docs/admission.md explains the modes."""
+"""Is the predicted service good enough? Otherwise 429, and when to come back. docs/admission.md explains the modes.
+
+When a rejected request is told to come back: whole seconds, and not all at the same moment.
+"""
 
 from dataclasses import dataclass
+from math import ceil, isfinite
 from typing import Final, Literal
+from zlib import crc32
 
 from conductor.policy.admission.rule import Forecast, unmet, usable_s
 from conductor.policy.config import PolicyConfig
 from conductor.policy.costs import ModelCosts
 from conductor.policy.decisions import Reason, Reject
-from conductor.policy.decode_choice import tbt_now_s, wait_for_tbt_s
 from conductor.policy.events import DecodeAsked, RequestArrived
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_plan import Plan
+from conductor.policy.placement.decode import tbt_now_s, wait_for_tbt_s
+from conductor.policy.placement.plan import Plan
 from conductor.policy.requests import NONE
-from conductor.policy.retry import retry_after_s
 from conductor.policy.state import ClusterState
 
-__all__ = ["Judgement", "asks_again", "forecast_of", "judge", "judge_after_prefill"]
+__all__ = [
+    "LONGEST_RETRY_S",
+    "Judgement",
+    "asks_again",
+    "forecast_of",
+    "judge",
+    "judge_after_prefill",
+    "retry_after_s",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +158,18 @@ def _message(what: str, predicted_s: float, objective_s: float) -> str:
 def _reject(request: RequestArrived, reason: Reason, message: str, wait_s: float) -> Reject:
     retry_s = retry_after_s(request.request_id, request.attempt, wait_s)
     return Reject(request.request_id, request.attempt, reason, message, retry_s)
+
+
+LONGEST_RETRY_S: Final = 300.0
+_SPREAD: Final = 0.5  # of the wait, over which those that were rejected together are spread
+
+
+def retry_after_s(request_id: str, attempt: int, wait_s: float) -> float:
+    """From the predicted wait: at least 1 and at most LONGEST_RETRY_S seconds, never sooner than predicted.
+
+    Later by a part of half of the wait, or of 1 s, that follows from the request's name: the same for the same request.
+    """
+    soonest = max(1, ceil(min(wait_s, LONGEST_RETRY_S))) if isfinite(wait_s) else int(LONGEST_RETRY_S)
+    spread = max(1, ceil(_SPREAD * soonest))
+    later = crc32(f"{request_id}/{attempt}".encode()) % (spread + 1)
+    return float(min(LONGEST_RETRY_S, soonest + later))

@@ -18,19 +18,18 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from conductor.policy.admission import asks_again
-from conductor.policy.algorithm1 import PrefillScores, Prefixes, score_prefill
-from conductor.policy.candidates import Places
+from conductor.policy.admission.judge import asks_again
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
-from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Considered, UndividedScore, WhyNot
-from conductor.policy.decode_choice import DecodeChoice, peak_tokens, tbt_each_s
+from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_plan import DecodePlan, Plan, considered_in
-from conductor.policy.placement_prefixes import find_prefixes
+from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.decode import DecodeChoice, peak_tokens, tbt_each_s
+from conductor.policy.placement.plan import DecodePlan, Plan, considered_in
+from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, score_prefill
 from conductor.policy.state import ClusterState
 
 __all__ = ["UNDIVIDED_OUTCOMES", "without_handover"]

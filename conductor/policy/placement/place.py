@@ -1,27 +1,36 @@
 """Places a request or rejects it: finds nodes, plans, judges the plan, books it, begins a hot-spot copy. The steps of
-a placement in their order; how each is done stands elsewhere."""
+a placement in their order; how each is done stands elsewhere.
+
+What becomes of a plan: a Place and its row in the ledger, or a case for hindsight. Plain data is made here.
+"""
 
 from dataclasses import replace
+from typing import Literal
 
-from conductor.policy.admission import forecast_of, judge
-from conductor.policy.candidates import find_places
+from conductor.policy.admission.evaluation import Case
+from conductor.policy.admission.judge import asks_again, forecast_of, judge
 from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
-from conductor.policy.decisions import Decision, Reject
+from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
+from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived
-from conductor.policy.extrapolation import extrapolated
 from conductor.policy.nodes import ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_outcome import book, case_of, placed_by
-from conductor.policy.placement_plan import Plan, make_plan, ttft_with_s
-from conductor.policy.placement_prefixes import replicas_used, without_replicas
-from conductor.policy.requests import Claim
+from conductor.policy.placement.candidates import find_places
+from conductor.policy.placement.colocated import without_handover
+from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
+from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
+from conductor.policy.queue_position import endless_refused, sit
+from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
-from conductor.policy.seats import endless_refused, sit
 from conductor.policy.state import ClusterState
-from conductor.policy.undivided import without_handover
 
-__all__ = ["place"]
+__all__ = [
+    "book",
+    "case_of",
+    "place",
+    "placed_by",
+]
 
 
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
@@ -128,3 +137,93 @@ def _credit_replica(
         without = without_replicas(state, request, model, replicas)
         alone_s = ttft_with_s(state, request, model, without, plan, costs)
         state.replication.use(now_ns, used, max(0.0, alone_s - plan.scores.ttft_s))
+
+
+def placed_by(
+    state: ClusterState, request: RequestArrived, plan: Plan, considered: Considered, extrapolated: tuple[str, ...]
+) -> Place:
+    """The plan as a decision."""
+    nodes, scores, decode = plan.places.prefill, plan.scores, plan.decode
+    chosen = scores.chosen
+    decodes_at = "" if decode is None or nodes.is_aggregated.item(chosen) else decode.node_id
+    reserves = state.config.overrun_probability and decodes_at and not request.endless
+    return Place(
+        request.request_id,
+        request.attempt,
+        nodes.ids[chosen],
+        decodes_at,
+        scores.reuse_blocks.item(chosen),
+        holders(nodes.pools[chosen], chosen, plan.prefixes, scores.fetches.item(chosen)),
+        plan.ttft_s,
+        plan.tbt_s,
+        plan.seat.turn,
+        considered,
+        extrapolated,
+        asks_again=decode is not None and not request.generated and asks_again(state.config),
+        reserve_tokens=plan.places.need_tokens if reserves else 0,
+        helpers=plan.group.helpers if plan.group is not None else (),
+    )
+
+
+def book(
+    now_ns: int,
+    state: ClusterState,
+    request: RequestArrived,
+    plan: Plan,
+    placed: Place,
+    objectives: EffectiveObjectives,
+    unwanted: Reason | Literal[""],
+) -> int:
+    """What the placed request takes goes into the ledger; returns its row."""
+    nodes, scores, need_tokens = plan.places.prefill, plan.scores, plan.places.need_tokens
+    chosen, slot_of, is_endless = scores.chosen, state.nodes.slot, request.endless
+    decodes_at = placed.decode or (placed.prefill if nodes.is_aggregated.item(chosen) else "")
+    if plan.group is not None:
+        state.helping.add(request.request_id, request.attempt, plan.group.helpers, to_ns(plan.group.share_s))
+    claim = Claim(
+        request.request_id,
+        request.attempt,
+        request.model,
+        request.frontend_id,
+        placed.predicted_ttft_s,
+        placed.predicted_tbt_s,
+        placed.prefill,
+        decodes_at,
+        tenant=request.tenant,
+        objectives=objectives,
+        curve=plan.curve,
+        max_tokens=request.generated + request.max_new_tokens,
+        unwanted=unwanted,
+    )
+    values = (
+        nodes.slots.item(chosen),  # prefill_node
+        slot_of(decodes_at) if decodes_at else NONE,  # decode_node
+        slot_of(plan.prefixes.best_pool) if scores.fetches.item(chosen) else NONE,  # sender
+        to_ns(plan.prefill_s),  # prefill_ns
+        NONE,  # started_ns
+        now_ns + to_ns(placed.predicted_ttft_s),  # ready_ns
+        NONE,  # joined_ns
+        need_tokens if decodes_at else 0,  # committed
+        need_tokens if is_endless else request.prompt_tokens,  # prompt
+        0 if is_endless else request.max_new_tokens,  # max_new
+        plan.curve,  # curve
+        request.generated,  # generated
+        now_ns,  # seen_ns
+        now_ns,  # placed_ns
+    )
+    return state.requests.append(claim, values, plan.seat.numbers)
+
+
+def case_of(now_ns: int, request: RequestArrived, reason: Reason, plan: Plan, objectives: EffectiveObjectives) -> Case:
+    """What a rejected request would have done, for hindsight."""
+    return Case(
+        model=request.model,
+        reason=reason,
+        at_ns=now_ns,
+        work_ns=to_ns(plan.ready_s - plan.queue_s),
+        prefill=plan.places.prefill.ids[plan.chosen],
+        decode=plan.decode.node_id if plan.decode is not None else "",
+        need_tokens=plan.places.need_tokens,
+        prompt_tokens=request.prompt_tokens,
+        objectives=objectives,
+    )

@@ -1,30 +1,38 @@
 """Where a request would run, and what is predicted of it there: Algorithm 1 for the prefill, predicted TBT for the
-decode. Nothing is judged or booked here, but that the request takes its ticket."""
+decode. Nothing is judged or booked here, but that the request takes its ticket.
+
+Which of a decision's predictions lie beyond what was measured. They are lengthened where they are made.
+"""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.algorithm1 import PrefillScores, Prefixes, score_prefill
-from conductor.policy.candidates import Places
-from conductor.policy.costs import ModelCosts
-from conductor.policy.credible import to_ns
+from conductor.policy.costs import ModelCosts, TransferCosts
 from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
-from conductor.policy.decode_choice import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
+from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import PoolMatches, RequestArrived
-from conductor.policy.grouping import PrefillGroup, form_group, work_at_hand_s
+from conductor.policy.fast_dataclass import quick
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates, ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
-from conductor.policy.placement_prefixes import find_prefixes
-from conductor.policy.quick import quick
-from conductor.policy.reach import reach
+from conductor.policy.placement.candidates import Places
+from conductor.policy.placement.decode import DecodeChoice, choose_decode, peak_tokens, wait_for_room_s
+from conductor.policy.placement.grouping import PrefillGroup, form_group, work_at_hand_s
+from conductor.policy.placement.prefill import PrefillScores, Prefixes, find_prefixes, reach, score_prefill
+from conductor.policy.queue_position import Seat
 from conductor.policy.requests import Claim
-from conductor.policy.seats import Seat
 from conductor.policy.state import ClusterState
 
-__all__ = ["DecodePlan", "Plan", "considered_in", "make_plan", "ttft_with_s"]
+__all__ = [
+    "DecodePlan",
+    "Plan",
+    "considered_in",
+    "extrapolated",
+    "make_plan",
+    "ttft_with_s",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -237,3 +245,32 @@ def _plan_decode(
     if missing > 0:
         wait_s = wait_for_room_s(nodes, choice.index, state, costs, now_ns=now_ns, missing_tokens=missing)
     return DecodePlan(nodes, choice, wait_s)
+
+
+def extrapolated(
+    prefixes: Prefixes,
+    scores: PrefillScores,
+    choice: DecodeChoice | None,
+    prompt_tokens: int,
+    model: ModelNodes,
+    costs: ModelCosts,
+    transfers: TransferCosts,
+) -> tuple[str, ...]:
+    """Of "prefill", "decode", "load", "fetch" and "ssd_read", for the candidates chosen."""
+    chosen, block_nbytes, found = scores.chosen, model.block_nbytes, []
+    reuse = scores.reuse_blocks.item(chosen)
+    if not costs.covers_prefill(prompt_tokens - reuse * model.block_tokens, prompt_tokens):
+        found.append("prefill")
+    if choice is not None and not choice.is_covered:
+        found.append("decode")
+    if reuse:
+        own = prefixes.held.item(0, chosen)
+        missing = reuse - own
+        on_ssd = prefixes.held.item(1, chosen) + min(missing, prefixes.best_ssd)
+        if own and not transfers.covers("load", own * block_nbytes):
+            found.append("load")
+        if missing and not transfers.covers("fetch", missing * block_nbytes):
+            found.append("fetch")
+        if on_ssd and not transfers.covers("ssd_read", on_ssd * block_nbytes):
+            found.append("ssd_read")
+    return tuple(found)

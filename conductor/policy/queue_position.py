@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from conductor.policy.config import NS
 from conductor.policy.costs import ModelCosts
-from conductor.policy.credible import to_ns
 from conductor.policy.decisions import Place, Reject
+from conductor.policy.event_bounds import to_ns
 from conductor.policy.events import RequestArrived, Turn
 from conductor.policy.fairness import OTHERS, Account, Charge, Prices, Shares, Usage, VirtualClock
+from conductor.policy.fast_dataclass import quick
 from conductor.policy.kernels import EARLIER, IS_CANDIDATE, LATER, line_kernels
 from conductor.policy.nodes import ModelNodes
-from conductor.policy.quick import quick
 from conductor.policy.requests import ACCOUNT, COMMITTED, DECODE_NODE, NONE, PREFILL_NODE, Claim
 from conductor.policy.state import ClusterState
 
