@@ -9,7 +9,6 @@ from typing import Literal
 
 from conductor.policy.admission.evaluation import Case
 from conductor.policy.admission.judge import asks_again, forecast_of, judge
-from conductor.policy.copying import copy_after
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
 from conductor.policy.event_bounds import to_ns
@@ -18,6 +17,7 @@ from conductor.policy.nodes import ModelNodes
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_places
 from conductor.policy.placement.colocated import without_handover
+from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import Plan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
 from conductor.policy.queue_position import endless_refused, sit
