@@ -7,7 +7,7 @@ import numba
 import numpy as np
 from numba import types
 
-from messenger.native.compiling import compiled
+from jit.compiling import compiled
 
 __all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_bytes", "digest_kernels", "digest_words", "mix"]
 

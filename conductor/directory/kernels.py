@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numba import types
 
 from conductor.directory import changes, reading
-from messenger.native.compiling import compiled
+from jit.compiling import compiled
 
 __all__ = ["Kernels", "directory_kernels"]
 

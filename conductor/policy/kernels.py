@@ -18,7 +18,6 @@ import numba
 import numpy as np
 from numba import types
 
-from conductor.policy.compiling import decision_kernel
 from conductor.policy.costs import PREFILL
 from conductor.policy.fairness import advanced_ns
 from conductor.policy.requests import (
@@ -37,6 +36,7 @@ from conductor.policy.requests import (
     STARTED,
     TICKET,
 )
+from jit.compiling import compiled_with_gil
 from worker.policy import cost_formulas
 
 __all__ = [
@@ -220,13 +220,13 @@ def kernels() -> Kernels:
     two, three = signatures.UniTuple(f, 2), signatures.UniTuple(f, 3)
     scored = signatures.Tuple((n, f))
     return Kernels(
-        decision_kernel(tally, types.void(wide, n, n, wide)),
-        decision_kernel(prefixes, signatures.UniTuple(n, 4)(ints, ints, ints, n, ints, wide, ints, wide)),
-        decision_kernel(
+        compiled_with_gil(tally, types.void(wide, n, n, wide)),
+        compiled_with_gil(prefixes, signatures.UniTuple(n, 4)(ints, ints, ints, n, ints, wide, ints, wide)),
+        compiled_with_gil(
             score_prefill,
             scored(wide, floats, n, n, n, n, n, n, f, ints, seconds, three, two, two, two, two, seconds, ints, flags),
         ),
-        decision_kernel(best, types.void(seconds, floats, ints)),
+        compiled_with_gil(best, types.void(seconds, floats, ints)),
     )
 
 
@@ -385,7 +385,7 @@ def line_kernels() -> LineKernels:
     """Compiled or loaded at the first call."""
     n = types.int64
     wide = types.Array(n, 2, "C")
-    return LineKernels(decision_kernel(share, types.void(wide, wide, n, n)))
+    return LineKernels(compiled_with_gil(share, types.void(wide, wide, n, n)))
 
 
 _prefixes: Any = numba.njit(prefixes)
@@ -472,4 +472,4 @@ def reach_kernels() -> ReachKernels:
     costs = n, n, n, f, reals, three, two, two, two, two
     room = wide, wide, wide, floats, reals, ints, flags
     found = signatures.Tuple((n, n, n, n, n, n, n, f))
-    return ReachKernels(decision_kernel(reach, found(*lines, *matches, *costs, *room)))
+    return ReachKernels(compiled_with_gil(reach, found(*lines, *matches, *costs, *room)))

@@ -19,8 +19,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.compiling import decision_kernel
 from conductor.policy.config import NS
+from jit.compiling import compiled_with_gil
 
 __all__ = [
     "CELLS",
@@ -129,8 +129,8 @@ def length_kernels() -> LengthKernels:
     n, f = types.int64, types.float64
     counts, floats, ints = types.Array(f, 3, "C"), types.Array(f, 1, "C"), types.Array(n, 1, "C")
     return LengthKernels(
-        decision_kernel(learn, types.void(counts, floats, ints, ints, n, n, f, n, n)),
-        decision_kernel(draw, types.void(counts, ints, floats, floats)),
+        compiled_with_gil(learn, types.void(counts, floats, ints, ints, n, n, f, n, n)),
+        compiled_with_gil(draw, types.void(counts, ints, floats, floats)),
     )
 
 

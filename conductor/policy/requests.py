@@ -21,11 +21,11 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.compiling import decision_kernel
 from conductor.policy.decisions import Reason
 from conductor.policy.fairness import Charge
 from conductor.policy.nodes import NodeTable
 from conductor.policy.objectives import NOTHING_TO_MEET, EffectiveObjectives
+from jit.compiling import compiled_with_gil
 
 __all__ = [
     "ACCOUNT",
@@ -100,8 +100,8 @@ def row_kernels() -> RowKernels:
     n = types.int64
     wide, row = types.Array(n, 2, "C"), signatures.UniTuple(n, TABLE_COLUMNS)
     return RowKernels(
-        decision_kernel(write, types.void(wide, wide, n, row, signatures.UniTuple(n, NUM_COLUMNS))),
-        decision_kernel(move, types.void(wide, wide, n, n)),
+        compiled_with_gil(write, types.void(wide, wide, n, row, signatures.UniTuple(n, NUM_COLUMNS))),
+        compiled_with_gil(move, types.void(wide, wide, n, n)),
     )
 
 

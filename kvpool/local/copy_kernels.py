@@ -10,6 +10,7 @@ import numba
 import numpy as np
 from numba import types
 
+from jit.compiling import compiled
 from kvpool.digest_kernels import digest_bytes, digest_words, mix
 from kvpool.local.layout import (
     PLAN_GROUP,
@@ -19,7 +20,6 @@ from kvpool.local.layout import (
     PLAN_ROW_NBYTES,
     PLAN_RUNS,
 )
-from messenger.native.compiling import compiled
 
 __all__ = [
     "BYTES",

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
+from jit.compiling import compiled
 from kvpool.local.copy_kernels import BYTES, WORDS, memcpy, move_group, rows_in_words, within
 from kvpool.local.layout import (
     AT_BUCKETS_VERSION,
@@ -33,7 +34,6 @@ from kvpool.local.layout import (
     STALE,
 )
 from messenger.native.atomics import fence_acquire, fence_release, load_acquire, store_release
-from messenger.native.compiling import compiled
 
 __all__ = ["IndexKernels", "index_kernels"]
 

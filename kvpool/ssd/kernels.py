@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from messenger.native.compiling import compiled
+from jit.compiling import compiled
 
 __all__ = ["MAX_RUNS", "PIECE_NBYTES", "SHORT", "Kernels", "kernels"]
 

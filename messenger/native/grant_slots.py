@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from jit.compiling import compiled
 from messenger.memory import RemoteKey
 from messenger.native.atomics import fence_acquire, fence_all, fence_release, load_acquire, store_release
-from messenger.native.compiling import compiled
 
 Words = npt.NDArray[np.uint64]
 

@@ -18,9 +18,9 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray
 
+from jit.compiling import compiled
 from messenger.counters import FIRST_EDGE_S, NUM_SUMS
 from messenger.frames import MAX_PART_NBYTES, MAX_PART_ROWS, PREFIX
-from messenger.native.compiling import compiled
 from messenger.native.grant_slots import NUM_WORDS, READ, WRITE, enter, leave
 from messenger.native.libc import (
     clock_gettime,

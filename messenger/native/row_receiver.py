@@ -13,8 +13,8 @@ import numpy.typing as npt
 from numba import types
 from numba.np.numpy_support import carray
 
+from jit.compiling import compiled
 from messenger.link import BufferedLink
-from messenger.native.compiling import compiled
 from messenger.native.libc import pointer_i64, pointer_u8
 from messenger.native.socket_io import (
     BUFFER,

@@ -13,8 +13,8 @@ import numba
 import numpy as np
 from numba import types
 
+from jit.compiling import compiled
 from messenger.native.atomics import fence_acquire, fence_all, load_acquire, store_release
-from messenger.native.compiling import compiled
 from messenger.native.libc import POLLRDHUP, poll
 from messenger.slices import Rows
 

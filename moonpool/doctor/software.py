@@ -19,18 +19,16 @@ SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
 KERNELS: Final = (  # the modules whose functions numba compiles and keeps
-    "conductor/policy/placement/decode.py",
+    "conductor/directory/changes.py",
+    "conductor/directory/kernels.py",
+    "conductor/directory/reading.py",
     "conductor/policy/kernels.py",
     "conductor/policy/lengths.py",
-    "conductor/policy/kernels.py",
-    "conductor/policy/kernels.py",
+    "conductor/policy/placement/decode.py",
     "conductor/policy/requests.py",
     "engine/kernels.py",
     "engine/sampling_kernels.py",
     "kvpool/digest_kernels.py",
-    "conductor/directory/changes.py",
-    "conductor/directory/kernels.py",
-    "conductor/directory/reading.py",
     "kvpool/local/copy_kernels.py",
     "kvpool/local/index_kernels.py",
     "kvpool/ssd/kernels.py",

@@ -21,6 +21,7 @@ PACKAGES = (
         "engine",
         "loadtest",
         "rpc",
+        "jit",
     ),
     *("loadtest", "simulator", "traces", "telemetry", "moonpool", "proto", "tools", "benchmarks", "deploy"),
     ".ci",

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jit.compiling import compiled
 from kvpool import KvGroup, KvSpec, layer_digests, layer_digests_at, seal_digest
 from kvpool.errors import SpecError
-from messenger.native.compiling import compiled
 
 DTYPES = ["float32", "bfloat16", "int8"]
 

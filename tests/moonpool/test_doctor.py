@@ -188,14 +188,14 @@ def test_versions_are_compared_by_their_numbers(version: str, least: str, older:
 
 def test_every_module_that_numba_compiles_is_known() -> None:
     packages = ("engine", "kvpool", "messenger", "worker", "conductor", "prefill_node", "decode_node")
-    ways = ("import numba", "from messenger.native.compiling", "from conductor.policy.compiling")
+    ways = ("import numba", "from jit.compiling")
     compiling = {
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob("*.py")
         if any(line.startswith(ways) for line in path.read_text().splitlines())
     }
-    helpers = {"messenger/native/compiling.py", "conductor/policy/compiling.py", "engine/vector_ops.py"}
+    helpers = {"engine/vector_ops.py"}
     assert compiling - helpers == set(software.KERNELS)
 
 

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba import types
 
-from messenger.native.compiling import compiled
+from jit.compiling import compiled
 
 __all__ = ["Kernels", "kernels", "mixed"]
 

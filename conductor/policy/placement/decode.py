@@ -18,7 +18,6 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from conductor.policy.compiling import decision_kernel
 from conductor.policy.config import NS, AdmissionMode
 from conductor.policy.costs import DECODE, ModelCosts
 from conductor.policy.decisions import DecodeScore
@@ -39,6 +38,7 @@ from conductor.policy.requests import (
     READY,
 )
 from conductor.policy.state import ClusterState
+from jit.compiling import compiled_with_gil
 from worker.policy import cost_formulas
 
 __all__ = [
@@ -316,13 +316,15 @@ def decode_kernels() -> DecodeKernels:
     floats, reals, five = types.Array(f, 1, "C"), types.Array(f, 2, "C"), signatures.UniTuple(f, 5)
     chosen, pair = signatures.Tuple((n, f, n, f, f)), signatures.UniTuple(f, 2)
     return DecodeKernels(
-        decision_kernel(predict_load, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
-        decision_kernel(
+        compiled_with_gil(predict_load, types.void(wide, n, n, n, n, n, n, reals, types.boolean, reals)),
+        compiled_with_gil(
             pick_decode, chosen(wide, n, n, n, n, n, n, reals, wide, reals, ints, ints, ints, reals, n, n, five)
         ),
-        decision_kernel(rank_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)),
-        decision_kernel(load_now, pair(wide, n, n, n, n, n, reals)),
-        decision_kernel(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
+        compiled_with_gil(
+            rank_decode, types.void(wide, reals, ints, ints, ints, reals, n, n, five, floats, ints, ints)
+        ),
+        compiled_with_gil(load_now, pair(wide, n, n, n, n, n, reals)),
+        compiled_with_gil(wait_ns, n(wide, n, n, n, n, n, reals, five, f, n, n, n, f)),
     )
 
 
