@@ -25,7 +25,7 @@ __all__ = ["Loader"]
 # Two batches at a time: one is read while the other is verified. A batch is small enough to show soon, and large enough
 # to keep the SSD's queue full.
 _NUM_THREADS = 2
-_BATCH_NBYTES = 8 << 20
+_LOAD_BATCH_NBYTES = 8 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Loader:
         for queue in (self._waited_for, self._ahead):
             while queue:
                 nbytes += extent_nbytes(queue[0].block.spec)
-                if batch and nbytes > _BATCH_NBYTES:
+                if batch and nbytes > _LOAD_BATCH_NBYTES:
                     return batch
                 batch.append(queue.popleft())
         return batch

@@ -28,7 +28,7 @@ from kvpool.ssd_io import Written, write_blocks
 
 __all__ = ["WriteBack"]
 
-_BATCH_NBYTES = 8 << 20
+_WRITE_BATCH_NBYTES = 8 << 20
 _BATCH_SHARE = 16  # a batch is at most this part of memory: what is being written cannot give way
 _LOOK_S = 0.25  # longest time until it is seen that something is worth writing
 _YIELD_S = 1.0  # longest wait of a batch for loads
@@ -65,7 +65,7 @@ class WriteBack:
         self._counters = counters
         self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_be_nice)
         self._turn = asyncio.Lock()  # of batches: one at a time
-        self._batch_nbytes = min(_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
+        self._batch_nbytes = min(_WRITE_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
         self._news = asyncio.Event()
         self.num_under_way = 0
 

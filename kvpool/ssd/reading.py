@@ -14,7 +14,7 @@ from kvpool.ssd.transfer import Flight
 
 __all__ = ["Reader"]
 
-_Chunk = tuple[list[int], list[Extent], Flight]
+_ReadChunk = tuple[list[int], list[Extent], Flight]
 
 
 class Reader:
@@ -27,7 +27,7 @@ class Reader:
     def read(self, reads: Sequence[SsdRead]) -> list[SsdError | None]:
         """As `SsdStore.read`."""
         results: list[SsdError | None] = [None] * len(reads)
-        chunks: list[_Chunk] = []
+        chunks: list[_ReadChunk] = []
         try:
             for first in range(0, len(reads), CHUNK_BLOCKS):
                 self._start(reads, range(first, min(first + CHUNK_BLOCKS, len(reads))), results, chunks)
@@ -38,7 +38,7 @@ class Reader:
         return results
 
     def _start(
-        self, reads: Sequence[SsdRead], indices: range, results: list[SsdError | None], chunks: list[_Chunk]
+        self, reads: Sequence[SsdRead], indices: range, results: list[SsdError | None], chunks: list[_ReadChunk]
     ) -> None:
         good: list[int] = []
         extents: list[Extent] = []
@@ -59,7 +59,7 @@ class Reader:
         if good:
             chunks.append((good, extents, self._carrier.start([extent.start for extent in extents], memory)))
 
-    def _finish(self, reads: Sequence[SsdRead], chunk: _Chunk, results: list[SsdError | None]) -> None:
+    def _finish(self, reads: Sequence[SsdRead], chunk: _ReadChunk, results: list[SsdError | None]) -> None:
         indices, extents, flight = chunk
         outcome = self._carrier.finish(flight)
         expected = np.array([extent.checksum for extent in extents], np.uint64)

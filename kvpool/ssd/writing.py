@@ -18,16 +18,16 @@ _Results = list[SsdError | None]
 
 
 @dataclass
-class _Chunk:
+class _WriteChunk:
     """Blocks that go to the disk together: their places in the request, their extents, where their bytes are."""
 
     indices: list[int] = field(default_factory=list)
     extents: list[Extent] = field(default_factory=list)
     memory: list[list[Run]] = field(default_factory=list)
 
-    def without(self, gone: set[Extent]) -> "_Chunk":
+    def without(self, gone: set[Extent]) -> "_WriteChunk":
         kept = [k for k, extent in enumerate(self.extents) if extent not in gone]
-        return _Chunk([self.indices[k] for k in kept], [self.extents[k] for k in kept], [self.memory[k] for k in kept])
+        return _WriteChunk([self.indices[k] for k in kept], [self.extents[k] for k in kept], [self.memory[k] for k in kept])
 
 
 class Writer:
@@ -41,7 +41,7 @@ class Writer:
         """As `SsdStore.write`."""
         results: _Results = [None] * len(writes)
         taken: list[Extent] = []
-        flights: list[tuple[_Chunk, Flight]] = []
+        flights: list[tuple[_WriteChunk, Flight]] = []
         written: dict[Extent, int] = {}
         groups: list[bytes] = []
         try:
@@ -65,9 +65,9 @@ class Writer:
             self._release(taken)
         return results
 
-    def _reserve(self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]) -> _Chunk:
+    def _reserve(self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]) -> _WriteChunk:
         """Put what may be written into the map."""
-        chunk = _Chunk()
+        chunk = _WriteChunk()
         space, extents = self._carrier.segments.nbytes, self._commits.extents
         with self._commits.lock:
             for i in indices:
@@ -94,7 +94,7 @@ class Writer:
                     chunk.memory.append(runs)
         return chunk
 
-    def _clear_frees(self, chunk: _Chunk, results: _Results) -> _Chunk:
+    def _clear_frees(self, chunk: _WriteChunk, results: _Results) -> _WriteChunk:
         """The journal forgets what lay where these blocks go, before a byte of them is written."""
         if not self._over_undurable(chunk):
             return chunk
@@ -107,14 +107,14 @@ class Writer:
                 results[i] = failure
         return chunk.without(over)
 
-    def _over_undurable(self, chunk: _Chunk) -> set[Extent]:
+    def _over_undurable(self, chunk: _WriteChunk) -> set[Extent]:
         undurable = self._commits.undurable
         with self._commits.lock:
             if not len(undurable):
                 return set()
             return {extent for extent in chunk.extents if not undurable.is_clear(extent.start, extent.end)}
 
-    def _finish(self, chunk: _Chunk, flight: Flight, results: _Results) -> dict[Extent, int]:
+    def _finish(self, chunk: _WriteChunk, flight: Flight, results: _Results) -> dict[Extent, int]:
         """The extents whose bytes are written, with their checksums; and their places in the request."""
         outcome = self._carrier.finish(flight)
         good = {}
