@@ -34,9 +34,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from kvpool import KvGroup, KvSpec  # noqa: E402
 from kvpool.ssd import SsdConfig, SsdEntry, SsdRead, SsdStore, SsdWrite  # noqa: E402
-from kvpool.ssd.disk import Disk  # noqa: E402
-from kvpool.ssd.memory import Run  # noqa: E402
-from kvpool.ssd.transfer import Batch, IoThreads  # noqa: E402
+from kvpool.ssd.disk import (  # noqa: E402
+    Batch,
+    Disk,
+    IoThreads,
+)
+from kvpool.ssd.records import Run  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)

@@ -17,12 +17,13 @@ from kvpool.address import (
     tail_keys,
 )
 from kvpool.client import PoolClient
-from kvpool.committing import CommitAhead
+from kvpool.commit_ahead import CommitAhead
 from kvpool.config import PoolNodeConfig
 from kvpool.digest import layer_digests, layer_digests_at, seal_digest
 from kvpool.errors import KvPoolError
 from kvpool.events import BlockRun, PoolEvents
-from kvpool.handles import Lease, PoolDescription, PutTicket, SlotStatus, Tail
+from kvpool.handles import Lease, PoolDescription, PutTicket, Tail
+from kvpool.policy.records import SlotStatus
 from kvpool.spec import KvGroup, KvSpec
 
 __all__ = [

@@ -26,22 +26,6 @@ from numpy.typing import NDArray
 from kvpool.errors import AddressError
 from kvpool.spec import KvSpec
 
-__all__ = [
-    "KEY_NBYTES",
-    "Namespace",
-    "Provenance",
-    "chain_keys",
-    "chain_seed",
-    "check_chain",
-    "keys_from_bytes",
-    "keys_u64",
-    "kv_namespace",
-    "parent_keys",
-    "short_keys_from_bytes",
-    "tail_key",
-    "tail_keys",
-]
-
 KEY_NBYTES = 16
 _HALF = np.dtype("<u8")
 Namespace = bytes

@@ -21,8 +21,6 @@ from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc
 from rpc.control import Refused, call, open_channel
 
-__all__ = ["PoolClient"]
-
 T = TypeVar("T")
 
 # A pool node decides on these calls in milliseconds, so one that needs longer hangs or is overloaded, and what it could

@@ -11,8 +11,6 @@ from kvpool.policy import PoolLimits
 from messenger import MessengerConfig
 from messenger.memory import HugePages
 
-__all__ = ["PoolNodeConfig"]
-
 _MIN_ARENA_NBYTES = 64 << 10
 _MIN_SSD_NBYTES = 1 << 20
 _MAX_SLAB_NBYTES = 1 << 20

@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 from kvpool.errors import SpecError
 from kvpool.spec import KvSpec
 
-__all__ = ["layer_digests", "layer_digests_at", "seal_digest", "warm_up"]
-
 _FEW = 24
 _SEAL_CONTEXT = "moonpool v1 2026 seal"
 

@@ -9,8 +9,6 @@ from numba import types
 
 from jit.compiling import compiled
 
-__all__ = ["GAMMA", "MULTIPLIER_1", "MULTIPLIER_2", "digest_bytes", "digest_kernels", "digest_words", "mix"]
-
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB

@@ -11,8 +11,6 @@ from kvpool.spec import KvSpec
 from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1 import pool_pb2, worker_pb2
 
-__all__ = ["Flushed", "Lease", "PoolDescription", "PutTicket", "SlotStatus", "Tail", "Verified"]
-
 
 @dataclass(frozen=True)
 class PoolDescription:

@@ -14,18 +14,15 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvpool import digest
-from kvpool.committing import CommitAhead
+from kvpool.commit_ahead import CommitAhead
 from kvpool.config import PoolNodeConfig
 from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
 from kvpool.policy import Allocation, LeaseGrant, PoolCore
 from kvpool.spec import KvSpec
-from kvpool.ssd_health import SsdState
-from kvpool.ssd_tier import SsdTier
+from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
-
-__all__ = ["PoolNode"]
 
 T = TypeVar("T")
 

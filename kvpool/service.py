@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvpool import node_numbers
+from kvpool import node_metrics
 from kvpool.address import KEY_NBYTES
-from kvpool.copying import copy_blocks
 from kvpool.errors import (
     AddressError,
     CopyFailed,
@@ -23,14 +22,12 @@ from kvpool.errors import (
     SpecError,
     SpecMismatch,
 )
-from kvpool.inspecting import inspect
+from kvpool.inspection import inspect, verify
 from kvpool.node import PoolNode
 from kvpool.policy import Block
+from kvpool.remote_copy import copy_blocks
 from kvpool.spec import KvSpec
-from kvpool.verifying import verify
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc, worker_pb2
-
-__all__ = ["PoolService"]
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 Context = grpc.aio.ServicerContext
@@ -218,11 +215,11 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def State(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
-        return common_pb2.JsonReply(json=json.dumps(node_numbers.state(self._node)))
+        return common_pb2.JsonReply(json=json.dumps(node_metrics.state(self._node)))
 
     @_refusing
     async def Validate(self, request: common_pb2.JsonRequest, context: Context[Any, Any]) -> common_pb2.JsonReply:
-        return common_pb2.JsonReply(json=json.dumps(node_numbers.validate(self._node)))
+        return common_pb2.JsonReply(json=json.dumps(node_metrics.validate(self._node)))
 
 
 def _pull_block(block: Block) -> worker_pb2.PullBlock:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from kvpool.errors import SpecError
 from moonpool_proto.v1 import common_pb2
 
-__all__ = ["DTYPE_NBYTES", "KvGroup", "KvSpec"]
-
 DTYPE_NBYTES = {
     "float32": 4,
     "float16": 2,

@@ -1,34 +1,425 @@
-"""The SSD tier of one pool node, put together: the store, what is known of its health, loads and write-back."""
+"""Whether the SSD can be used now, judged by how its reads and writes end. No I/O, no clock: `now_s` is given.
 
-from __future__ import annotations
+A failed write makes the SSD read-only, reads that fail one after the other make it failed; either is left alone for a
+while, longer each time, and then tried again. What ends well ends the trouble.
+
+Blocks on their way from SSD to DRAM: begun for whoever asks, shared by all who wait, ended whoever leaves.
+
+Loads belong to the node: a pin that is cancelled, or whose time is over, leaves them to the next one.
+
+Keeps the SSD in step with what the policy core decides: extents given up are forgotten, blocks worth it written.
+
+One small batch at a time, in a thread of low priority, and never while a block is being brought to DRAM, unless that
+goes on for long: whoever is served does not notice. Trouble with the SSD pauses it; the node goes on without.
+
+The SSD tier of one pool node, put together: the store, what is known of its health, loads and write-back.
+"""
 
 import asyncio
 import contextlib
+import enum
 import logging
+import os
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.address import KEY_NBYTES
 from kvpool.config import PoolNodeConfig
-from kvpool.errors import SsdFolderError
-from kvpool.loading import Loader
-from kvpool.policy import PoolCore, SsdBlock
-from kvpool.ssd import SsdConfig, SsdEntry, SsdStore
+from kvpool.errors import SsdClosed, SsdFolderError, SsdFull, SsdIoError
+from kvpool.policy import Load, LoadOutcome, PoolCore, SsdBlock, Write
+from kvpool.policy.records import block_key
+from kvpool.ssd import SsdConfig, SsdEntry, SsdStore, extent_nbytes
 from kvpool.ssd.folder import check_folder
-from kvpool.ssd_health import SsdHealth, SsdState
-from kvpool.writeback import WriteBack
+from kvpool.verified_io import Read, Written, read_blocks, write_blocks
 
-__all__ = ["SsdTier"]
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_READS_TO_FAIL = 3  # a place that cannot be read is that place's trouble
+
+_log = logging.getLogger(__name__)
+
+
+class SsdState(enum.StrEnum):
+    OK = "ok"
+    READ_ONLY = "read_only"  # full, or writes fail: the node goes on with what is there
+    FAILED = "failed"  # reads fail: the node goes on with its memory alone
+
+
+class SsdHealth:
+    """Of one node's SSD tier."""
+
+    def __init__(self, what: str) -> None:
+        self.state = SsdState.OK
+        self._what = what  # named in the log
+        self._pause_s = _FIRST_PAUSE_S
+        self._again_s = 0.0  # no new trial before
+        self._failed_reads = 0
+
+    def may_read(self, now_s: float) -> bool:
+        """Whether to read now. A failed SSD is tried after its pause."""
+        return self.state is not SsdState.FAILED or now_s >= self._again_s
+
+    def may_write(self, now_s: float) -> bool:
+        """Whether to write now. One in trouble is tried after its pause."""
+        return self.state is SsdState.OK or now_s >= self._again_s
+
+    def wrote(self) -> None:
+        """A batch was written. After failed reads this is a hope: the next failed read makes the pause longer still."""
+        if self.state is SsdState.READ_ONLY:
+            self._pause_s = _FIRST_PAUSE_S
+        self._become(SsdState.OK, "writes succeed again")
+
+    def write_failed(self, now_s: float, reason: str) -> None:
+        """Something of a batch could not be written."""
+        self._pause(now_s)
+        if self.state is not SsdState.FAILED:
+            self._become(SsdState.READ_ONLY, reason)
+
+    def was_read(self) -> None:
+        """Something of a batch could be read."""
+        self._failed_reads = 0
+        if self.state is SsdState.FAILED:
+            self._pause_s = _FIRST_PAUSE_S
+            self._become(SsdState.OK, "reads succeed again")
+
+    def read_failed(self, now_s: float, reason: str) -> None:
+        """Nothing of a batch could be read."""
+        self._failed_reads += 1
+        if self._failed_reads >= _READS_TO_FAIL:
+            self._pause(now_s)
+            self._become(SsdState.FAILED, reason)
+
+    def _pause(self, now_s: float) -> None:
+        self._again_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _become(self, state: SsdState, reason: str) -> None:
+        if state is not self.state:
+            level = logging.INFO if state is SsdState.OK else logging.ERROR
+            _log.log(level, "the SSD tier in %s is %s now: %s", self._what, state.value, reason)
+            self.state = state
+
+
+# Two batches at a time: one is read while the other is verified. A batch is small enough to show soon, and large enough
+# to keep the SSD's queue full.
+_NUM_THREADS = 2
+_LOAD_BATCH_NBYTES = 8 << 20
+
+
+class Loader:
+    """All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        core: PoolCore,
+        store: SsdStore,
+        arena: NDArray[np.uint8],
+        health: SsdHealth,
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> None:
+        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._counters = counters
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
+        self._waited_for: deque[Load] = deque()  # by pins: these go first
+        self._ahead: deque[Load] = deque()  # by prefetches
+        self._under_way: dict[Load, None] = {}  # all that have not ended
+        self._workers: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()  # replaced whenever a batch ends
+
+    @property
+    def num_under_way(self) -> int:
+        """Blocks that are being read or wait for it."""
+        return len(self._under_way)
+
+    def begin(
+        self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, tail_keys: Sequence[bytes] = ()
+    ) -> int:
+        """Begin what is not under way of the leading run's blocks on SSD, and of tails after it.
+
+        Returns how many of them are under way now.
+        """
+        self._begin(self._ahead, kv_namespace, chain, tails, tail_keys)
+        return len(self._of(kv_namespace, chain, tails))
+
+    async def bring(
+        self,
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        *,
+        tails: bool,
+        wait_s: float,
+        tail_keys: Sequence[bytes] = (),
+    ) -> None:
+        """As `begin`, before what nobody waits for; and wait until nothing of it is under way, or for `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    # Again after each batch: what did not fit, or could not be read at the first go, may come now.
+                    self._begin(self._waited_for, kv_namespace, chain, tails, tail_keys)
+                    mine = self._of(kv_namespace, chain, tails)
+                    if not mine:
+                        return
+                    self._put_first(mine)
+                    await self._ended.wait()
+        except TimeoutError:
+            self._counters["load_timeouts"] += 1
+
+    async def idle(self) -> None:
+        """Until no load waits or is under way."""
+        while self._under_way:
+            await self._ended.wait()
+
+    async def close(self) -> None:
+        """Give up what waits; wait for what is being read, which cannot be stopped."""
+        given_up = [*self._waited_for, *self._ahead]
+        self._waited_for.clear()
+        self._ahead.clear()
+        self._end(given_up, [LoadOutcome.IO_ERROR] * len(given_up))
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    def _begin(
+        self,
+        queue: deque[Load],
+        kv_namespace: bytes,
+        chain: Sequence[bytes],
+        tails: bool,
+        tail_keys: Sequence[bytes],
+    ) -> None:
+        if not self._health.may_read(time.monotonic()):
+            return
+        loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
+        self._tell()
+        self._under_way |= dict.fromkeys(loads)
+        queue.extend(loads)
+        while (self._waited_for or self._ahead) and len(self._workers) < _NUM_THREADS:
+            task = asyncio.get_running_loop().create_task(self._work())
+            self._workers.add(task)
+            task.add_done_callback(self._workers.discard)
+
+    def _put_first(self, loads: set[Load]) -> None:
+        """Somebody waits for these now, which a prefetch began."""
+        if any(load in loads for load in self._ahead):
+            self._waited_for += [load for load in self._ahead if load in loads]
+            self._ahead = deque(load for load in self._ahead if load not in loads)
+
+    async def _work(self) -> None:
+        while batch := self._next_batch():
+            outcomes = [LoadOutcome.IO_ERROR] * len(batch)
+            try:
+                loop = asyncio.get_running_loop()
+                read = await loop.run_in_executor(self._threads, read_blocks, self._store, self._arena, batch)
+                self._count(batch, read)
+                outcomes = read.outcomes
+            finally:
+                self._end(batch, outcomes)
+
+    def _next_batch(self) -> list[Load]:
+        batch: list[Load] = []
+        nbytes = 0
+        for queue in (self._waited_for, self._ahead):
+            while queue:
+                nbytes += extent_nbytes(queue[0].block.spec)
+                if batch and nbytes > _LOAD_BATCH_NBYTES:
+                    return batch
+                batch.append(queue.popleft())
+        return batch
+
+    def _end(self, loads: Sequence[Load], outcomes: Sequence[LoadOutcome]) -> None:
+        now_ns = time.monotonic_ns()
+        for load, outcome in zip(loads, outcomes, strict=True):
+            del self._under_way[load]
+            self._core.loaded(now_ns, load, outcome)
+        self._tell()
+        ended, self._ended = self._ended, asyncio.Event()
+        ended.set()
+
+    def _count(self, batch: Sequence[Load], read: Read) -> None:
+        trouble = ""
+        for load, outcome, error in zip(batch, read.outcomes, read.errors, strict=True):
+            if outcome is LoadOutcome.OK:
+                self._counters["loaded_blocks"] += 1
+                self._counters["loaded_bytes"] += load.block.spec.block_nbytes
+            elif outcome is LoadOutcome.CORRUPT:
+                self._counters["ssd_corrupt_blocks"] += 1
+                _log.error("block %s was corrupt on the SSD and is taken out", load.block.chain_key.hex())
+            else:
+                self._counters["ssd_read_errors"] += 1
+                trouble = trouble or str(error)
+        self._counters["load_seconds"] += read.seconds
+        if read.outcomes.count(LoadOutcome.IO_ERROR) == len(batch):
+            self._health.read_failed(time.monotonic(), trouble)
+        else:
+            self._health.was_read()
+
+    def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[Load]:
+        """Of these blocks under way; with `tails`, also of partial blocks after any of them."""
+        if not self._under_way:
+            return set()
+        keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
+        mine = {load for load in self._under_way if load.block.key in keys}
+        if tails:
+            parents = keys | {block_key(kv_namespace, bytes(KEY_NBYTES))}
+            mine |= {load for load in self._under_way if load.block.num_tokens and load.block.parent in parents}
+        return mine
+
+
+_WRITE_BATCH_NBYTES = 8 << 20
+_BATCH_SHARE = 16  # a batch is at most this part of memory: what is being written cannot give way
+_LOOK_S = 0.25  # longest time until it is seen that something is worth writing
+_YIELD_S = 1.0  # longest wait of a batch for loads
+_NICENESS = 10
+
+T = TypeVar("T")
+
+
+class _Fate(enum.Enum):
+    """What became of one write."""
+
+    DURABLE = enum.auto()
+    SSD_FAILED = enum.auto()
+    REFUSED = enum.auto()  # by the fault of the block itself
+
+
+class WriteBack:
+    """All methods belong to one event loop; `run` is its task."""
+
+    def __init__(
+        self,
+        core: PoolCore,
+        store: SsdStore,
+        arena: NDArray[np.uint8],
+        health: SsdHealth,
+        loader: Loader,
+        tell: Callable[[], None],
+        counters: defaultdict[str, float],
+    ) -> None:
+        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._loader = loader
+        self._counters = counters
+        self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_be_nice)
+        self._turn = asyncio.Lock()  # of batches: one at a time
+        self._batch_nbytes = min(_WRITE_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
+        self._news = asyncio.Event()
+        self.num_under_way = 0
+
+    def wake(self) -> None:
+        """Blocks have come or gone: something may be worth writing."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Write what is worth it, until cancelled."""
+        while True:
+            self._news.clear()
+            try:
+                is_busy = await self._step(everything=False)
+            except Exception as error:
+                _log.exception("a batch could not be written to the SSD")
+                self._health.write_failed(time.monotonic(), repr(error))
+                is_busy = False
+            if not is_busy:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._news.wait()
+
+    async def write_everything(self) -> None:
+        """Write all that is sealed and not on SSD, as far as the SSD takes it."""
+        while await self._step(everything=True):
+            pass
+
+    async def close(self) -> None:
+        """Wait for the batch that is being written, then tell the store what it must forget."""
+        async with self._turn:
+            await self._in_thread(self._store.free, self._core.take_ssd_freed())
+        self._thread.shutdown(wait=False)
+
+    async def _step(self, *, everything: bool) -> bool:
+        """One batch, and what there is to forget. False: there was nothing to do, or it must wait."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_YIELD_S):
+                await self._loader.idle()
+        return await asyncio.shield(asyncio.ensure_future(self._batch(everything)))
+
+    async def _batch(self, everything: bool) -> bool:
+        async with self._turn:
+            writes: list[Write] = []
+            if self._health.may_write(time.monotonic()):
+                writes = self._core.writes(time.monotonic_ns(), self._batch_nbytes, everything=everything)
+            freed = self._core.take_ssd_freed()
+            self._tell()
+            await self._carry_out(freed, writes)
+            return bool(writes or freed)
+
+    async def _carry_out(self, freed: list[int], writes: Sequence[Write]) -> None:
+        fates = [_Fate.SSD_FAILED] * len(writes)
+        self.num_under_way = len(writes)
+        try:
+            if freed:
+                await self._in_thread(self._store.free, freed)
+            if writes:
+                written = await self._in_thread(write_blocks, self._store, self._arena, writes)
+                fates = self._judge(writes, written)
+            if freed and _Fate.DURABLE not in fates:
+                # A restart must not bring back what was found to be wrong.
+                await self._in_thread(self._store.settle)
+        finally:
+            self.num_under_way = 0
+            now_ns = time.monotonic_ns()
+            for write, fate in zip(writes, fates, strict=True):
+                self._core.written(now_ns, write, fate is _Fate.DURABLE, is_blocks_fault=fate is _Fate.REFUSED)
+            self._tell()
+
+    def _judge(self, writes: Sequence[Write], written: Written) -> list[_Fate]:
+        """Count what became of the writes. Blocks that are wrong in DRAM are quarantined."""
+        fates = []
+        trouble = ""
+        for write, error, right in zip(writes, written.errors, written.right, strict=True):
+            key = write.block.chain_key.hex()
+            if not right:
+                fates.append(_Fate.REFUSED)
+                self._counters["dram_corrupt_blocks"] += 1
+                _log.error("block %s was corrupt in memory and is taken out", key)
+                self._core.quarantine(write.block.kv_namespace, [write.block.chain_key])
+            elif error is None:
+                fates.append(_Fate.DURABLE)
+                self._counters["written_blocks"] += 1
+                self._counters["written_bytes"] += write.block.spec.block_nbytes
+            elif isinstance(error, SsdIoError | SsdClosed):
+                fates.append(_Fate.SSD_FAILED)
+                self._counters["ssd_write_errors"] += 1
+                self._counters["ssd_full_errors"] += isinstance(error, SsdFull)
+                trouble = trouble or str(error)
+            else:
+                fates.append(_Fate.REFUSED)
+                self._counters["ssd_write_errors"] += 1
+                _log.error("block %s was not written to the SSD: %s", key, error)
+        self._counters["write_seconds"] += written.seconds
+        if trouble:
+            self._health.write_failed(time.monotonic(), trouble)
+        elif _Fate.DURABLE in fates:
+            self._health.wrote()
+        return fates
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+def _be_nice() -> None:
+    """Whoever computes goes first. Linux has priorities per thread; elsewhere the thread stays as it is."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
 
 _LAST_WRITES_S = 2.0
 _CLOSE_S = 10.0
-
-_log = logging.getLogger(__name__)
 
 
 class SsdTier:
@@ -58,7 +449,7 @@ class SsdTier:
         arena: NDArray[np.uint8],
         tell: Callable[[], None],
         counters: defaultdict[str, float],
-    ) -> SsdTier:
+    ) -> "SsdTier":
         """Open the node's folder and let `core` take in what is there. Raises SsdFolderError, which says what to do."""
         folder = config.ssd_folder
         assert folder is not None

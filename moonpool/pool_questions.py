@@ -23,7 +23,7 @@ _INSPECT_DEADLINE_S = 60.0  # the blocks' bytes are read, perhaps from a slow di
 
 @dataclass(frozen=True)
 class FoundBlock:
-    """A block as one node holds it; `facts` as `kvpool.inspecting` tells them."""
+    """A block as one node holds it; `facts` as `kvpool.inspection` tells them."""
 
     node_id: str
     facts: dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import BlockRun
-from kvpool.tiers import Tier
+from kvpool.events import Tier
 
 __all__ = ["NAMESPACE", "Keys", "chain_bytes", "dynamo", "mixed", "name", "settle", "stored"]
 

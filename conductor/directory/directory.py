@@ -3,7 +3,7 @@
 Blocks are known by the short form of their chain keys (uint64) within a namespace: a match is a hint that the pool
 node's Pin checks against full keys. Pool nodes are the truth; what is known of a node is EXACT while its stream is up
 and came without a gap, DEGRADED otherwise (never silently stale). Nodes say with their events what their contents sum
-up to (`kvpool.contents`): what does not agree with that is not EXACT either.
+up to (`kvpool.events`): what does not agree with that is not EXACT either.
 
 A node has a number in the table. A snapshot is taken in under a new number, and what a former number held is taken out
 piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
@@ -21,9 +21,8 @@ from conductor.directory.matches import Match, Matches
 from conductor.directory.nodes import DirectoryState, FollowedNode, NodeNumbers, Position
 from conductor.directory.table import DirectoryTable, Replicas, code_of
 from kvpool.address import Namespace, short_keys_from_bytes
-from kvpool.contents import fold_of
 from kvpool.errors import AddressError
-from kvpool.events import BlockRun, PoolEvents
+from kvpool.events import BlockRun, PoolEvents, fold_of
 
 __all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Matches", "Position"]
 

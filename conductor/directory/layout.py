@@ -62,7 +62,7 @@ class Table(NamedTuple):
         np.int64
     ]  # SHIFT: 64 - depth of the table; USED words of rows; DENSE: class; slots: END, CURSOR, LIVE
     counts: NDArray[np.int64]  # [numbers, 2] blocks per node: in DRAM, on SSD only
-    sums: NDArray[np.uint64]  # [numbers] of `kvpool.contents`
+    sums: NDArray[np.uint64]  # [numbers] of `kvpool.events`
     alive: NDArray[np.uint32]  # room for a bitmap over numbers
     state: NDArray[np.int64]  # [numbers, 2] zeros: room for depth and blocks on SSD
     found: NDArray[np.int64]  # [numbers] room for numbers

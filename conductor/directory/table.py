@@ -29,7 +29,7 @@ from conductor.directory.layout import (
     addresses_of,
 )
 from conductor.directory.memory import GrowingArray
-from kvpool.tiers import Tier
+from kvpool.events import Tier
 
 if TYPE_CHECKING:
     from conductor.directory.kernels import Kernels
@@ -101,7 +101,7 @@ class DirectoryTable:
         return in_dram, on_ssd
 
     def contents_sum(self, number: int) -> int:
-        """See `kvpool.contents`."""
+        """See `kvpool.events`."""
         return int(self._t.sums[number])
 
     def reserve_numbers(self, count: int) -> None:

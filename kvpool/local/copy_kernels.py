@@ -12,7 +12,7 @@ from numba import types
 
 from jit.compiling import compiled
 from kvpool.digest_kernels import digest_bytes, digest_words, mix
-from kvpool.local.layout import (
+from kvpool.local.index_layout import (
     PLAN_GROUP,
     PLAN_GROUP_WIDTH,
     PLAN_LAYER_NBYTES,
@@ -20,20 +20,6 @@ from kvpool.local.layout import (
     PLAN_ROW_NBYTES,
     PLAN_RUNS,
 )
-
-__all__ = [
-    "BYTES",
-    "DONE",
-    "OUT_OF_BOUNDS",
-    "TOO_MANY_TOKENS",
-    "WORDS",
-    "copy_kernel",
-    "digest_kernel",
-    "memcpy",
-    "move_group",
-    "rows_in_words",
-    "within",
-]
 
 DONE, OUT_OF_BOUNDS, TOO_MANY_TOKENS = 0, 1, 2
 

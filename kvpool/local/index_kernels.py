@@ -13,7 +13,7 @@ from numba import types
 
 from jit.compiling import compiled
 from kvpool.local.copy_kernels import BYTES, WORDS, memcpy, move_group, rows_in_words, within
-from kvpool.local.layout import (
+from kvpool.local.index_layout import (
     AT_BUCKETS_VERSION,
     AT_STATE,
     CORRUPT,
@@ -34,8 +34,6 @@ from kvpool.local.layout import (
     STALE,
 )
 from messenger.native.atomics import fence_acquire, fence_release, load_acquire, store_release
-
-__all__ = ["IndexKernels", "index_kernels"]
 
 _TRIES = 256  # of a look-up that the pool node's writes disturb; a writer that died leaves a miss
 _HIGH = np.uint64(32)

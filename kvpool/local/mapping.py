@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import SpecError
-from kvpool.local.layout import SpecPlan
-
-__all__ = ["Mapped", "copy_blocks", "digest_blocks"]
+from kvpool.local.index_layout import SpecPlan
 
 _NO_WORDS = np.empty(0, np.uint32)
 _NOT_TOLD = np.empty((0, 0), np.uint64)

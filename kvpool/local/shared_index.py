@@ -10,11 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.local import layout
+from kvpool.local import index_layout
 from kvpool.policy import Block
 from messenger import SharedMemory
-
-__all__ = ["SharedIndex"]
 
 _FIRST_ENTRIES, _FIRST_LAYERS = 1024, 32
 
@@ -28,7 +26,7 @@ class SharedIndex:
 
         self._kernels = index_kernels()
         self._entry_of: dict[bytes, int] = {}  # block key -> its entry
-        self._create(num_entries, layout.entry_words(1, _FIRST_LAYERS))
+        self._create(num_entries, index_layout.entry_words(1, _FIRST_LAYERS))
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -48,7 +46,7 @@ class SharedIndex:
 
     def close(self) -> None:
         """Readers that look once more see that the pool node has stopped."""
-        self._words[layout.AT_STATE] = layout.CLOSED
+        self._words[index_layout.AT_STATE] = index_layout.CLOSED
         self.memory.close()
 
     def validate(self, blocks: Iterable[Block]) -> list[str]:
@@ -58,7 +56,7 @@ class SharedIndex:
         if self._entry_of.keys() != expected.keys():
             problems.append(f"{len(self._entry_of)} blocks are in the shared index, {len(expected)} should be")
         for key in self._entry_of.keys() & expected.keys():
-            at = self._at(self._entry_of[key]) + layout.ENTRY_KEY
+            at = self._at(self._entry_of[key]) + index_layout.ENTRY_KEY
             if not np.array_equal(self._words[at : at + len(expected[key])], expected[key]):
                 problems.append(f"the shared index tells something else of block {key[16:].hex()}")
         if len(self._free) + len(self._entry_of) != self._num_entries:
@@ -66,8 +64,8 @@ class SharedIndex:
         return problems
 
     def _add(self, key: bytes, record: NDArray[np.uint64]) -> None:
-        if not self._free or len(record) + layout.ENTRY_KEY > self._entry_words:
-            self._grow(len(record) + layout.ENTRY_KEY)
+        if not self._free or len(record) + index_layout.ENTRY_KEY > self._entry_words:
+            self._grow(len(record) + index_layout.ENTRY_KEY)
         entry = self._free.pop()
         self._kernels.write(self._words, self._num_buckets, self._entry_words, entry, record)
         self._entry_of[key] = entry
@@ -87,32 +85,32 @@ class SharedIndex:
         self._create(num_entries, -(-record_words // 8) * 8)
         self._entry_of = {}
         for key, at in at_of.items():
-            self._add(key, words[at + layout.ENTRY_KEY : at + old_words].copy())
-        words[layout.AT_STATE] = layout.MOVED
+            self._add(key, words[at + index_layout.ENTRY_KEY : at + old_words].copy())
+        words[index_layout.AT_STATE] = index_layout.MOVED
         old.close()
 
     def _create(self, num_entries: int, entry_words: int) -> None:
         self._num_entries, self._entry_words = num_entries, entry_words
         self._num_buckets = 1 << (2 * num_entries - 1).bit_length()  # at most half full
-        num_words = layout.index_words(self._num_buckets, num_entries, entry_words)
+        num_words = index_layout.index_words(self._num_buckets, num_entries, entry_words)
         self.memory = SharedMemory.create(8 * num_words, "moonpool-index")
         self._words: NDArray[np.uint64] = self.memory.array.view(np.uint64)
-        self._words[layout.AT_INCARNATION] = self._incarnation
-        self._words[layout.AT_BUCKETS] = self._num_buckets
-        self._words[layout.AT_ENTRIES] = num_entries
-        self._words[layout.AT_ENTRY_WORDS] = entry_words
-        self._words[layout.AT_FORMAT] = layout.FORMAT
-        self._words[layout.AT_MAGIC] = layout.MAGIC
+        self._words[index_layout.AT_INCARNATION] = self._incarnation
+        self._words[index_layout.AT_BUCKETS] = self._num_buckets
+        self._words[index_layout.AT_ENTRIES] = num_entries
+        self._words[index_layout.AT_ENTRY_WORDS] = entry_words
+        self._words[index_layout.AT_FORMAT] = index_layout.FORMAT
+        self._words[index_layout.AT_MAGIC] = index_layout.MAGIC
         self._free = list(range(num_entries - 1, -1, -1))
 
     def _at(self, entry: int) -> int:
-        return layout.HEADER_WORDS + self._num_buckets + entry * self._entry_words
+        return index_layout.HEADER_WORDS + self._num_buckets + entry * self._entry_words
 
 
 def _record(block: Block) -> NDArray[np.uint64]:
     """An entry from its key on."""
     digests, offsets = b"".join(block.digests), block.offsets
     groups, layers = len(offsets), len(digests) // 8
-    shape = block.num_tokens << layout.SHAPE_TOKENS_SHIFT | groups << layout.SHAPE_GROUPS_SHIFT | layers
+    shape = block.num_tokens << index_layout.SHAPE_TOKENS_SHIFT | groups << index_layout.SHAPE_GROUPS_SHIFT | layers
     numbers = struct.pack(f"<{1 + groups}Q", shape, *offsets)
     return np.frombuffer(block.key + numbers + digests, np.uint64)

@@ -4,31 +4,32 @@ other.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
 
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Load, Write
-
-if TYPE_CHECKING:
-    from kvpool.policy.core import PoolCore
-
-__all__ = ["audit"]
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Lease, Load, Put, Write
+from kvpool.policy.staging import Staging
+from kvpool.policy.store import BlockStore
 
 
-def audit(core: "PoolCore") -> list[str]:
-    """What does not fit together, in words; empty when all does."""
-    store = core.store
+def audit(
+    store: BlockStore,
+    staging: Staging,
+    puts: Mapping[str, Put],
+    leases: Mapping[str, Lease],
+    fenced_puts: Mapping[str, list[int]],
+) -> list[str]:
+    """Return descriptions of all inconsistencies; empty if the state is consistent."""
     blocks = list(store.index)
-    holds = _holds(core)
+    holds = _holds(staging, leases)
     held = {id(copy): copy for copy in holds}.values()
     copies = {id(c): c for block in blocks for c in block.copies if c is not None}
     copies |= {id(copy): copy for copy in held}
     problems = [*store.index.validate(), *store.dram.validate(), *store.ssd.validate()]
-    for tier, fenced in ((DRAM, core.fenced), (SSD, {})):
-        problems += _slots(core, tier, [copy for copy in copies.values() if copy.tier == tier], fenced)
+    for tier, fenced in ((DRAM, fenced_puts), (SSD, {})):
+        problems += _slots(store, tier, [copy for copy in copies.values() if copy.tier == tier], fenced)
     problems += _held(copies.values(), holds)
     problems += _tiers(blocks)
-    if {id(b) for b in blocks if not b.sealed} != {id(b) for put in core.puts.values() for b in put.blocks}:
+    if {id(b) for b in blocks if not b.sealed} != {id(b) for put in puts.values() for b in put.blocks}:
         problems.append("the unsealed blocks are not those of the puts")
     if Counter(block.kv_namespace for block in blocks) != store.families.num_blocks:
         problems.append("the namespaces' numbers of blocks are not those of the blocks")
@@ -36,18 +37,18 @@ def audit(core: "PoolCore") -> list[str]:
     return problems
 
 
-def _holds(core: "PoolCore") -> Counter[Copy]:
+def _holds(staging: Staging, leases: Mapping[str, Lease]) -> Counter[Copy]:
     """How many hold each copy: leases, reads and writes under way."""
-    holds = Counter(copy for lease in core.leases.values() for copy in lease.copies)
-    moves: list[Load | Write] = [*core.staging.loads, *core.staging.writes]
+    holds = Counter(copy for lease in leases.values() for copy in lease.copies)
+    moves: list[Load | Write] = [*staging.loads, *staging.writes]
     for move in moves:
         holds.update(copy for copy in move.block.copies if copy is not None)
     return holds
 
 
-def _slots(core: "PoolCore", tier: int, copies: list[Copy], fenced: dict[str, list[int]]) -> list[str]:
+def _slots(store: BlockStore, tier: int, copies: list[Copy], fenced: Mapping[str, list[int]]) -> list[str]:
     """Every used slot has one holder, none reaches into another or out of the tier."""
-    room, name = core.store.rooms[tier], ("DRAM", "SSD")[tier]
+    room, name = store.rooms[tier], ("DRAM", "SSD")[tier]
     spans = [
         (offset, offset + size)
         for copy in copies

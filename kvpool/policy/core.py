@@ -1,4 +1,8 @@
-"""A pool node's state and every decision on it: puts, leases, removal. No I/O, no clock: `now_ns` is given.
+"""How large a pool node is, and by which rules it decides.
+
+Whether what a request says of its blocks fits together, and what follows from it.
+
+A pool node's state and every decision on it: puts, leases, removal. No I/O, no clock: `now_ns` is given.
 
 A put gives slots that nobody else sees, until it is sealed (its blocks become visible, an event says so) or ends
 unsealed (aborted, expired). Then its slots are fenced, for its writer may still be writing: they come back when the
@@ -8,15 +12,14 @@ A lease keeps blocks from eviction and their slots from reuse until it is releas
 longest operation's deadline has passed after that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvpool.errors import AddressError, PutLost
+from kvpool.errors import AddressError, PoolConfigError, PoolRefused, PutLost, SpecError
 from kvpool.policy.audit import audit
-from kvpool.policy.counting import Tally
+from kvpool.policy.counters import Tally
 from kvpool.policy.event_log import EventLog
-from kvpool.policy.eviction import Use
-from kvpool.policy.flushing import flush
-from kvpool.policy.limits import PoolLimits
+from kvpool.policy.eviction import POLICIES, Use
 from kvpool.policy.records import (
     Allocation,
     Block,
@@ -30,13 +33,76 @@ from kvpool.policy.records import (
     SsdBlock,
     Write,
 )
-from kvpool.policy.requests import check_digests, check_request, cost_of_each, request_blocks
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
-from kvpool.policy.store import BlockStore
+from kvpool.policy.store import BlockStore, flush
 from kvpool.spec import KvSpec
 
-__all__ = ["PoolCore"]
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """Sizes in bytes, times in nanoseconds."""
+
+    arena_nbytes: int
+    slab_nbytes: int  # unit of the arena in which sizes of slots get their share
+    operation_ns: int  # the longest deadline of a messenger operation
+    max_lease_ns: int  # longer leases and puts are cut to this
+    event_log_nbytes: int = 16 << 20  # memory for events kept for reconnecting directories
+    policy: str = "lru"  # of eviction, by its name in `kvpool.policy.eviction`; each tier has its own instance
+    ssd_nbytes: int = 0  # for extents; 0: no SSD tier
+    ssd_slab_nbytes: int = 1 << 20  # as `slab_nbytes`; must stay the same as long as the SSD store's files are kept
+    write_above: float = 0.5  # share of DRAM in use above which what would leave next is written to SSD ahead of need
+    max_tails: int = 1024  # partial blocks kept after one block: as many dialogues may end after a prompt they share
+    quotas: Mapping[bytes, float] = field(default_factory=dict)  # namespace -> largest share of DRAM it may take
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise PoolConfigError(f"eviction policy {self.policy!r}: expected one of {', '.join(sorted(POLICIES))}")
+        if wrong := [share for share in self.quotas.values() if not 0 < share <= 1]:
+            raise PoolConfigError(f"a namespace's quota is a share of DRAM above 0 and at most 1, not {wrong[0]!r}")
+        if not 0 <= self.write_above <= 1 or self.max_tails < 0 or self.ssd_nbytes < 0 or self.ssd_slab_nbytes < 1:
+            raise PoolConfigError("write_above is a share of 0..1; max_tails and sizes must not be negative")
+
+
+_LEAST_S, _MOST_S = 1e-9, 1e6  # of computing; what policies make of it stays a number within these
+
+
+def check_request(spec: KvSpec, chain: Sequence[bytes], parents: Sequence[bytes], num_tokens: Sequence[int]) -> None:
+    """Raises AddressError when there is not one parent, or number of tokens, per block, or one is impossible."""
+    if len(parents) != len(chain):
+        raise AddressError(f"{len(chain)} blocks with {len(parents)} parents")
+    if num_tokens and len(num_tokens) != len(chain):
+        raise AddressError(f"{len(chain)} blocks with {len(num_tokens)} numbers of tokens")
+    if any(num_tokens) and (wrong := [n for n in num_tokens if not 0 <= n < spec.block_tokens]):
+        raise AddressError(
+            f"a partial block of {wrong[0]} tokens: expected 1..{spec.block_tokens - 1}, 0 for a full one"
+        )
+
+
+def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
+    """Blocks from the prompt's first to the last of these, as far as known."""
+    before = store.find(kv_namespace, parents[0]) if parents else None
+    return len(chain) + (before.place.depth + 1 if before is not None else 0)
+
+
+def cost_of_each(compute_s: float, num_blocks: int) -> float:
+    """Seconds that computing one of the blocks took, 0 = not known. Raises PoolRefused when it cannot have been so."""
+    if not 0 <= compute_s <= _MOST_S:
+        raise PoolRefused(f"compute_s must be a number of seconds from 0 to {_MOST_S:.0f}, not {compute_s!r}")
+    each = compute_s / max(1, num_blocks)
+    return each if each >= _LEAST_S else 0.0
+
+
+def check_digests(blocks: Sequence[Block], digests: Sequence[tuple[bytes, ...]]) -> None:
+    """Raises SpecError when they are not those of a put's blocks, per block and group."""
+    if len(digests) != len(blocks):
+        raise SpecError(f"the put has {len(blocks)} new blocks, digests came for {len(digests)}")
+    spec = blocks[0].spec
+    want = [8 * spec.num_layers(g) for g in range(spec.num_groups)]
+    for per_group in digests:
+        if list(map(len, per_group)) != want:
+            raise SpecError(f"digests per group take {want} bytes, came as {[len(each) for each in per_group]}")
+
 
 _PAGE_NBYTES = 4096  # extents on SSD start at multiples of it
 
@@ -355,7 +421,7 @@ class PoolCore:
 
     def validate(self) -> list[str]:
         """What does not fit together, in words; empty when all does."""
-        return audit(self)
+        return audit(self.store, self.staging, self.puts, self.leases, self.fenced)
 
     def _look_up(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> tuple[list[Block], int]:
         """The leading run in DRAM, used and counted; and how many of it came from SSD since they were last used."""

@@ -3,11 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from kvpool.contents import contents_sum
-from kvpool.events import BlockRun, PoolEvents
-from kvpool.tiers import Tier
-
-__all__ = ["EventLog"]
+from kvpool.events import BlockRun, PoolEvents, Tier, contents_sum
 
 _MAX_MESSAGE_NBYTES = 1 << 20
 _EVENT_NBYTES = 256  # about what an event takes beside its chain
@@ -25,7 +21,7 @@ class EventLog:
     def __init__(self, incarnation: int, capacity_nbytes: int) -> None:
         self.incarnation = incarnation
         self.seq = 0  # of the last event
-        self.contents_sum = 0  # of all that is stored; see `kvpool.contents`
+        self.contents_sum = 0  # of all that is stored; see `kvpool.events`
         self._capacity_nbytes = capacity_nbytes
         self._nbytes = 0
         self._events: deque[_Event] = deque()

@@ -6,23 +6,7 @@ the parent is back.
 
 from collections.abc import Iterator, Sequence
 
-from kvpool.policy.records import DRAM, SSD, Block, BlockKey, Copy, Place
-
-__all__ = ["BlockIndex", "may_leave"]
-
-
-def may_leave(copy: Copy) -> bool:
-    """Whether a tier may give up the copy: complete, nobody holds it, nothing of this tier follows it.
-
-    Where it is the block's last copy, nothing at all may follow: no block stays that could not be matched.
-    """
-    if not copy.ready or copy.holds or copy.gone:
-        return False
-    block = copy.block
-    place = block.place
-    if copy.tier == DRAM:
-        return not place.following_dram and (block.ssd is not None or not place.num_following)
-    return not place.following_ssd and (block.dram is not None or not place.num_following)
+from kvpool.policy.records import DRAM, SSD, Block, BlockKey, Place
 
 
 class BlockIndex:

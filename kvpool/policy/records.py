@@ -3,34 +3,11 @@
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from kvpool.policy.eviction import Resident
+from kvpool.events import Tier
+from kvpool.policy.eviction import EvictionPolicy, Resident
 from kvpool.spec import KvSpec
-from kvpool.tiers import Tier
-
-if TYPE_CHECKING:
-    from kvpool.policy.room import Partition
-
-__all__ = [
-    "DRAM",
-    "SSD",
-    "Allocation",
-    "Block",
-    "BlockKey",
-    "Copy",
-    "Family",
-    "Lease",
-    "LeaseGrant",
-    "Load",
-    "LoadOutcome",
-    "Place",
-    "Put",
-    "SlotStatus",
-    "SsdBlock",
-    "Write",
-    "block_key",
-]
 
 BlockKey = bytes  # namespace (16) + chain key (16): the full address of a block, over all its groups
 DRAM: Final = 0  # where a block's copies, and a place's numbers, of each tier stand
@@ -98,6 +75,17 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
+class Partition:
+    """Copies that can take each other's slots."""
+
+    owner: bytes  # the namespace that has it for itself; empty: any
+    sizes: tuple[int, ...]
+    policy: EvictionPolicy
+    num_families: int = 0
+    num_copies: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Family:
     """All blocks of one namespace: they are made alike. Numbers by tier: DRAM, SSD."""
 
@@ -105,7 +93,7 @@ class Family:
     spec: KvSpec
     sizes: tuple[tuple[int, ...], tuple[int, ...]]  # of a copy's slots: per group in DRAM, one extent on SSD
     nbytes: tuple[int, int]  # of a copy
-    partitions: tuple["Partition", "Partition"]
+    partitions: tuple[Partition, Partition]
     quotas_nbytes: tuple[int | None, int | None] = (None, None)  # the most that it may take; None: all there is
     used_nbytes: list[int] = field(default_factory=lambda: [0, 0])
     num_blocks: int = 0  # that can be found
@@ -199,6 +187,20 @@ class Block:
         if dram is None or not dram.ready:
             return 0
         return dram.holds - (ssd is not None and not ssd.ready)
+
+
+def may_leave(copy: Copy) -> bool:
+    """Whether a tier may give up the copy: complete, nobody holds it, nothing of this tier follows it.
+
+    Where it is the block's last copy, nothing at all may follow: no block stays that could not be matched.
+    """
+    if not copy.ready or copy.holds or copy.gone:
+        return False
+    block = copy.block
+    place = block.place
+    if copy.tier == DRAM:
+        return not place.following_dram and (block.ssd is not None or not place.num_following)
+    return not place.following_ssd and (block.dram is not None or not place.num_following)
 
 
 @dataclass(slots=True)

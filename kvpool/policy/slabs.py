@@ -11,8 +11,6 @@ own length, so that the size of a slot tells the slab that it lies in.
 import heapq
 from dataclasses import dataclass, field
 
-__all__ = ["SLOT_ALIGNMENT", "SlabAllocator"]
-
 SLOT_ALIGNMENT = 64
 _MAX_WASTE = 1 / 8
 

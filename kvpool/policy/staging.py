@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from kvpool.errors import SpecError, SpecMismatch
-from kvpool.policy.counting import Tally
+from kvpool.policy.counters import Tally
 from kvpool.policy.eviction import Use
 from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Load, LoadOutcome, SsdBlock, Write
 from kvpool.policy.store import BlockStore
-
-__all__ = ["Staging"]
 
 _NUM_AHEAD = 64  # next victims of DRAM that are looked at per call of `writes`
 _MAX_USEFUL = 1 << 16

@@ -2,24 +2,22 @@
 
 Slots are held by a copy of a block that can be found, by a copy that is gone but held still (leased, being read or
 written), or by whoever took them over with `take_out`; everything else is free.
+
+Emptying a pool node of what nobody uses, because somebody asks for it.
 """
 
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvpool.events import PoolEvents
-from kvpool.policy.counting import Tally, tier_of_loss
+from kvpool.events import PoolEvents, Tier
+from kvpool.policy.counters import Tally, tier_of_loss
 from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import Use
-from kvpool.policy.families import Families
 from kvpool.policy.index import BlockIndex
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Place, SsdBlock, block_key
-from kvpool.policy.room import TierRoom
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Place, SsdBlock, block_key, may_leave
 from kvpool.policy.slabs import SlabAllocator
-from kvpool.tiers import Tier
-
-__all__ = ["BlockStore"]
+from kvpool.policy.tier_space import Families, TierRoom
 
 _MAX_OFFERED = 4  # partial blocks, where it is not known which of them could be used
 
@@ -381,3 +379,38 @@ def _is_stored(move: tuple[bytes, Tier | None, Tier | None]) -> bool:
 
 def _used_ns(block: Block) -> int:
     return max(copy.used_ns for copy in block.copies if copy is not None)
+
+
+def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> tuple[int, int]:
+    """See `PoolCore.flush`."""
+    asked = [
+        block
+        for block in store.index
+        if (kv_namespace is None or block.kv_namespace == kv_namespace) and (not dram_only or block.dram is not None)
+    ]
+    left = sorted(asked, key=lambda block: block.place.depth)
+    removed = 0
+    while left:
+        # The last of a chain first; again, as depths of blocks whose beginning was missing once are not exact.
+        kept = [block for block in reversed(left) if not (_drop(store, block) if dram_only else _remove(store, block))]
+        if len(kept) == len(left):
+            break
+        removed += len(left) - len(kept)
+        left = kept[::-1]
+    store.tell()
+    return removed, len(left)
+
+
+def _remove(store: BlockStore, block: Block) -> bool:
+    may = store.may_remove(block)
+    if may:
+        store.evict(block, "flushed")
+    return may
+
+
+def _drop(store: BlockStore, block: Block) -> bool:
+    copy = block.dram
+    may = copy is not None and copy.kept_below and may_leave(copy)
+    if copy is not None and may:
+        store.drop(copy, "flushed")
+    return may

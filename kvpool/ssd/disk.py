@@ -1,14 +1,168 @@
-"""Every effect that the SSD store has on a file system: one method each, so tests can record or fail them."""
+"""Carrying a batch of extents to or from the disk: its pieces shared among the caller and some helper threads.
 
+A helper costs the interpreter one wake-up per batch, none per I/O: each takes piece after piece in a compiled loop.
+
+Every effect that the SSD store has on a file system: one method each, so tests can record or fail them.
+"""
+
+import mmap
 import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.ssd.transfer import Batch, Flight, IoThreads
+from kvpool.ssd.kernels import PIECE_NBYTES, kernels
+from kvpool.ssd.records import PAGE_NBYTES, Run
 
-__all__ = ["Disk"]
+
+@dataclass(frozen=True)
+class Outcome:
+    """Per extent, in the batch's order: the checksum of its bytes, and 0, SHORT or an errno. `nanos`: per I/O."""
+
+    sums: NDArray[np.uint64]
+    status: NDArray[np.int64]
+    nanos: NDArray[np.int64]
+
+
+class Batch:
+    """Extents cut into pieces, and how far they are."""
+
+    def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
+        """`offsets` in the space; `memory`: per extent the caller's memory, in order, which must outlive the batch."""
+        runs = np.array([run for each in memory for run in each], np.int64).reshape(-1, 2)
+        first_run = np.zeros(len(memory) + 1, np.int64)
+        np.cumsum([len(each) for each in memory], out=first_run[1:])
+        most = len(memory) + int(runs[:, 1].sum()) // PIECE_NBYTES + 1
+        pieces = np.empty((most, 6), np.int64)
+        piece_runs = np.empty((most + len(runs), 2), np.int64)
+        starts = np.array(offsets, np.int64)
+        counts = np.zeros(2, np.int64)
+        kernels().plan(starts, first_run, runs, segment_nbytes, pieces, piece_runs, counts)
+        num_pieces, num_runs = counts.tolist()
+        self.num_extents = len(memory)
+        self.segment_nbytes = segment_nbytes
+        self.pieces, self.piece_runs = pieces[:num_pieces], piece_runs[:num_runs]
+        self.cursor = np.zeros(1, np.int64)
+        self.sums = np.zeros(num_pieces, np.uint64)
+        self.status = np.zeros(num_pieces, np.int64)
+        self.nanos = np.zeros(num_pieces, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.pieces[:, 2].sum())
+
+    def run(self, fds: NDArray[np.int32], *, write: bool, bounce: int) -> None:
+        """Take pieces until none is left; from any number of threads, each with a bounce buffer of its own."""
+        kernels().transfer(
+            self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce,
+            self.cursor, self.sums, self.status, self.nanos,
+        )  # fmt: skip
+
+    def outcome(self) -> Outcome:
+        """When no thread runs it any more."""
+        sums, status = np.zeros(self.num_extents, np.uint64), np.zeros(self.num_extents, np.int64)
+        kernels().fold(self.pieces, self.sums, self.status, sums, status)
+        return Outcome(sums, status, self.nanos)
+
+
+@dataclass
+class _Job:
+    """A batch and the helpers that are at it. Late helpers find it closed and leave it alone."""
+
+    batch: Batch
+    fds: NDArray[np.int32]
+    write: bool
+    num_helping: int = 0
+    closed: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def join(self) -> bool:
+        with self.changed:
+            self.num_helping += not self.closed
+            return not self.closed
+
+    def leave(self) -> None:
+        with self.changed:
+            self.num_helping -= 1
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.wait_for(lambda: not self.num_helping)
+
+
+class Flight:
+    """A batch under way."""
+
+    def __init__(self, threads: "IoThreads", job: _Job) -> None:
+        self._threads, self._job = threads, job
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to or from the disk."""
+        return self._job.batch.nbytes
+
+    def finish(self) -> Outcome:
+        """Help with what is left. Returns when no I/O of the batch is under way any more."""
+        try:
+            self._threads.work(self._job)
+        finally:
+            self._job.end()
+        return self._job.batch.outcome()
+
+
+class IoThreads:
+    """`depth` I/Os in flight for one caller: the caller's own and those of the helpers, whom all callers share."""
+
+    def __init__(self, depth: int, name: str) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._bounces: deque[mmap.mmap] = deque()
+        self._helpers = [threading.Thread(target=self._help, name=f"{name}-{i}", daemon=True) for i in range(depth - 1)]
+        for helper in self._helpers:
+            helper.start()
+
+    def start(self, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+        """Let the helpers begin. The flight must be finished, whatever happens, before its memory goes."""
+        job = _Job(batch, fds, write)
+        for _ in range(min(len(self._helpers), len(batch.pieces))):
+            self._jobs.put(job)
+        return Flight(self, job)
+
+    def stop(self) -> None:
+        """End the helpers; no batch may be under way."""
+        for _ in self._helpers:
+            self._jobs.put(None)
+        for helper in self._helpers:
+            helper.join()
+
+    def _help(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.join():
+                try:
+                    self.work(job)
+                finally:
+                    job.leave()
+            del job
+
+    def work(self, job: _Job) -> None:
+        """Take pieces of this batch until none is left."""
+        if job.batch.pieces[:, 5].all():
+            job.batch.run(job.fds, write=job.write, bounce=0)
+            return
+        bounce = self._bounces.pop() if self._bounces else mmap.mmap(-1, PIECE_NBYTES)
+        try:
+            address = np.frombuffer(bounce, np.uint8).__array_interface__["data"][0]
+            assert address % PAGE_NBYTES == 0
+            job.batch.run(job.fds, write=job.write, bounce=address)
+        finally:
+            self._bounces.append(bounce)
 
 
 class Disk:

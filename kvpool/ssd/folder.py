@@ -15,8 +15,6 @@ from kvpool.errors import SsdFolderError, SsdInUse
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.records import PAGE_NBYTES
 
-__all__ = ["IN_MEMORY", "Segments", "check_folder", "file_system", "lock_folder", "on_disk"]
-
 _log = logging.getLogger(__name__)
 IN_MEMORY = ("tmpfs", "ramfs")
 _JOURNAL_ROOM_NBYTES = 16 << 20

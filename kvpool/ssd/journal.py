@@ -23,21 +23,7 @@ from blake3 import blake3
 
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
-from kvpool.ssd.extents import Extent
-from kvpool.ssd.records import PAGE_NBYTES, SsdConfig
-
-__all__ = [
-    "FRAME",
-    "FRAME_MAGIC",
-    "HEADER",
-    "HEADER_MAGIC",
-    "JOURNAL",
-    "VERSION",
-    "Header",
-    "JournalWriter",
-    "checksum",
-    "pack_blocks",
-]
+from kvpool.ssd.records import PAGE_NBYTES, Extent, SsdConfig
 
 JOURNAL = "journal"
 _NEW_JOURNAL = "journal.new"

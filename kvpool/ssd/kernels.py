@@ -18,8 +18,6 @@ from numba.extending import intrinsic
 
 from jit.compiling import compiled
 
-__all__ = ["MAX_RUNS", "PIECE_NBYTES", "SHORT", "Kernels", "kernels"]
-
 PIECE_NBYTES = 1 << 20
 """The longest I/O. Part of the format, since checksums are taken per piece."""
 MAX_RUNS = 64

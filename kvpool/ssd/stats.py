@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from kvpool.errors import SsdCorrupt, SsdError, SsdFull, SsdIoError, SsdNotStored, SsdRefused
 
-__all__ = ["DirectionCounters", "DirectionStats", "LatencyHistogram", "SsdStats", "kind_of"]
-
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
 _KINDS: tuple[tuple[type[SsdError], str], ...] = (

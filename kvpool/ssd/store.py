@@ -1,4 +1,7 @@
-"""The SSD store: blocks in extents of preallocated files, journalled, read and written in batches outside the GIL."""
+"""Calls under way, and the end of them: after it none is let in, and one thread waits for the last to leave.
+
+The SSD store: blocks in extents of preallocated files, journalled, read and written in batches outside the GIL.
+"""
 
 import threading
 import time
@@ -6,22 +9,47 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvpool.errors import SsdClosed, SsdError, SsdFolderError, SsdIoError
-from kvpool.ssd.calls import OpenCalls
-from kvpool.ssd.carrying import Carrier
-from kvpool.ssd.commits import Commits
-from kvpool.ssd.disk import Disk
-from kvpool.ssd.extents import ExtentState
+from kvpool.ssd.disk import Disk, IoThreads
 from kvpool.ssd.folder import Segments, check_folder, lock_folder
+from kvpool.ssd.group_commit import Commits
 from kvpool.ssd.journal import Header
 from kvpool.ssd.kernels import kernels
-from kvpool.ssd.opening import lying_within, recover
-from kvpool.ssd.reading import Reader
-from kvpool.ssd.records import SsdConfig, SsdEntry, SsdRead, SsdWrite
+from kvpool.ssd.read_write import Carrier, Reader, Writer
+from kvpool.ssd.records import ExtentState, SsdConfig, SsdEntry, SsdRead, SsdWrite
+from kvpool.ssd.recovery import lying_within, recover
 from kvpool.ssd.stats import DirectionCounters, SsdStats
-from kvpool.ssd.transfer import IoThreads
-from kvpool.ssd.writing import Writer
 
-__all__ = ["SsdStore"]
+
+class OpenCalls:
+    """Counts calls; from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._ended = False
+
+    def enter(self) -> bool:
+        """Whether the call may begin; it then must `leave`."""
+        with self._changed:
+            self._num_inside += not self._ended
+            return not self._ended
+
+    def leave(self) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def end(self) -> bool:
+        """Let no more in; True for the first to say so."""
+        with self._changed:
+            first, self._ended = not self._ended, True
+            return first
+
+    def wait(self) -> None:
+        """Until nobody is inside."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_inside)
+
 
 Results = list[SsdError | None]
 Request = TypeVar("Request")

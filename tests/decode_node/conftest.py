@@ -15,7 +15,7 @@ import pytest
 from decode_node.server import Decode
 from engine import Model, load_model
 from engine.random_model import write_random_model
-from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_numbers
+from kvpool import PoolNodeConfig, chain_keys, chain_seed, node_metrics
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger import MessengerConfig
@@ -180,7 +180,7 @@ class Pair:
 
     def problems(self) -> list[str]:
         found = [problem for face in (self.prefill, self.decode, *self.helpers) for problem in face.node.validate()[0]]
-        return found + (node_numbers.validate(self.pool)["problems"] if self.pool is not None else [])
+        return found + (node_metrics.validate(self.pool)["problems"] if self.pool is not None else [])
 
 
 Start = Callable[..., Awaitable[Pair]]

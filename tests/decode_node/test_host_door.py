@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import Model
-from kvpool.local.door import Door, open_door
+from kvpool.local.server import Door, open_door
 from kvpool.node import PoolNode
 
 Start = Callable[..., Awaitable[Any]]

@@ -10,7 +10,7 @@ import pytest
 
 from decode_node.reservation import Reservation
 from engine import Model
-from kvpool import node_numbers
+from kvpool import node_metrics
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -89,4 +89,4 @@ async def test_an_answer_ended_by_its_first_token_leaves_the_prompt_in_the_pool(
         await pair.frontend.cancel(name, "r", 1, keep_kv=True)
     await pair.at_rest()
     assert request.failures == []
-    assert node_numbers.validate(pair.pool)["counts"]["blocks"] == 8
+    assert node_metrics.validate(pair.pool)["counts"]["blocks"] == 8

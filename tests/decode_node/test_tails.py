@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import Model
-from kvpool import node_numbers
+from kvpool import node_metrics
 
 Start = Callable[..., Awaitable[Any]]
 Prompt = Callable[..., list[int]]
@@ -84,7 +84,7 @@ async def test_a_tail_that_a_longer_one_replaces_leaves_the_pool(start_pair: Sta
         history = [*history, *answer.token_ids, 3]
     await pair.at_rest()  # the last one is stored
     # 17 + 2, 20 + 2, 23 + 2 tokens, but for the last one: three whole blocks, and no partial one is left.
-    assert node_numbers.validate(pair.pool)["counts"]["blocks"] == 3
+    assert node_metrics.validate(pair.pool)["counts"]["blocks"] == 3
 
 
 async def test_the_same_prompt_again_computes_its_last_token_alone(

@@ -17,7 +17,7 @@ from frontend.api.unsupported import unsupported_field
 from frontend.api.view import View
 from frontend.output import Step
 from frontend.request import Facts
-from kvpool import PoolNodeConfig, node_numbers
+from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
 from loadtest.cluster_metrics import ClusterHistory
 from loadtest.dialogue_config import DialogueConfig
@@ -78,7 +78,7 @@ def metrics(front_door_metrics: set[str]) -> set[str]:
         for name in counter_names(path.read_text(encoding="utf-8"))
     }
     node = PoolNode(PoolNodeConfig(node_id="n", listen="unix:/nowhere"), incarnation=1)
-    counted |= node_numbers.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
+    counted |= node_metrics.gauges(node).keys() | {f"pool_{name}" for name in node.core.totals()}
     flows = Counters()
     told = [flows.flow(peer="p", transport="rdma", rail=rail, direction="read") for rail in ("", "mlx5_0/1")]
     counted |= {f"messenger_{name}" for name in reported(flows, {})} | {f"messenger_{CERTIFICATE_LEFT}"}

@@ -3,8 +3,8 @@
 from typing import Any
 
 from kvpool import KvGroup, KvSpec
+from kvpool.events import Tier
 from kvpool.policy import Block, PoolCore
-from kvpool.tiers import Tier
 
 SPEC = KvSpec((KvGroup("full", 0, (0,), 4, 32, "float32"), KvGroup("window", 4, (1, 2), 4, 32, "float16")), 2)
 # Of another model: slots that take two adjoining units of the arena, extents that take two of the SSD.

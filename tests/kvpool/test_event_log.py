@@ -6,9 +6,8 @@ import pytest
 
 from conductor.directory import Directory
 from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
-from kvpool.contents import contents_sum
+from kvpool.events import Tier, contents_sum
 from kvpool.policy.event_log import EventLog
-from kvpool.tiers import Tier
 
 NS = b"n" * 16
 

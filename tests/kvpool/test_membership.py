@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.membership import stay_joined
 from kvpool.node import PoolNode
+from kvpool.server import stay_joined
 
 StartPool = Callable[..., Awaitable[object]]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.errors import AddressError, PoolConfigError, PoolRefused
-from kvpool.policy.histogram import Histogram
+from kvpool.policy.counters import Histogram
 from tests.kvpool.two_tiers import EXISTS, MS, NEW, NO_SPACE, NS, ROOT, SPEC, WIDE_NS, Pool, keys
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from kvpool.events import Tier
 from kvpool.policy import LoadOutcome, SsdBlock
 from kvpool.policy.eviction import EvictionPolicy
 from kvpool.policy.index import BlockIndex
-from kvpool.tiers import Tier
 from tests.kvpool.two_tiers import NEW, NO_SPACE, NS, ROOT, SPEC, WIDE, Pool, keys
 
 

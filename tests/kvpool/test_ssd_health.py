@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvpool.ssd_health import SsdHealth, SsdState
+from kvpool.ssd_tier import SsdHealth, SsdState
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A pool's two tiers without a pool node: what tests put there, read, and find where."""
 
 from kvpool import KvGroup, KvSpec
+from kvpool.events import Tier
 from kvpool.policy import Block, LoadOutcome, PoolCore, PoolLimits, SlotStatus
-from kvpool.tiers import Tier
 
 NEW, EXISTS, NO_SPACE = SlotStatus.NEW, SlotStatus.EXISTS, SlotStatus.NO_SPACE
 SPEC = KvSpec((KvGroup("full", 0, (0,), 4, 32, "float32"), KvGroup("window", 4, (1, 2), 4, 32, "float16")), 2)

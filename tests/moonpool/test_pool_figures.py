@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import PoolNodeConfig, node_numbers
+from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
 from moonpool.errors import ClusterNotFound
 from moonpool.pool_figures import is_pool, node_figures, pool_status, silent_node
@@ -35,11 +35,11 @@ def reply() -> conductor_pb2.ClusterReply:
 def state() -> dict[str, Any]:
     """What a node says of itself, as it is before its start."""
     node = PoolNode(PoolNodeConfig(node_id="pool", listen="unix:/nowhere"), incarnation=1)
-    counters = node_numbers.counters(node)
+    counters = node_metrics.counters(node)
     tiers = {
         tier: {"blocks": 4 - 2 * (tier == "ssd"), "used_bytes": 5, "capacity_bytes": 10} for tier in ("dram", "ssd")
     }
-    counts = node_numbers.counts(node) | {"blocks": 5}
+    counts = node_metrics.counts(node) | {"blocks": 5}
     memory = {"arena_pages": "small", "door": "", "namespaces": {"ab": {"blocks": 5, "spec": {}}}}
     return {"tiers": tiers, "counters": counters, "counts": counts, "ssd": None, **memory}
 

@@ -6,10 +6,8 @@ from types import MappingProxyType
 from kvpool.errors import PoolConfigError
 from kvpool.policy.eviction.arc import Arc
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
-from kvpool.policy.eviction.length_aware import LengthAware
-from kvpool.policy.eviction.lfu import Lfu
-from kvpool.policy.eviction.lru import Lru
 from kvpool.policy.eviction.moonpool import Moonpool
+from kvpool.policy.eviction.ranked import LengthAware, Lfu, Lru
 
 __all__ = ["POLICIES", "EvictionPolicy", "Resident", "Use", "make_policy"]
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 from kvpool.policy.eviction.ranked import RankedQueue
 
-__all__ = ["Arc"]
-
 
 class _Recency:
     """One list of the paper with its ghosts: T1 with B1, or T2 with B2."""

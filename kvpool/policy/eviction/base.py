@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["EvictionPolicy", "Resident", "Use"]
-
 
 @dataclass(frozen=True, slots=True)
 class Use:

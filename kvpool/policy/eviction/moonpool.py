@@ -22,8 +22,6 @@ from collections.abc import Callable
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 from kvpool.policy.eviction.reuse import ReuseModel, Visit
 
-__all__ = ["Moonpool"]
-
 _LOADING_SHARE = 0.25  # what loading from a slower tier takes of what computing takes
 _MAX_VALUE_STEPS = 8  # half octaves above and below the mean
 _GHOST_CAPACITIES = 2

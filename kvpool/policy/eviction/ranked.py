@@ -3,6 +3,15 @@
 Ranks only rise while a block is queued. So an entry of the heap may lie about a block, but only ever too low: it is put
 right when it comes to the top, and a block never has more than one entry. What is offered and may not be taken loses
 its entry; what leaves otherwise leaves a dead one, and dead entries are swept out before they outnumber the others.
+
+Least recently used first.
+
+Least frequently used first.
+
+Least frequently used first, and of those the furthest from its prompt's beginning.
+
+Source: LengthAwareCache of the Mooncake paper (Qin et al., 2024: "similar to LFU but prioritizing evicting cache blocks
+occurring later in requests").
 """
 
 import heapq
@@ -11,8 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
-
-__all__ = ["Rank", "RankedPolicy", "RankedQueue"]
 
 Rank = tuple[int, ...]
 
@@ -137,3 +144,27 @@ def _place(block: Resident) -> _Place:
     place: Any = block.state
     assert place is not None, "a block that the policy was not told of, or has forgotten"
     return place  # type: ignore[no-any-return]
+
+
+class Lru(RankedPolicy):
+    """The block whose last use is the oldest leaves. Uses are counted, not timed, so there are no ties."""
+
+    def rank(self, block: Resident, num_uses: int) -> Rank:
+        return (num_uses,)
+
+
+class Lfu(RankedPolicy):
+    """The block with the fewest uses since it came leaves; among equals the one whose last use is the oldest.
+
+    Uses are forgotten with the block: one that comes back starts anew.
+    """
+
+    def rank(self, block: Resident, num_uses: int) -> Rank:
+        return (block.hits, num_uses)
+
+
+class LengthAware(RankedPolicy):
+    """The block with the fewest uses since it came leaves; among equals the deepest; then the least recently used."""
+
+    def rank(self, block: Resident, num_uses: int) -> Rank:
+        return (block.hits, -block.depth, num_uses)

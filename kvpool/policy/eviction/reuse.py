@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NUM_CLASSES", "ReuseModel", "Visit"]
-
 _Floats = NDArray[np.float64]
 
 # Ages: one level up to a quarter of a second, then two an octave, up to two hours.

@@ -823,7 +823,7 @@ class PoolEvents(_message.Message):
     """forget what you knew of this node"""
     snapshot_end: _builtins.bool
     contents_sum: _builtins.int
-    """over all blocks held as of `seq`; see kvpool/contents.py"""
+    """over all blocks held as of `seq`; see kvpool/events.py"""
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
     @_builtins.property

@@ -10,9 +10,8 @@ from conductor.directory import Directory, DirectoryState, Match
 from conductor.directory.directory import DumpedNode, Position
 from conductor.directory.table import Replicas
 from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
-from kvpool.contents import contents_sum
 from kvpool.errors import AddressError
-from kvpool.tiers import Tier
+from kvpool.events import Tier, contents_sum
 
 NS = b"n" * 16
 OTHER = b"o" * 16

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from conductor.directory import Directory, Match
 from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
-from kvpool.tiers import Tier
+from kvpool.events import Tier
 
 NAMESPACES = (b"n" * 16, b"o" * 16)
 KEYS = np.random.default_rng(7).integers(0, 256, (9000, 16), np.uint8)

@@ -16,8 +16,7 @@ from conductor.directory import Directory, DirectoryState, Match
 from conductor.directory.directory import DumpedNode
 from conductor.directory.table import Replicas
 from kvpool import BlockRun, PoolEvents, keys_from_bytes, keys_u64
-from kvpool.contents import contents_sum
-from kvpool.tiers import Tier
+from kvpool.events import Tier, contents_sum
 
 NAMESPACES = (b"n" * 16, b"o" * 16)
 NODES = ("a", "b", "c")

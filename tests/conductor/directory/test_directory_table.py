@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from conductor.directory.table import DirectoryTable
-from kvpool.tiers import Tier
+from kvpool.events import Tier
 
 FOLD = 0x1234_5678_9ABC_DEF0
 SEED = 0xFEED_F00D_1234_5679

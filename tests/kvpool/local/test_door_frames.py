@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvpool.local.frames import MAX_BODY_NBYTES, Hello, Offer, Put, Touch, Welcome, encode
-from kvpool.local.layout import SpecPlan
+from kvpool.local.index_layout import SpecPlan
+from kvpool.local.protocol import MAX_BODY_NBYTES, Hello, Offer, Put, Touch, Welcome, encode
 from messenger import SharedMemory
 
 

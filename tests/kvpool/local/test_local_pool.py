@@ -12,8 +12,8 @@ import pytest
 from kvpool import KvGroup, KvSpec, PoolClient, layer_digests
 from kvpool.errors import AddressError, DoorClosed, PoolConfigError, SpecError, SpecMismatch
 from kvpool.local import LocalPool, PutStatus
-from kvpool.local.frames import Put
-from kvpool.local.layout import SpecPlan
+from kvpool.local.index_layout import SpecPlan
+from kvpool.local.protocol import Put
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
 

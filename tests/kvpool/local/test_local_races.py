@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import KvGroup, KvSpec, layer_digests
-from kvpool.local import LocalPool, layout
+from kvpool.local import LocalPool, index_layout
 from kvpool.local.index_kernels import index_kernels
-from kvpool.local.layout import SpecPlan
+from kvpool.local.index_layout import SpecPlan
 from kvpool.local.shared_index import SharedIndex
 from messenger.memory import PeerMemory
 
@@ -69,7 +69,7 @@ class Reader:
 
     def __init__(self, index: NDArray[np.uint8]) -> None:
         self.words = index.view(np.uint64)
-        at = layout.AT_BUCKETS, layout.AT_ENTRIES, layout.AT_ENTRY_WORDS
+        at = index_layout.AT_BUCKETS, index_layout.AT_ENTRIES, index_layout.AT_ENTRY_WORDS
         self.shape = np.array([self.words[i] for i in at], np.int64)
         self.kernels = index_kernels()
         spec = KvSpec((KvGroup("full", 0, tuple(range(NUM_LAYERS)), kv_heads=1, head_dim=1, dtype="float32"),), 1)
@@ -106,13 +106,13 @@ def test_a_writer_killed_in_mid_update_leaves_misses_and_no_torn_entry() -> None
             finally:
                 writer.kill()
         whole = [reader.get(i) for i in range(NUM_BLOCKS)]
-        assert whole[NUM_BLOCKS // 2 :] == [(1, layout.FOUND)] * (NUM_BLOCKS // 2)
-        assert {why for _, why in whole} <= {layout.FOUND, layout.MISSING}
+        assert whole[NUM_BLOCKS // 2 :] == [(1, index_layout.FOUND)] * (NUM_BLOCKS // 2)
+        assert {why for _, why in whole} <= {index_layout.FOUND, index_layout.MISSING}
         for i in range(NUM_BLOCKS):
             if whole[i][0]:
                 entry = entry_of(reader, i)
-                assert entry[layout.ENTRY_OFFSETS] == 64 * i
-                assert entry[layout.ENTRY_OFFSETS + 1 :].tolist() == [i + 1] * NUM_LAYERS
+                assert entry[index_layout.ENTRY_OFFSETS] == 64 * i
+                assert entry[index_layout.ENTRY_OFFSETS + 1 :].tolist() == [i + 1] * NUM_LAYERS
 
 
 def test_an_entry_left_half_written_is_a_miss() -> None:
@@ -121,9 +121,9 @@ def test_an_entry_left_half_written_is_a_miss() -> None:
     reader = Reader(index.memory.array)
     assert reader.find(2)
     at = place_of(reader, 2)
-    reader.words[at + layout.ENTRY_VERSION] += np.uint64(1)
+    reader.words[at + index_layout.ENTRY_VERSION] += np.uint64(1)
     assert not reader.find(2)
-    assert reader.get(2) == (0, layout.MISSING)
+    assert reader.get(2) == (0, index_layout.MISSING)
     assert reader.find(3)
     index.close()
 
@@ -132,7 +132,7 @@ def test_buckets_left_half_moved_hide_nothing_that_stands_and_end_the_search_for
     index = SharedIndex(7)
     index.apply([(True, Block(i)) for i in range(4)])  # type: ignore[misc]
     reader = Reader(index.memory.array)
-    reader.words[layout.AT_BUCKETS_VERSION] += np.uint64(1)
+    reader.words[index_layout.AT_BUCKETS_VERSION] += np.uint64(1)
     assert all(reader.find(i) for i in range(4))
     assert not reader.find(50)
     index.close()
@@ -168,12 +168,12 @@ def test_a_block_that_leaves_while_it_is_copied_is_a_miss(verify: bool) -> None:
             done = getting.result()
             index.apply([(True, leaving)])  # type: ignore[list-item]
             if before_its_end:
-                assert done == (0, layout.MISSING)
+                assert done == (0, index_layout.MISSING)
                 conclusive += 1
                 if conclusive == 5:
                     break
     assert conclusive
-    assert get() == (1, layout.FOUND)
+    assert get() == (1, index_layout.FOUND)
     index.close()
 
 
@@ -181,23 +181,23 @@ def test_an_index_that_was_replaced_or_closed_gives_nothing() -> None:
     index = SharedIndex(7, num_entries=4)
     index.apply([(True, Block(i)) for i in range(4)])  # type: ignore[misc]
     old = Reader(index.memory.array)
-    assert old.get(1) == (1, layout.FOUND)
+    assert old.get(1) == (1, index_layout.FOUND)
     index.apply([(True, Block(4))])  # type: ignore[list-item]
-    assert old.get(1) == (0, layout.STALE)
+    assert old.get(1) == (0, index_layout.STALE)
     new = Reader(index.memory.array)
-    assert [new.get(i) for i in range(5)] == [(1, layout.FOUND)] * 5
+    assert [new.get(i) for i in range(5)] == [(1, index_layout.FOUND)] * 5
     words = new.words
     index.close()
-    assert words[layout.AT_STATE] == layout.CLOSED
-    assert new.get(1) == (0, layout.STALE)
+    assert words[index_layout.AT_STATE] == index_layout.CLOSED
+    assert new.get(1) == (0, index_layout.STALE)
 
 
 def test_an_entry_that_points_outside_of_the_arena_is_never_followed() -> None:
     index = SharedIndex(7)
     index.apply([(True, Block(i)) for i in range(4)])  # type: ignore[misc]
     reader = Reader(index.memory.array)
-    reader.words[place_of(reader, 2) + layout.ENTRY_OFFSETS] = np.uint64(1 << 62)
-    assert reader.get(2) == (0, layout.CORRUPT)
+    reader.words[place_of(reader, 2) + index_layout.ENTRY_OFFSETS] = np.uint64(1 << 62)
+    assert reader.get(2) == (0, index_layout.CORRUPT)
     index.close()
 
 
@@ -205,12 +205,12 @@ def place_of(reader: Reader, i: int) -> int:
     """Where the entry of block i starts."""
     buckets, entries, entry_words = reader.shape.tolist()
     for entry in range(entries):
-        at = int(layout.HEADER_WORDS + buckets + entry * entry_words)
-        if reader.words[at + layout.ENTRY_KEY : at + layout.ENTRY_SHAPE].tobytes() == bytes([i + 1]) * 32:
+        at = int(index_layout.HEADER_WORDS + buckets + entry * entry_words)
+        if reader.words[at + index_layout.ENTRY_KEY : at + index_layout.ENTRY_SHAPE].tobytes() == bytes([i + 1]) * 32:
             return at
     raise AssertionError(f"block {i} has no entry")
 
 
 def entry_of(reader: Reader, i: int) -> NDArray[np.uint64]:
     at = place_of(reader, i)
-    return reader.words[at : at + layout.ENTRY_OFFSETS + 1 + NUM_LAYERS]
+    return reader.words[at : at + index_layout.ENTRY_OFFSETS + 1 + NUM_LAYERS]

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.ssd.disk import Disk
-from kvpool.ssd.transfer import Batch, IoThreads
+from kvpool.ssd.disk import Batch, Disk, IoThreads
 
 MIB = 1 << 20
 # By the xxhash library, seed 0, of bytes 0, 1, ... 250, 0, 1, ... of this length with zeros up to whole pages; beyond

@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool.ssd import SsdStore
-from kvpool.ssd.disk import Disk
-from kvpool.ssd.transfer import Batch, Flight, IoThreads
+from kvpool.ssd.disk import Batch, Disk, Flight, IoThreads
 
 Open = Callable[..., SsdStore]
 PAGE, SECTOR = 4096, 512

@@ -10,27 +10,6 @@ from typing import NamedTuple
 
 from messenger.frames import Framing
 
-__all__ = [
-    "MAX_BODY_NBYTES",
-    "AskIndex",
-    "Corrupt",
-    "Hello",
-    "Index",
-    "Message",
-    "Offer",
-    "Offered",
-    "Put",
-    "PutStatus",
-    "Refused",
-    "Stored",
-    "Touch",
-    "Welcome",
-    "Withdraw",
-    "decode_body",
-    "decode_prefix",
-    "encode",
-]
-
 MAGIC, VERSION = b"MPDR", 1
 MAX_BODY_NBYTES = 4 << 20
 

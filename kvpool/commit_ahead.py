@@ -6,8 +6,6 @@ used once stays committed. Pages are also joined to huge ones here, where that i
 
 from messenger import SharedMemory
 
-__all__ = ["CommitAhead"]
-
 _STEP_NBYTES = 32 << 20
 _CALL_NBYTES = 4 << 20  # at a time, so that whoever else changes the process's memory waits for little
 

@@ -21,8 +21,6 @@ from kvpool.spec import KvSpec
 from messenger import Priority
 from rpc.errors import NetworkError
 
-__all__ = ["Copied", "copy_blocks"]
-
 _LOADING_SHARE = 0.5  # of a copy's time, that blocks on the source's SSD have to come to its DRAM
 
 _log = logging.getLogger(__name__)

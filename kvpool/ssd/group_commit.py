@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 
 from kvpool.errors import SsdFull, SsdIoError
 from kvpool.ssd.disk import Disk
-from kvpool.ssd.extents import Extent, ExtentMap, ExtentState
 from kvpool.ssd.folder import Segments
 from kvpool.ssd.journal import Header, JournalWriter, pack_blocks
 from kvpool.ssd.kernels import SHORT
-from kvpool.ssd.records import SsdConfig
-
-__all__ = ["Commit", "Commits", "io_error"]
+from kvpool.ssd.records import Extent, ExtentMap, ExtentState, SsdConfig
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)

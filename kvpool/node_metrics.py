@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvpool.ssd_health import SsdState
+from kvpool.ssd_tier import SsdState
 
 if TYPE_CHECKING:
     from kvpool.node import PoolNode
-
-__all__ = ["counters", "counts", "gauges", "state", "validate"]
 
 
 def state(node: PoolNode) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from kvpool.spec import KvSpec
 
-__all__ = ["SpecPlan"]
-
 MAGIC, FORMAT = 0x58444E494C4F4F50, 1  # "POOLINDX"
 
 HEADER_WORDS = 64

@@ -1,37 +1,163 @@
-"""The room of one tier: who has which slots, who is used, and who gives way to whom. It knows copies, not chains.
+"""Which whole slabs to clear so that slots of another size find room. Pure arithmetic on a tier's slots and copies.
+
+Evicting blocks of one size in the order of their worth frees slots all over its slabs and no slab: a few that are used
+often would keep every slab from another model for ever. So slabs are cleared whole, with all copies in them and all
+that follow those; of the slabs around the next victims, those whose copies were used longest ago in the mean.
+
+The room of one tier: who has which slots, who is used, and who gives way to whom. It knows copies, not chains.
 
 Copies that can take each other's slots form a partition, with an eviction policy of its own: those of one list of slot
 sizes, apart from the other sizes, and from those of namespaces that have a quota. Within a partition its policy says
 who leaves; between partitions the one whose next victim was used longest ago gives way. Slots of another size are no
-help, whole slabs are: see `kvpool.policy.clearing`.
+help, whole slabs are: see `kvpool.policy.tier_space`.
+
+What the blocks of one namespace have in common: their spec, the sizes of their slots, whose place they may take.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpool.policy.clearing import plan_clearing
-from kvpool.policy.eviction import EvictionPolicy, Resident, Use, make_policy
-from kvpool.policy.index import may_leave
-from kvpool.policy.records import DRAM, SSD, Copy, Family
+from kvpool.errors import SpecError, SpecMismatch
+from kvpool.policy.eviction import Resident, Use, make_policy
+from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Partition, may_leave
 from kvpool.policy.slabs import SlabAllocator
+from kvpool.spec import KvSpec
 
-__all__ = ["Partition", "TierRoom"]
+_MAX_COPIES = 4096  # more are never cleared for one block
+
+
+@dataclass(frozen=True)
+class Clearing:
+    """Copies to be given up, in this order: none before those that follow it; and the slabs to be made then."""
+
+    copies: list[Copy]
+    mean_last_use: float
+    slabs: list[tuple[int, int]]  # size of a slot, first unit
+
+
+def plan_clearing(
+    tier: int,
+    slabs: SlabAllocator,
+    holders: Mapping[int, Copy],
+    freed: Mapping[int, int],
+    sizes: Sequence[int],
+    victims: Sequence[Copy],
+) -> Clearing | None:
+    """What must leave so that a slot of each of the sizes finds room; None when it cannot be.
+
+    `holders` are copies by offset of their slots, `freed` slots that are as good as free. `victims` say where to look.
+    """
+    # What is free already is taken while the rest is planned, so that it is not planned for twice.
+    free, missing = _take_free(slabs, sizes)
+    try:
+        return _plan(tier, slabs, holders, freed, missing, victims)
+    finally:
+        for offset in free:
+            slabs.free(offset)
+
+
+def _take_free(slabs: SlabAllocator, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Offsets of free slots, and the sizes of those that there are none for: one for each slab that is needed."""
+    offsets: list[int] = []
+    missing: list[int] = []
+    to_come: Counter[int] = Counter()
+    for size in sizes:
+        offset = None if to_come[size] else slabs.try_allocate(size)
+        if offset is not None:
+            offsets.append(offset)
+            continue
+        if not to_come[size]:
+            missing.append(size)
+            to_come[size] = slabs.slots_per_slab(size)
+        to_come[size] -= 1
+    return offsets, missing
+
+
+def _plan(
+    tier: int,
+    slabs: SlabAllocator,
+    holders: Mapping[int, Copy],
+    freed: Mapping[int, int],
+    sizes: Sequence[int],
+    victims: Sequence[Copy],
+) -> Clearing | None:
+    chosen: dict[Copy, None] = {}
+    taken: set[int] = set()  # units of the slabs to come
+    made: list[tuple[int, int]] = []
+    for size in sizes:
+        windows = {
+            window.start: window
+            for victim in victims
+            for offset in victim.offsets
+            for window in slabs.windows(size, offset)
+            if taken.isdisjoint(window)
+        }
+        plans = []
+        for window in windows.values():
+            copies = _with_followers(tier, slabs.used_offsets(window), holders, freed)
+            if copies is not None:
+                plans.append((_mean_last_use(copies), window.start, copies))
+        if not plans:
+            return None
+        _, start, best = min(plans, key=lambda plan: plan[:2])
+        chosen |= best
+        taken |= set(windows[start])
+        made.append((size, start))
+    return Clearing(list(chosen), _mean_last_use(chosen), made)
+
+
+def _with_followers(
+    tier: int, offsets: Iterable[int], holders: Mapping[int, Copy], freed: Mapping[int, int]
+) -> dict[Copy, None] | None:
+    """The copies in these slots and all that follow them in the tier, the last first; None when one cannot leave."""
+    order: dict[Copy, None] = {}
+    for offset in offsets:
+        if offset in freed:
+            continue
+        start = holders.get(offset)
+        if start is None:
+            return None
+        stack = [(start, False)]
+        while stack:
+            copy, is_left = stack.pop()
+            if is_left:
+                order[copy] = None
+            elif copy not in order:
+                followers = _followers(tier, copy)
+                if followers is None or len(order) + len(stack) > _MAX_COPIES:
+                    return None
+                stack.append((copy, True))
+                stack += [(each, False) for each in followers]
+    return order
+
+
+def _followers(tier: int, copy: Copy) -> list[Copy] | None:
+    """The copies of the tier that follow; None when this copy could not leave even after them."""
+    if not copy.ready or copy.holds or copy.gone:
+        return None
+    block = copy.block
+    found = [each for child in block.place.children() if child.block and (each := _copy_in(child.block, tier))]
+    if len(found) != block.place.following(tier):
+        return None  # one is on its way
+    is_last = copy.other is None
+    stays = len(found) != block.place.num_following or any(each.other for each in found)
+    return None if is_last and stays else found
+
+
+def _copy_in(block: Block, tier: int) -> Copy | None:
+    return block.dram if tier == DRAM else block.ssd
+
+
+def _mean_last_use(copies: Iterable[Copy]) -> float:
+    uses = [copy.last_use for copy in copies]
+    return sum(uses) / len(uses) if uses else 0.0
+
 
 _NUM_LOOKED_AT = 8  # next victims of another size whose surroundings are weighed
 
 GiveUp = Callable[[Copy, str, int], None]  # copy, reason, now_ns
-
-
-@dataclass(slots=True, eq=False)
-class Partition:
-    """Copies that can take each other's slots."""
-
-    owner: bytes  # the namespace that has it for itself; empty: any
-    sizes: tuple[int, ...]
-    policy: EvictionPolicy
-    num_families: int = 0
-    num_copies: int = 0
 
 
 class TierRoom:
@@ -309,3 +435,55 @@ def _may_take_from_ssd(room: TierRoom) -> Callable[[Resident], bool]:
         return may_leave(resident) and (dram is None or dram.last_use > room.spare_until)
 
     return may_take
+
+
+_MAX_UNUSED = 16  # without blocks now; what their policies have learnt is kept
+
+
+class Families:
+    """By namespace. One that has no blocks any more may come back with another spec."""
+
+    def __init__(self, dram: TierRoom, ssd: TierRoom, quotas: Mapping[bytes, int]) -> None:
+        self._dram = dram
+        self._ssd = ssd
+        self._quotas = quotas
+        self._families: dict[bytes, Family] = {}
+
+    @property
+    def num_blocks(self) -> Counter[bytes]:
+        """Blocks here, in whatever tier, per namespace."""
+        return Counter({f.kv_namespace: f.num_blocks for f in self._families.values() if f.num_blocks})
+
+    def of(self, kv_namespace: bytes, spec: KvSpec) -> Family:
+        """What the namespace's blocks have in common.
+
+        Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
+        """
+        known = self._families.get(kv_namespace)
+        if known is not None and (known.spec is spec or known.spec == spec):
+            return known
+        if known is not None and known.num_copies:
+            raise SpecMismatch(f"namespace {kv_namespace.hex()} holds blocks of {known.spec}, not of {spec}")
+        for g in range(spec.num_groups):
+            if not self._dram.slabs.fits(spec.slot_nbytes(g)):
+                raise SpecError(f"a slot of group {g} takes {spec.slot_nbytes(g)} bytes: the arena is too small for it")
+        slots = tuple(self._dram.slabs.slot_nbytes(spec.slot_nbytes(g)) for g in range(spec.num_groups))
+        extent = (self._ssd.slabs.slot_nbytes(spec.block_nbytes),)
+        quota_nbytes = self._quotas.get(kv_namespace)
+        partitions = (
+            self._dram.partition(b"" if quota_nbytes is None else kv_namespace, slots),
+            self._ssd.partition(b"", extent),
+        )
+        unused = [family for family in self._families.values() if not family.num_copies]
+        for family in [*unused[:-_MAX_UNUSED], *([] if known is None else [known])]:
+            if self._families.pop(family.kv_namespace, None) is not None:
+                for room, partition in zip((self._dram, self._ssd), family.partitions, strict=True):
+                    room.forget(partition)
+        made = Family(kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None))
+        self._families[kv_namespace] = made
+        return made
+
+    def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
+        """The spec of a namespace that has blocks here."""
+        family = self._families.get(kv_namespace)
+        return family.spec if family is not None and family.num_copies else None

@@ -1,0 +1,542 @@
+"""Puts of this host's processes: the pool node copies out of their memory, verifies on the way, and seals at once.
+
+The caller's memory stays its own and the arena the pool node's: nobody else writes to it, so nothing needs fencing when
+a caller dies. The digest is of the bytes that were copied, whatever the caller does to its memory meanwhile: what they
+are is certain by the digests that the caller told, or by its waiting for the answer.
+
+One caller of a pool node's door: its frames in, answers out, what it has offered. Decisions are the node's.
+
+Requests are carried out one after the other, in the node's event loop. Whoever breaks the protocol is told so and sent
+away.
+
+The pool node's door for processes of its host: hands over the arena and its index, takes puts, touches, reports.
+
+A unix socket of mode 0600 in the node's socket folder. All runs in the node's event loop, without gRPC, so that a put
+is one short round trip; only long copies run in threads. A caller that breaks the protocol is told so and sent away;
+the node takes no harm from what callers send.
+"""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from kvpool.address import KEY_NBYTES
+from kvpool.errors import AddressError, KvPoolError, PoolRefused, SpecError
+from kvpool.local.index_layout import SpecPlan
+from kvpool.local.mapping import Mapped, copy_blocks
+from kvpool.local.protocol import (
+    AskIndex,
+    Corrupt,
+    Hello,
+    Index,
+    Message,
+    Offer,
+    Offered,
+    Put,
+    PutStatus,
+    Refused,
+    Stored,
+    Touch,
+    Welcome,
+    Withdraw,
+    decode_body,
+    decode_prefix,
+    encode,
+)
+from kvpool.local.shared_index import SharedIndex
+from kvpool.node import PoolNode
+from kvpool.policy import SlotStatus
+from kvpool.spec import KvSpec
+from messenger.errors import ProtocolError
+from messenger.frames import PREFIX
+from messenger.memory import PeerMemory
+from moonpool_proto.v1 import common_pb2
+from rpc import unix_path
+from rpc.errors import BindFailed
+
+# Up to so many bytes a copy is over sooner than a thread has begun it.
+_QUICK_NBYTES = 1 << 20
+_PUT_TTL_NS = 60 * 10**9  # the longest that copying may take
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose puts these are, for accounting."""
+
+    owner: str
+    owner_incarnation: int
+
+
+class _Request(NamedTuple):
+    """A Put, checked but for its offsets."""
+
+    plan: SpecPlan
+    chain: list[bytes]
+    parents: list[bytes]
+    offsets: NDArray[np.int64]  # [groups, n]
+    digests: NDArray[np.uint64] | None  # [n, layers of all groups]; None: those of the bytes as they are copied
+    num_tokens: NDArray[np.uint32]  # [n], 0 for a full block
+
+
+class _Copy(NamedTuple):
+    """What is left to do of a Put once slots were given: indices of its NEW blocks, and where they go."""
+
+    put_id: str
+    new: list[int]
+    targets: NDArray[np.int64]  # [groups, new]
+
+
+class Intake:
+    """Carries puts out at one pool node, in its event loop and `threads`."""
+
+    def __init__(self, node: PoolNode, arena: Mapped, threads: Executor) -> None:
+        self._node = node
+        self._arena = arena
+        self._threads = threads
+
+    def put(
+        self, caller: Caller, message: Put, source: Mapped, is_there: Callable[[], bool]
+    ) -> bytes | Awaitable[bytes]:
+        """A PutStatus per block, at once or, where there is much to copy, later. Raises KvPoolError.
+
+        `is_there()`: whether the caller still waits; what it told no digests of is not stored else.
+        """
+        request = _checked(message)
+        allocation = self._node.allocate(
+            message.kv_namespace,
+            request.plan.spec,
+            request.chain,
+            request.parents,
+            owner=caller.owner,
+            owner_incarnation=caller.owner_incarnation,
+            ttl_ns=_PUT_TTL_NS,
+            num_tokens=request.num_tokens.tolist(),
+            compute_s=message.compute_s,
+        )
+        status = bytearray(allocation.status)  # PutStatus begins with SlotStatus's values
+        if not allocation.new_blocks:
+            return bytes(status)
+        new = [i for i, each in enumerate(allocation.status) if each is SlotStatus.NEW]
+        targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
+        copy = _Copy(allocation.put_id, new, targets)
+        if len(new) * request.plan.block_nbytes > _QUICK_NBYTES:
+            return self._put_later(request, copy, source, status, is_there)
+        try:
+            right, digests = self._copy(request, copy, source)
+            _check_certain(request, is_there)
+        except BaseException:
+            self._node.drop_now(copy.put_id)
+            raise
+        self._node.seal_now(copy.put_id, digests, right)
+        return self._told(status, new, right)
+
+    async def _put_later(
+        self, request: _Request, copy: _Copy, source: Mapped, status: bytearray, is_there: Callable[[], bool]
+    ) -> bytes:
+        submit = functools.partial(self._threads.submit, self._copy, request, copy, source)
+        copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
+        try:
+            await asyncio.wait([copying])
+            right, digests = copying.result()
+            _check_certain(request, is_there)
+            self._node.seal_now(copy.put_id, digests, right)
+        except BaseException:
+            await self._node.abort(copy.put_id)
+            raise
+        return self._told(status, copy.new, right)
+
+    def _copy(self, request: _Request, copy: _Copy, source: Mapped) -> tuple[list[bool], list[tuple[bytes, ...]]]:
+        """(whether each NEW block is right, their digests as a seal wants them)."""
+        starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
+        if len(copy.new) < len(request.chain):
+            starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
+            expected = None if expected is None else expected[copy.new]
+        right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.plan, num_tokens, expected)
+        return right.tolist(), _by_group(request.plan, digests)
+
+    def _told(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
+        for i, good in zip(new, right, strict=True):
+            status[i] = PutStatus.STORED if good else PutStatus.WRONG
+        wrong = len(right) - sum(right)
+        if wrong:
+            self._node.core.counters["digest_mismatches"] += wrong
+        return bytes(status)
+
+
+def _check_certain(request: _Request, is_there: Callable[[], bool]) -> None:
+    """Raises PoolRefused when the bytes may have been others than were to be put: who has hung up may write there."""
+    if request.digests is None and not is_there():
+        raise PoolRefused("the caller hung up while its memory was being copied, and had told no digests")
+
+
+def _checked(message: Put) -> _Request:
+    plan = _plan(message.spec)
+    if len(message.kv_namespace) != KEY_NBYTES or len(message.chain) % KEY_NBYTES:
+        raise AddressError(f"a namespace of {len(message.kv_namespace)} bytes, keys of {len(message.chain)}")
+    n, groups = len(message.chain) // KEY_NBYTES, plan.spec.num_groups
+    told = [len(message.parents), len(message.offsets), len(message.digests), len(message.num_tokens)]
+    digests_nbytes = 8 * plan.num_layers * n if message.digests else 0
+    want = [KEY_NBYTES * n, 8 * groups * n, digests_nbytes, 4 * n]
+    if told != want:
+        raise SpecError(f"a put of {n} blocks has parents, offsets, digests, lengths of {told} bytes: expected {want}")
+    offsets = np.frombuffer(message.offsets, np.int64).reshape(groups, n)
+    digests = np.frombuffer(message.digests, np.uint64).reshape(n, plan.num_layers) if message.digests else None
+    num_tokens = np.frombuffer(message.num_tokens, np.uint32)
+    return _Request(plan, _keys(message.chain), _keys(message.parents), offsets, digests, num_tokens)
+
+
+def _by_group(plan: SpecPlan, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
+    """Per block, the digests of each group."""
+    data, nbytes = digests.tobytes(), 8 * plan.num_layers
+    if len(plan.ends) == 1:
+        return [(data[at : at + nbytes],) for at in range(0, len(data), nbytes)]
+    spans = list(itertools.pairwise((0, *plan.ends)))
+    return [tuple(data[at + a : at + b] for a, b in spans) for at in range(0, len(data), nbytes)]
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(spec: bytes) -> SpecPlan:
+    message = common_pb2.KvSpec()
+    try:
+        message.ParseFromString(spec)
+    except DecodeError as error:
+        raise SpecError(f"not a KvSpec: {error}") from error
+    return SpecPlan(KvSpec.from_proto(message))
+
+
+def _keys(data: bytes) -> list[bytes]:
+    return [data[i : i + KEY_NBYTES] for i in range(0, len(data), KEY_NBYTES)]
+
+
+_log = logging.getLogger(__name__)
+
+_MAX_REGIONS = 64  # mapped per caller
+_MAX_UNSENT_NBYTES = 1 << 20  # of answers that a caller does not take
+LANDING_NBYTES = 1 << 18
+_MAX_FDS = 4
+_FD = struct.Struct("@i")
+_ANCILLARY_NBYTES = socket.CMSG_LEN(_MAX_FDS * _FD.size)
+_HELLO_S = 10.0  # until when a caller must have said who it is
+
+
+class Connection:
+    """From accept to `close`; `on_close` is called with it then, once."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        node: PoolNode,
+        index: SharedIndex,
+        intake: Intake,
+        landing: memoryview,
+        on_close: "Callable[[Connection], None]",
+    ) -> None:
+        """`landing` is where bytes come in; they are taken on at once, so all callers of a door share it."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._node, self._index, self._intake = node, index, intake
+        self._landing = landing
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._caller: Caller | None = None
+        self._regions: dict[int, Mapped] = {}
+        self._received = bytearray()
+        self._fds: list[int] = []
+        self._unsent = bytearray()
+        self.putting: asyncio.Task[None] | None = None  # a put that takes its time
+        self._loop.add_reader(sock.fileno(), self._readable)
+        self._silent = self._loop.call_later(_HELLO_S, self._refuse, "ProtocolError", "no Hello came")
+
+    def close(self) -> None:
+        """Let go of the caller and of its memory. A put under way goes on to its end; nobody is told."""
+        if self._sock.fileno() < 0:
+            return
+        self._silent.cancel()
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._regions.clear()
+        self._received.clear()
+        self._on_close(self)
+
+    def _readable(self) -> None:
+        try:
+            nbytes, ancillary, flags, _ = self._sock.recvmsg_into([self._landing], _ANCILLARY_NBYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds += [fd for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])]
+        if not nbytes:
+            self.close()
+        elif flags & socket.MSG_CTRUNC or len(self._fds) > _MAX_FDS:
+            self._refuse("ProtocolError", "too many descriptors at once")
+        else:
+            self._received += self._landing[:nbytes]
+            self._work()
+
+    def _work(self) -> None:
+        """Carry out what has come, until a put must be waited for."""
+        try:
+            while self.putting is None and (message := self._next()) is not None:
+                self._do(message)
+        except ProtocolError as error:
+            _log.warning("a caller of the host door was sent away: %s", error)
+            self._refuse("ProtocolError", str(error))
+        except Exception:
+            _log.exception("a request of a process of this host failed")
+            self.close()
+
+    def _next(self) -> Message | None:
+        """The next whole message; None when it has not come yet."""
+        if len(self._received) < PREFIX.size:
+            return None
+        kind, nbytes = decode_prefix(self._received)
+        end = PREFIX.size + nbytes
+        if len(self._received) < end:
+            return None
+        body = bytes(memoryview(self._received)[PREFIX.size : end])
+        del self._received[:end]
+        return decode_body(kind, body)
+
+    def _do(self, message: Message) -> None:
+        if (self._caller is None) != isinstance(message, Hello):
+            raise ProtocolError(
+                f"{type(message).__name__} where {'only' if self._caller is None else 'no'} Hello can be"
+            )
+        try:
+            self._answer(message)
+        except KvPoolError as error:
+            self._send(Refused(type(error).__name__, str(error)))
+
+    def _answer(self, message: Message) -> None:
+        node, index = self._node, self._index
+        match message:
+            case Put():
+                self._put(message)
+            case Hello():
+                self._silent.cancel()
+                self._caller = Caller(message.owner, message.owner_incarnation)
+                told = Welcome(node.config.node_id, node.incarnation, node.memory.nbytes, index.nbytes)
+                self._send(told, [node.memory.fd, index.memory.fd])
+            case AskIndex():
+                self._send(Index(index.nbytes), [index.memory.fd])
+            case Offer():
+                self._take_offer(message)
+            case Withdraw():
+                self._regions.pop(message.region_id, None)
+            case Touch():
+                node.core.use(time.monotonic_ns(), *_address(message))
+            case Corrupt():
+                node.core.quarantine(*_address(message))
+                node.tell()
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is no request")
+
+    def _take_offer(self, message: Offer) -> None:
+        if not self._fds or len(self._regions) >= _MAX_REGIONS:
+            raise ProtocolError(f"memory without a descriptor, or beyond the {_MAX_REGIONS} that a caller may offer")
+        self._regions[message.region_id] = Mapped.of(PeerMemory(self._fds.pop(0), message.nbytes).array)
+        self._send(Offered())
+
+    def _put(self, message: Put) -> None:
+        source = self._regions.get(message.region_id)
+        if source is None or self._caller is None:
+            raise ProtocolError(f"a put from memory {message.region_id}, which was never offered")
+        stored = self._intake.put(self._caller, message, source, self._is_there)
+        if isinstance(stored, bytes):
+            self._send(Stored(stored))
+        else:
+            self._loop.remove_reader(self._sock.fileno())
+            self.putting = self._loop.create_task(self._finish(stored))
+
+    def _is_there(self) -> bool:
+        """Whether the caller, who waits for an answer, has not hung up."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+
+    async def _finish(self, stored: Awaitable[bytes]) -> None:
+        """Answer a put when it is done, and go on with what came meanwhile."""
+        try:
+            answer: Message = Stored(await stored)
+        except KvPoolError as error:
+            answer = Refused(type(error).__name__, str(error))
+        except Exception:
+            _log.exception("a put of a process of this host failed")
+            self.close()
+            return
+        self.putting = None
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._send(answer)
+            self._work()
+
+    def _send(self, message: Message, fds: list[int] | None = None) -> None:
+        if self._sock.fileno() < 0:
+            return
+        data, sent = encode(message), 0
+        try:
+            if fds:
+                sent = socket.send_fds(self._sock, [data], fds)
+            elif not self._unsent:
+                sent = self._sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.close()
+            return
+        if sent == len(data):
+            return
+        if (fds and not sent) or len(self._unsent) > _MAX_UNSENT_NBYTES:
+            _log.warning("a caller of the host door was sent away: it takes no answers")
+            self.close()
+            return
+        self._unsent += data[sent:]
+        self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            try:
+                del self._unsent[: self._sock.send(self._unsent)]
+            except ConnectionError:
+                self.close()
+                return
+        if not self._unsent:
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _refuse(self, kind: str, reason: str) -> None:
+        self._send(Refused(kind, reason))
+        self.close()
+
+
+def _address(message: Touch | Corrupt) -> tuple[bytes, list[bytes]]:
+    if len(message.kv_namespace) != KEY_NBYTES or len(message.chain) % KEY_NBYTES:
+        raise ProtocolError(f"a namespace of {len(message.kv_namespace)} bytes, keys of {len(message.chain)}")
+    chain = [message.chain[i : i + KEY_NBYTES] for i in range(0, len(message.chain), KEY_NBYTES)]
+    return message.kv_namespace, chain
+
+
+_MAX_CALLERS = 256
+_COPY_THREADS = 2
+_AGAIN_S = 1.0  # after which callers are taken again when there was no room for another descriptor
+
+
+async def open_door(node: PoolNode) -> "Door | None":
+    """A started node's door, in the folder of its messenger's socket; None where it has none (tcp alone).
+
+    Raises AddressInUse or BindFailed.
+    """
+    shm_socket = node.messenger.endpoint.shm_socket
+    if not shm_socket:
+        return None
+    door = Door(node, await asyncio.to_thread(_ready_index, node.incarnation), Path(shm_socket).parent)
+    door.open()
+    return door
+
+
+class Door:
+    """Serves one PoolNode, from `open` to `close`."""
+
+    def __init__(self, node: PoolNode, index: SharedIndex, folder: Path) -> None:
+        self.node = node
+        self.index = index
+        name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
+        self.path = folder / f"d-{name}.sock"
+        self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-door")
+        self.intake = Intake(node, Mapped.of(node.memory.array), self.threads)
+        self.callers: set[Connection] = set()
+        self._landing = memoryview(bytearray(LANDING_NBYTES))
+        self._identity: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        """Listen. Raises AddressInUse or BindFailed."""
+        unix_path.claim(self.path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.setblocking(False)
+            before = os.umask(0o177)
+            try:
+                self._listener.bind(os.fspath(self.path))
+            finally:
+                os.umask(before)
+            self._listener.listen(64)
+        except OSError as error:
+            self._listener.close()
+            raise BindFailed(f"cannot listen at {self.path}: {error}") from error
+        self._identity = unix_path.identity(self.path)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+        self.node.index, self.node.door = self.index, os.fspath(self.path)
+        self.node.tell()
+
+    async def close(self) -> None:
+        """Send everybody away; readers see at once that the index is closed."""
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        if unix_path.identity(self.path) == self._identity:
+            self.path.unlink(missing_ok=True)
+        callers = list(self.callers)
+        for caller in callers:
+            caller.close()
+        await asyncio.gather(*(caller.putting for caller in callers if caller.putting is not None))
+        self.node.index, self.node.door = None, ""
+        self.index.close()
+        await asyncio.to_thread(self.threads.shutdown)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EINTR, errno.ECONNABORTED):
+                _log.warning("the host door could not take a caller: %s", error)
+                self._pause()
+            return
+        if len(self.callers) >= _MAX_CALLERS:
+            _log.warning("the host door turned a caller away: %d are here", len(self.callers))
+            sock.close()
+            return
+        self.callers.add(Connection(sock, self.node, self.index, self.intake, self._landing, self.callers.discard))
+
+    def _pause(self) -> None:
+        """Whoever waits to be taken would wake the loop again at once."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener.fileno())
+        loop.call_later(_AGAIN_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+
+def _ready_index(incarnation: int) -> SharedIndex:
+    """An empty index, with all that the door needs compiled: that takes a moment once per installation."""
+    from kvpool.local.copy_kernels import copy_kernel
+
+    copy_kernel()
+    return SharedIndex(incarnation)

@@ -1,0 +1,278 @@
+"""Which arrays will do as a block's memory, and where in memory they lie.
+
+One direction of the store's I/O: what its threads carry, and what is counted of it.
+
+Reading a batch of blocks: find, carry, and hold what came against the checksum in the journal.
+
+Writing a batch of blocks: take their extents, carry their bytes, have them sealed by the journal.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvpool.errors import SsdCorrupt, SsdError, SsdNotStored, SsdRefused
+from kvpool.spec import KvSpec
+from kvpool.ssd.disk import Batch, Disk, Flight, IoThreads, Outcome
+from kvpool.ssd.folder import Segments
+from kvpool.ssd.group_commit import Commits, io_error
+from kvpool.ssd.journal import pack_blocks
+from kvpool.ssd.records import PAGE_NBYTES, Bytes, Extent, ExtentState, Run, SsdRead, SsdWrite
+from kvpool.ssd.stats import DirectionCounters
+
+_UINT8 = np.dtype(np.uint8)
+
+
+class BlockMemory:
+    """Remembers the slots' sizes of the specs it has met."""
+
+    def __init__(self) -> None:
+        self._slots: dict[KvSpec, tuple[int, ...]] = {}
+        self._last: tuple[KvSpec | None, tuple[int, ...]] = (None, ())
+
+    def runs(self, arrays: Sequence[Bytes], spec: KvSpec, *, writable: bool) -> list[Run] | str:
+        """Where the arrays lie, or what is wrong with them as memory for a block, in words."""
+        slots = self._sizes(spec)
+        if len(arrays) != len(slots):
+            return f"{len(arrays)} arrays, one for each of {len(slots)} groups expected"
+        runs = []
+        for array, nbytes in zip(arrays, slots, strict=True):
+            if array.nbytes != nbytes or array.dtype != _UINT8:
+                return f"{array.dtype} of shape {array.shape}: contiguous uint8 [{nbytes}] expected"
+            try:
+                # Twice as quick as asking the array itself, and refuses what is not contiguous or not writable.
+                runs.append((ctypes.addressof(ctypes.c_char.from_buffer(array)), nbytes))  # type: ignore[arg-type]
+            except TypeError:
+                if writable or not array.flags.c_contiguous:
+                    return "an array that is not contiguous, or cannot be written"
+                runs.append((array.__array_interface__["data"][0], nbytes))
+        return runs
+
+    def _sizes(self, spec: KvSpec) -> tuple[int, ...]:
+        # Hashing a spec takes longer than all else here, and the blocks of a request nearly always share one.
+        last, slots = self._last
+        if spec is not last:
+            found = self._slots.get(spec)
+            if found is None:
+                found = self._slots[spec] = tuple(spec.slot_nbytes(g) for g in range(spec.num_groups))
+            slots = found
+            self._last = (spec, slots)
+        return slots
+
+
+CHUNK_BLOCKS = 256
+"""A request is prepared in chunks of so many blocks, each while the disk is busy with those before it."""
+
+
+class Carrier:
+    """Starts flights and takes their outcomes in."""
+
+    def __init__(
+        self, disk: Disk, segments: Segments, threads: IoThreads, counters: DirectionCounters, *, write: bool
+    ) -> None:
+        self.segments = segments
+        self._disk, self._threads, self._counters, self._write = disk, threads, counters, write
+
+    def start(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> Flight:
+        """Begin with these extents; the flight must be finished by `finish`, whatever happens."""
+        batch = Batch(offsets, memory, self.segments.segment_nbytes)
+        return self._disk.start(self._threads, batch, self.segments.fds, write=self._write)
+
+    def finish(self, flight: Flight) -> Outcome:
+        """Returns when no I/O of the flight is under way any more."""
+        outcome = flight.finish()
+        self._counters.add_ios(flight.nbytes, outcome.nanos)
+        return outcome
+
+
+_ReadChunk = tuple[list[int], list[Extent], Flight]
+
+
+class Reader:
+    """Reads; from any number of threads."""
+
+    def __init__(self, commits: Commits, carrier: Carrier) -> None:
+        self._commits, self._carrier = commits, carrier
+        self._memory = BlockMemory()
+
+    def read(self, reads: Sequence[SsdRead]) -> list[SsdError | None]:
+        """As `SsdStore.read`."""
+        results: list[SsdError | None] = [None] * len(reads)
+        chunks: list[_ReadChunk] = []
+        try:
+            for first in range(0, len(reads), CHUNK_BLOCKS):
+                self._start(reads, range(first, min(first + CHUNK_BLOCKS, len(reads))), results, chunks)
+        finally:
+            # The targets are the caller's again when this returns, so every flight is waited for.
+            for chunk in chunks:
+                self._finish(reads, chunk, results)
+        return results
+
+    def _start(
+        self, reads: Sequence[SsdRead], indices: range, results: list[SsdError | None], chunks: list[_ReadChunk]
+    ) -> None:
+        good: list[int] = []
+        extents: list[Extent] = []
+        memory: list[list[Run]] = []
+        for i in indices:
+            read = reads[i]
+            extent = self._find(read)
+            if extent is None:
+                results[i] = SsdNotStored(f"no block {read.chain_key.hex()} lies at {read.offset}")
+                continue
+            runs = self._memory.runs(read.targets, extent.entry.spec, writable=True)
+            if isinstance(runs, str):
+                results[i] = SsdRefused(f"targets for the block at {read.offset}: {runs}")
+                continue
+            good.append(i)
+            extents.append(extent)
+            memory.append(runs)
+        if good:
+            chunks.append((good, extents, self._carrier.start([extent.start for extent in extents], memory)))
+
+    def _finish(self, reads: Sequence[SsdRead], chunk: _ReadChunk, results: list[SsdError | None]) -> None:
+        indices, extents, flight = chunk
+        outcome = self._carrier.finish(flight)
+        expected = np.array([extent.checksum for extent in extents], np.uint64)
+        for k in np.flatnonzero((outcome.status != 0) | (outcome.sums != expected)).tolist():
+            i, extent, number = indices[k], extents[k], int(outcome.status[k])
+            if self._find(reads[i]) is not extent:
+                results[i] = SsdNotStored(f"the block at {extent.start} was freed while it was being read")
+            elif number:
+                results[i] = io_error(f"reading the block at {extent.start}", number)
+            else:
+                results[i] = SsdCorrupt(f"the block at {extent.start} is not what was written there")
+
+    def _find(self, read: SsdRead) -> Extent | None:
+        extent = self._commits.extents.get(read.offset)
+        if extent is None or extent.state is not ExtentState.SEALED:
+            return None
+        entry = extent.entry
+        return extent if entry.chain_key == read.chain_key and entry.kv_namespace == read.kv_namespace else None
+
+
+_Results = list[SsdError | None]
+
+
+@dataclass
+class _WriteChunk:
+    """Blocks that go to the disk together: their places in the request, their extents, where their bytes are."""
+
+    indices: list[int] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
+    memory: list[list[Run]] = field(default_factory=list)
+
+    def without(self, gone: set[Extent]) -> "_WriteChunk":
+        kept = [k for k, extent in enumerate(self.extents) if extent not in gone]
+        return _WriteChunk(
+            [self.indices[k] for k in kept], [self.extents[k] for k in kept], [self.memory[k] for k in kept]
+        )
+
+
+class Writer:
+    """Writes; from any number of threads."""
+
+    def __init__(self, commits: Commits, carrier: Carrier) -> None:
+        self._commits, self._carrier = commits, carrier
+        self._memory = BlockMemory()
+
+    def write(self, writes: Sequence[SsdWrite]) -> _Results:
+        """As `SsdStore.write`."""
+        results: _Results = [None] * len(writes)
+        taken: list[Extent] = []
+        flights: list[tuple[_WriteChunk, Flight]] = []
+        written: dict[Extent, int] = {}
+        groups: list[bytes] = []
+        try:
+            try:
+                for first in range(0, len(writes), CHUNK_BLOCKS):
+                    indices = range(first, min(first + CHUNK_BLOCKS, len(writes)))
+                    chunk = self._clear_frees(self._reserve(writes, indices, results, taken), results)
+                    if chunk.extents:
+                        offsets = [extent.start for extent in chunk.extents]
+                        flights.append((chunk, self._carrier.start(offsets, chunk.memory)))
+            finally:
+                # The sources are the caller's again when this returns, so every flight is waited for.
+                for chunk, flight in flights:
+                    good = self._finish(chunk, flight, results)
+                    written.update(good)
+                    groups.append(pack_blocks(good))
+            if written:
+                for extent, error in self._commits.commit(list(written), groups).failed.items():
+                    results[written[extent]] = error
+        finally:
+            self._release(taken)
+        return results
+
+    def _reserve(
+        self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]
+    ) -> _WriteChunk:
+        """Put what may be written into the map."""
+        chunk = _WriteChunk()
+        space, extents = self._carrier.segments.nbytes, self._commits.extents
+        with self._commits.lock:
+            for i in indices:
+                entry, sources = writes[i].entry, writes[i].sources
+                start = entry.offset
+                runs = self._memory.runs(sources, entry.spec, writable=False)
+                if isinstance(runs, str):
+                    results[i] = SsdRefused(f"sources of the block at {start}: {runs}")
+                    continue
+                payload = runs[0][1] if len(runs) == 1 else sum(run[1] for run in runs)
+                end = start - (-payload // PAGE_NBYTES) * PAGE_NBYTES
+                if start < 0 or start % PAGE_NBYTES or end > space:
+                    results[i] = SsdRefused(
+                        f"a block at {start}..{end}: expected a multiple of {PAGE_NBYTES} in a space of {space} bytes"
+                    )
+                elif not extents.is_clear(start, end):
+                    results[i] = SsdRefused(f"a block at {start}..{end} lies over another: free that first")
+                else:
+                    extent = Extent(entry, start, end)
+                    extents.add(extent)
+                    taken.append(extent)
+                    chunk.indices.append(i)
+                    chunk.extents.append(extent)
+                    chunk.memory.append(runs)
+        return chunk
+
+    def _clear_frees(self, chunk: _WriteChunk, results: _Results) -> _WriteChunk:
+        """The journal forgets what lay where these blocks go, before a byte of them is written."""
+        if not self._over_undurable(chunk):
+            return chunk
+        failure = self._commits.commit().failure
+        if failure is None:
+            return chunk
+        over = self._over_undurable(chunk)
+        for i, extent in zip(chunk.indices, chunk.extents, strict=True):
+            if extent in over:
+                results[i] = failure
+        return chunk.without(over)
+
+    def _over_undurable(self, chunk: _WriteChunk) -> set[Extent]:
+        undurable = self._commits.undurable
+        with self._commits.lock:
+            if not len(undurable):
+                return set()
+            return {extent for extent in chunk.extents if not undurable.is_clear(extent.start, extent.end)}
+
+    def _finish(self, chunk: _WriteChunk, flight: Flight, results: _Results) -> dict[Extent, int]:
+        """The extents whose bytes are written, with their checksums; and their places in the request."""
+        outcome = self._carrier.finish(flight)
+        good = {}
+        sums, status = outcome.sums.tolist(), outcome.status.tolist()
+        for i, extent, checksum, number in zip(chunk.indices, chunk.extents, sums, status, strict=True):
+            if number:
+                results[i] = io_error(f"writing the block at {extent.start}", number)
+            else:
+                extent.checksum = checksum
+                good[extent] = i
+        return good
+
+    def _release(self, taken: Sequence[Extent]) -> None:
+        """Take blocks that did not come to be out of the map."""
+        with self._commits.lock:
+            for extent in taken:
+                if extent.state is not ExtentState.SEALED and self._commits.extents.get(extent.start) is extent:
+                    self._commits.extents.remove(extent)
