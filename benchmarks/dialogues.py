@@ -18,9 +18,8 @@ from rich.console import Console
 # Scripts here may be named like packages: the repository's root comes first instead of this folder.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from simulator.dialogue_run import simulate_dialogues  # noqa: E402
-from simulator.dialogue_settings import DialogueSettings, Routing  # noqa: E402
-from simulator.dialogue_table import dialogue_table  # noqa: E402
+from simulator.dialogue_run import dialogue_table, simulate_dialogues  # noqa: E402
+from simulator.dialogues import DialogueSettings, Routing  # noqa: E402
 
 
 def main() -> None:

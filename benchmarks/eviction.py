@@ -15,8 +15,7 @@ from pathlib import Path
 # Scripts here may be named like packages: the repository's root comes first instead of this folder.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from simulator.cache import simulate_cache  # noqa: E402
-from simulator.chains import ChainedTrace, chained  # noqa: E402
+from simulator.cache import ChainedTrace, chained, simulate_cache  # noqa: E402
 from traces import Trace, TraceRow  # noqa: E402
 
 POLICIES = ("lru", "arc", "moonpool")

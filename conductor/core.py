@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from conductor.config import ConductorConfig
 from conductor.decision_log import DecisionLog
-from conductor.following import sample
+from conductor.directory.feeds import sample
 from conductor.policy import Conductor
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event

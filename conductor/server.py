@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable
 
 from conductor.config import ConductorConfig
-from conductor.continuity import Continuity, first_contact
 from conductor.core import Core
-from conductor.cost_reporting import costs_given
 from conductor.errors import SwitchRefused, UnknownNode
+from conductor.metrics import costs_given
+from conductor.persistence import Continuity, first_contact
 from conductor.policy.decisions import Shrink, SwitchRole
 from conductor.policy.events import Tick
 from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
-from conductor.slo_keeping import slo_keeper
+from conductor.slo.service import slo_keeper
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import add_ConductorServicer_to_server
 from rpc.control import start_server

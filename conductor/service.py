@@ -10,20 +10,18 @@ from typing import Any
 import grpc
 
 from conductor import wire
-from conductor.admission_samples import admission_samples
-from conductor.continuity import Continuity
 from conductor.core import Core
-from conductor.cost_reporting import cost_samples
+from conductor.directory.feeds import sample
 from conductor.errors import FrontDoorRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
-from conductor.following import sample
+from conductor.metrics import admission_samples, cost_samples, tenant_samples
 from conductor.overview import overview, told_request
+from conductor.persistence import Continuity
 from conductor.policy.events import NodeJoined, NodeLost
 from conductor.pools import Pools
 from conductor.registry import Member, Registry
 from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
-from conductor.slo_calls import SloCalls
-from conductor.tenant_samples import tenant_samples
+from conductor.slo.service import SloCalls
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer
 from rpc.versions import own_software

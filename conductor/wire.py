@@ -6,7 +6,7 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.directory.matches import Matches
+from conductor.directory.directory import Matches
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import (
     NO_MATCHES,

@@ -18,9 +18,9 @@ from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2_grpc
-from rpc.backoff import Backoff
 from rpc.control import control_error, dialled, end_if_cancelled, open_channel, outgoing, start_server
 from rpc.versions import named, own_software
+from rpc.waiting import Backoff
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ thread is over) its sums are folded into the totals.
 What a messenger counts, as numbers under flat names: how nodes report theirs. Pure.
 
 Bytes, slices, operations and their seconds are told per peer, of which there is a bounded number, and per rail; how
-long operations took, as a histogram, per transport and direction, and per rail. `telemetry.series` takes the names
+long operations took, as a histogram, per transport and direction, and per rail. `telemetry.nodes` takes the names
 apart again.
 """
 

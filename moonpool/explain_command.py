@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from conductor.decision_log import search
+from conductor.decision_log import find_records
 from moonpool import explain_view as view
 from moonpool.errors import ClusterNotFound, DecisionLogError
 from moonpool.locate import DEFAULT_URL, Located, locate
@@ -81,7 +81,7 @@ def _read(folders: list[Path], request_id: str) -> dict[str, Any]:
         if not (folder / "log.json").is_file():
             raise DecisionLogError(f"{folder} is no decision log: it has no log.json")
         try:
-            answers[str(folder)] = search(folder, request_id).to_json()
+            answers[str(folder)] = find_records(folder, request_id).to_json()
         except OSError as error:
             raise DecisionLogError(f"the decision log {folder} cannot be read: {error}") from error
     return answers

@@ -11,8 +11,8 @@ from rich.console import Console
 from moonpool.simulation_console import bad_input, progress_bar
 from simulator.errors import BadSetting
 from simulator.serving.overload import MODES, Overload, compare_modes, modes_of
+from simulator.serving.overload_report import markdown_table, overload_table
 from simulator.serving.overload_spec import overload_spec
-from simulator.serving.overload_table import markdown_table, overload_table
 from traces import CONVERSATION
 from worker.policy.cost_profile import MOONCAKE
 
@@ -76,7 +76,7 @@ def run_overload(
     """
     with bad_input():
         if plot is not None:
-            from simulator.cache_plot import check_plot_path
+            from simulator.cache_report import check_plot_path
 
             check_plot_path(plot)
         if json_file is not None and not json_file.parent.is_dir():
@@ -120,7 +120,7 @@ def _show(found: Overload, json_file: Path | None, plot: Path | None, markdown: 
     if json_file is not None:
         json_file.write_text(json.dumps(found.to_json(series=True), allow_nan=False) + "\n", encoding="utf-8")
     if plot is not None:
-        from simulator.serving.overload_plot import plot_overload
+        from simulator.serving.overload_report import plot_overload
 
         plot_overload(found, plot)
     summary = found.to_json()

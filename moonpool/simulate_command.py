@@ -14,12 +14,10 @@ from kvpool.policy.eviction import POLICIES
 from moonpool.overload_command import run_overload
 from moonpool.simulation_console import bad_input, progress_bar
 from moonpool.tune_command import run_tune
-from simulator.cache import BELADY, CacheRun, simulate_cache
-from simulator.cache_table import cache_table
-from simulator.chains import ChainedTrace, chained
-from simulator.dialogue_run import DialogueRun, simulate_dialogues
-from simulator.dialogue_settings import DialogueSettings, Routing
-from simulator.dialogue_table import dialogue_table
+from simulator.cache import BELADY, CacheRun, ChainedTrace, chained, simulate_cache
+from simulator.cache_report import cache_table
+from simulator.dialogue_run import DialogueRun, dialogue_table, simulate_dialogues
+from simulator.dialogues import DialogueSettings, Routing
 from simulator.errors import BadSetting
 from traces import CONVERSATION, load_trace
 
@@ -83,7 +81,7 @@ def cache(
         policies = _policies(policy)
         sizes = [_capacity(word) for word in capacity.split(",")]
         if plot is not None:
-            from simulator.cache_plot import check_plot_path, plot_runs
+            from simulator.cache_report import check_plot_path, plot_runs
 
             check_plot_path(plot)
         loaded = chained(load_trace(trace))

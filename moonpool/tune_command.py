@@ -57,7 +57,7 @@ def run_tune(
     """
     with bad_input():
         if plot is not None:
-            from simulator.cache_plot import check_plot_path
+            from simulator.cache_report import check_plot_path
 
             check_plot_path(plot)
         if not rate > 0:
@@ -83,7 +83,7 @@ def run_tune(
             attained_share=0.95,
         )
         from simulator.serving.tuning import tune
-        from simulator.serving.tuning_view import plot_tuning, tuning_tables
+        from simulator.serving.tuning_report import plot_tuning, tuning_tables
 
         with progress_bar("runs") as advance:
             found = tune(

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import uvloop
 
-from rpc import unix_path
+from rpc import unix_socket
 from rpc.errors import (
     AddressInUse,
     BindFailed,
@@ -28,8 +28,7 @@ from rpc.errors import (
     Unavailable,
 )
 from rpc.grpc_tls import MembersOnly, TlsChannel, server_credentials
-from rpc.grpc_tokens import TokenChannel, TokensOnly
-from rpc.join_tokens import JoinTokens
+from rpc.join_tokens import JoinTokens, TokenChannel, TokensOnly
 from rpc.tls import Identity, TlsFiles, identity
 
 __all__ = [
@@ -110,13 +109,13 @@ class ControlServer:
         self.target = target
         self._server = server
         self._path = _unix_path(target)
-        self._identity = unix_path.identity(self._path) if self._path else None
+        self._identity = unix_socket.identity(self._path) if self._path else None
 
     async def stop(self, grace: float | None = None) -> None:
         """Take no new calls, give the running ones `grace` seconds, then cancel them."""
         await self._server.stop(grace)
         # A successor may listen at the same path already: only our own socket is removed.
-        if self._path is not None and self._identity is not None and unix_path.identity(self._path) == self._identity:
+        if self._path is not None and self._identity is not None and unix_socket.identity(self._path) == self._identity:
             self._path.unlink(missing_ok=True)
 
     async def wait_for_termination(self) -> None:
@@ -133,7 +132,7 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     path = _unix_path(listen_target)
     host_port = _split_host_port(listen_target) if path is None else None
     if path is not None:
-        unix_path.claim(path)
+        unix_socket.claim(path)
     own = _identity if path is None else None
     guards: list[grpc.aio.ServerInterceptor] = [TokensOnly(_tokens)] if _tokens else []
     if own is not None:

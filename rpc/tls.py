@@ -1,4 +1,6 @@
-"""The key material of traffic between hosts, for both planes: the messenger's tcp links and gRPC. Opens no connection.
+"""What all who show certificates from files need: whether the files changed, and a handshake with oneself.
+
+The key material of traffic between hosts, for both planes: the messenger's tcp links and gRPC. Opens no connection.
 
 Both sides of a connection show a certificate. It is accepted when the cluster's CA signed it and it carries the
 cluster's name as a DNS name: hosts come and go under many addresses, and whoever belongs to the cluster may do
@@ -19,11 +21,37 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rpc.errors import InvalidArgument
-from rpc.self_handshake import certificate_end_s, file_mark, shake_hands
 
-__all__ = ["Identity", "Material", "TlsFiles", "carries", "dns_names", "identity", "load"]
+_MAX_STEPS: Final = 32
+
+
+def file_mark(path: Path) -> tuple[int, ...]:
+    """Another one when the file may hold something else; () while there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None = None) -> ssl.SSLObject:
+    """The client's side of a connection between the two, to whom the server is `name`. Raises what ssl raises."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = client.wrap_bio(to_client, to_server, server_hostname=name)
+    owner = server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (caller, owner) * _MAX_STEPS:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return caller
+
+
+def certificate_end_s(connection: ssl.SSLObject) -> float:
+    """When the other side's certificate, which was verified, ends: seconds since the epoch."""
+    return float(ssl.cert_time_to_seconds(str((connection.getpeercert() or {})["notAfter"])))
+
 
 DAY_S = 86400.0
 EXPIRES_SOON_S = 14 * DAY_S

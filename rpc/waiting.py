@@ -1,9 +1,33 @@
-"""Waiting for whichever of several things comes first."""
+"""How long to wait before the next try: longer after each one in vain, up to a bound, and not in step with others.
+
+Waiting for whichever of several things comes first.
+
+How the conductor's long tasks are ended.
+"""
 
 import asyncio
+import random
 from typing import Any
 
-__all__ = ["first_of"]
+_GROWTH = 1.6
+
+
+class Backoff:
+    """One line of tries. The first waits are short, for what is back in a moment must be found in a moment."""
+
+    def __init__(self, first_s: float = 0.2, most_s: float = 3.0, rng: random.Random | None = None) -> None:
+        self._first_s, self._most_s = first_s, most_s
+        self._step_s = first_s
+        self._rng = rng or random.Random()
+
+    def succeeded(self) -> None:
+        """The next wait is a first one again."""
+        self._step_s = self._first_s
+
+    def failed(self) -> float:
+        """Seconds to wait now: between half of this step and all of it."""
+        step_s, self._step_s = self._step_s, min(self._step_s * _GROWTH, self._most_s)
+        return step_s * self._rng.uniform(0.5, 1.0)
 
 
 async def first_of(*either: "asyncio.Future[Any] | asyncio.Event") -> None:
@@ -16,3 +40,14 @@ async def first_of(*either: "asyncio.Future[Any] | asyncio.Event") -> None:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+_CANCEL_AGAIN_S = 1.0
+
+
+async def end(task: "asyncio.Task[None] | None") -> None:
+    """Returns once the task, if there is one, is over. It is cancelled again and again: what it waits for may take a
+    cancellation for its own."""
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)

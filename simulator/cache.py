@@ -1,20 +1,130 @@
-"""One pool for a whole trace: which blocks would be found, under which policy. Drives the live pool's own policies.
+"""A trace as the cache simulator wants it: every prompt a chain of small whole numbers. Pure.
+
+The limit: a pool that knows the future. Not a policy of the live pool, since nothing living can.
+
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with bypass: a block is stored
+only if it is used again before all that it could replace.
+
+One pool for a whole trace: which blocks would be found, under which policy. Drives the live pool's own policies.
 
 A prompt is looked up first: its leading run of present blocks is what hits. Then the run's blocks are used in order,
 and what is missing is stored in order, each block taking the place of one that the policy gives up.
 """
 
+import heapq
 import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvpool.policy.eviction import Use, make_policy
-from simulator.belady import run_belady
-from simulator.chains import Chain, ChainedTrace
 from simulator.errors import BadSetting
 from simulator.pool import SimulatedPool
+from traces import Trace
 
-__all__ = ["BELADY", "CacheRun", "request", "simulate_cache"]
+_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One request's prompt. `blocks`: equal number, equal prefix; `last_tokens`: of a partial last block, 0 = full."""
+
+    now_ns: int
+    blocks: tuple[int, ...]
+    last_tokens: int
+
+
+@dataclass(frozen=True)
+class ChainedTrace:
+    """The prompts in order of arrival. `num_blocks`: different ones, what an infinite cache holds in the end."""
+
+    source: str
+    chains: tuple[Chain, ...]
+    num_blocks: int
+
+    @cached_property
+    def num_references(self) -> int:
+        """Blocks of all prompts."""
+        return sum(len(chain.blocks) for chain in self.chains)
+
+
+def chained(trace: Trace) -> ChainedTrace:
+    """Number the blocks of `trace` by their whole prefix: an id after another predecessor is another block."""
+    numbers: dict[tuple[int, int], int] = {}
+    chains = []
+    for row in trace:
+        blocks = []
+        parent = -1
+        for block_id in row.hash_ids:
+            parent = numbers.setdefault((parent, block_id), len(numbers))
+            blocks.append(parent)
+        last_tokens = row.input_length % trace.block_tokens
+        chains.append(Chain(row.timestamp_ms * _MS, tuple(blocks), last_tokens))
+    return ChainedTrace(trace.source, tuple(chains), len(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class BeladyRun:
+    """`hits`: leading blocks found, per request."""
+
+    hits: list[int]
+    evictions: int
+    not_stored: int
+
+
+def run_belady(trace: ChainedTrace, capacity: int) -> BeladyRun:
+    """Run the whole trace through a pool of `capacity` blocks.
+
+    The block with the furthest next use leaves, and of one prompt's blocks the deepest.
+    A block's next use is never after that of the blocks that follow it, so no prefix loses its beginning first.
+    """
+    next_requests = _next_requests(trace)
+    never = len(trace.chains)
+    next_use: dict[int, int] = {}  # of the blocks present
+    furthest: list[tuple[int, int, int]] = []  # heap of (-next use, -depth, block); entries go stale and are skipped
+    hits: list[int] = []
+    evictions = not_stored = 0
+    for number, chain in enumerate(trace.chains):
+        found = 0
+        while found < len(chain.blocks) and chain.blocks[found] in next_use:
+            found += 1
+        hits.append(found)
+        for depth, (block, upcoming) in enumerate(zip(chain.blocks, next_requests[number], strict=True)):
+            is_new = block not in next_use
+            if is_new and upcoming == never:
+                not_stored += len(chain.blocks) - depth
+                break
+            if is_new and len(next_use) >= capacity:
+                while furthest and next_use.get(furthest[0][2]) != -furthest[0][0]:
+                    heapq.heappop(furthest)
+                if not furthest or (-upcoming, -depth) <= furthest[0][:2]:
+                    not_stored += len(chain.blocks) - depth
+                    break
+                del next_use[heapq.heappop(furthest)[2]]
+                evictions += 1
+            next_use[block] = upcoming
+            heapq.heappush(furthest, (-upcoming, -depth, block))
+    return BeladyRun(hits, evictions, not_stored)
+
+
+def _next_requests(trace: ChainedTrace) -> list[list[int]]:
+    """Per request and block of it, the number of the next request that has the block; their count if none has."""
+    uses: defaultdict[int, list[int]] = defaultdict(list)
+    for number, chain in enumerate(trace.chains):
+        for block in chain.blocks:
+            uses[block].append(number)
+    never = len(trace.chains)
+    upcoming = []
+    for number, chain in enumerate(trace.chains):
+        row = []
+        for block in chain.blocks:
+            place = bisect_right(uses[block], number)
+            row.append(uses[block][place] if place < len(uses[block]) else never)
+        upcoming.append(row)
+    return upcoming
+
 
 BELADY = "belady"
 _LEAF_FIRST = frozenset({"moonpool"})

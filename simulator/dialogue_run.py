@@ -1,4 +1,9 @@
-"""Dialogues on servers with bounded memory: where each turn goes, what it reuses there, what it leaves."""
+"""One simulated server: a pool node's memory and the queue of the workers beside it.
+
+Dialogues on servers with bounded memory: where each turn goes, what it reuses there, what it leaves.
+
+Simulations of dialogues for people: a column for each run. Pure.
+"""
 
 import heapq
 import time
@@ -6,12 +11,83 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvpool.policy.eviction import Use
-from simulator.dialogue_settings import DialogueSettings, Routing
-from simulator.dialogues import Dialogue, make_dialogues, mean_history
-from simulator.server import BlockKey, Server
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["DialogueRun", "simulate_dialogues"]
+from kvpool.policy.eviction import Use, make_policy
+from simulator.dialogues import Dialogue, DialogueSettings, Routing, make_dialogues, mean_history
+from simulator.pool import SimulatedPool
+
+BlockKey = tuple[int, int, int]
+"""(dialogue, or -1 - persona; place in the chain; 0, or the tokens of a partial block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    key: BlockKey
+    place: int
+    tokens: int
+
+
+class Server:
+    """Turns are worked off one after the other. What a turn leaves is there as soon as it is placed."""
+
+    def __init__(self, settings: DialogueSettings) -> None:
+        self.turns = 0
+        self.busy_s = 0.0
+        self.pool = SimulatedPool(make_policy(settings.policy, settings.capacity), settings.capacity, leaf_first=True)
+        self._settings = settings
+        self._free_at_s = 0.0
+        self._tails: dict[int, _Tail] = {}  # by dialogue, the last one stored here
+
+    def queue_s(self, now_s: float) -> float:
+        """How long a turn that comes now would wait."""
+        return max(0.0, self._free_at_s - now_s)
+
+    def held(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks that are here; asks for a few only, since no block is here without those before it."""
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high) // 2
+            if chain[middle] in self.pool.present:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def reuse(self, dialogue: int, chain: Sequence[BlockKey], use: Use) -> int:
+        """Use what is here of a prompt whose full blocks are `chain`. How many of its tokens that spares."""
+        found = self.pool.look_up(chain, use)
+        tail = self._tails.get(dialogue)
+        if tail is not None and tail.place == found and tail.key in self.pool.present:
+            self.pool.use(self.pool.present[tail.key], use)
+            return found * self._settings.block_tokens + tail.tokens
+        return found * self._settings.block_tokens
+
+    def keep(self, dialogue: int, chain: Sequence[BlockKey], tail_tokens: int, use: Use) -> None:
+        """Store prompt and answer: `chain` full blocks and a tail. A dialogue's earlier tail makes way."""
+        old = self._tails.pop(dialogue, None)
+        if old is not None:
+            self.pool.remove(old.key)
+        start = self.held(chain)
+        if tail_tokens and self._settings.tails:
+            key = (dialogue, len(chain), tail_tokens)
+            self._tails[dialogue] = _Tail(key, len(chain), tail_tokens)
+            self.pool.store([*chain, key], start, use, tail_tokens)
+        else:
+            self.pool.store(chain, start, use)
+
+    def work(self, now_s: float, prefill_tokens: int, decode_tokens: int) -> float:
+        """Put a turn into the queue. When its answer is there."""
+        work_s = (
+            prefill_tokens / self._settings.prefill_tokens_per_s + decode_tokens / self._settings.decode_tokens_per_s
+        )
+        self._free_at_s = now_s + self.queue_s(now_s) + work_s
+        self.busy_s += work_s
+        self.turns += 1
+        return self._free_at_s
+
 
 _PROGRESS_EVERY = 2_000
 
@@ -150,3 +226,30 @@ def simulate_dialogues(
         simulated_hours=now_s / 3600,
         seconds=time.perf_counter() - began,
     )
+
+
+_ROWS: tuple[tuple[str, Callable[[DialogueRun], str]], ...] = (
+    ("prompt tokens reused", lambda run: f"{run.reused:.2%}"),
+    ("at most", lambda run: f"{run.reused_limit:.2%}"),
+    ("turns at another server than before", lambda run: f"{run.moved_turns / run.turns:.1%}"),
+    ("mean wait in the queue", lambda run: f"{run.mean_wait_s:.2f} s"),
+    ("busiest server over the mean", lambda run: f"{run.busy_balance:.2f}"),
+    ("blocks evicted", lambda run: f"{run.evicted_blocks:,}"),
+)
+
+
+def dialogue_table(runs: Sequence[DialogueRun]) -> Group:
+    """All runs are of the same dialogues."""
+    one = runs[0]
+    title = Text(
+        f"{one.dialogues:,} dialogues, {one.turns:,} turns, {one.mean_history_messages:.0f} messages before a turn\n"
+        f"{len(one.turns_per_server)} servers hold {one.blocks_held / one.blocks_made:.0%} of what the dialogues make",
+        style="bold",
+    )
+    table = Table()
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.routing + ("" if run.tails else ", no tails"), justify="right", no_wrap=True)
+    for heading, text in _ROWS:
+        table.add_row(heading, *(text(run) for run in runs))
+    return Group(title, table)

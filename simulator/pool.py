@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvpool.policy.eviction import EvictionPolicy, Resident, Use
 
-__all__ = ["SimulatedPool"]
-
 
 class SimulatedPool:
     """Blocks by key. A chain is a prompt's blocks in order; equal key, equal prefix."""

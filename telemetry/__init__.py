@@ -1,10 +1,9 @@
 """Metrics under vLLM's names and structured logs with request ids; knows no other package."""
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
-from telemetry.door import DoorMetrics
 from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel
+from telemetry.frontend import DoorMetrics, RequestFamilies, RequestMetrics, exposition, new_registry
 from telemetry.loop_lag import LoopWatch
-from telemetry.metrics import RequestFamilies, RequestMetrics, exposition, new_registry
 from telemetry.nodes import NodeSample, NodesCollector
 
 __all__ = [

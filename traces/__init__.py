@@ -1,8 +1,7 @@
 """Request traces: formats, checks, statistics, sampling. No I/O beyond reading trace files, no network."""
 
-from traces.bundled import CONVERSATION, load_conversation, load_trace
 from traces.errors import BundledTraceDamaged, EmptySelection, TraceError, TraceFormatError, TraceNotFound
-from traces.reader import read_stream, read_trace
+from traces.reader import CONVERSATION, load_conversation, load_trace, read_stream, read_trace
 from traces.row import BLOCK_TOKENS, Trace, TraceRow
 from traces.sampling import SAMPLING_SEED, family_keys, first_requests, first_seconds, sample_families
 from traces.statistics import InfiniteCache, ReuseStatistics, reusable_tokens, reuse_statistics, token_hit_rate

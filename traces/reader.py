@@ -1,22 +1,26 @@
 """Reads Mooncake's JSONL traces, plain or compressed, and checks every row.
 
 The container (plain, xz, zstd, gzip) is known by its first bytes, so a misleading file name does no harm.
+
+The trace that comes with the project: Mooncake's conversation trace (data/NOTICE says whose it is).
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import IO, Final
 
 import zstandard
 
-from traces.errors import TraceFormatError, TraceNotFound
+from traces.errors import BundledTraceDamaged, TraceFormatError, TraceNotFound
 from traces.row import BLOCK_TOKENS, Trace, TraceRow
 
 _MAGIC: Final = {b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst", b"\x1f\x8b": "gz"}
@@ -151,3 +155,33 @@ def _is_int(value: object) -> bool:
 def _shown(value: object) -> str:
     text = value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+CONVERSATION = "conversation"
+CONVERSATION_SHA256 = "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df"
+_FILE = "conversation_trace.jsonl.xz"
+
+
+def load_trace(name_or_path: str) -> Trace:
+    """The bundled trace for the word `conversation`, else the file of that path. Raises TraceError."""
+    return load_conversation() if name_or_path == CONVERSATION else read_trace(Path(name_or_path))
+
+
+def load_conversation() -> Trace:
+    """The bundled conversation trace, its bytes checked. Raises BundledTraceDamaged."""
+    packed = resources.files("traces").joinpath("data", _FILE).read_bytes()
+    return conversation_from(packed)
+
+
+def conversation_from(packed: bytes) -> Trace:
+    """The conversation trace from its xz bytes. Raises BundledTraceDamaged unless they hold exactly that trace."""
+    try:
+        plain = lzma.decompress(packed)
+    except lzma.LZMAError as error:
+        raise BundledTraceDamaged(f"the bundled trace {_FILE} cannot be unpacked ({error}); reinstall") from error
+    found = hashlib.sha256(plain).hexdigest()
+    if found != CONVERSATION_SHA256:
+        raise BundledTraceDamaged(
+            f"the bundled trace {_FILE} has sha256 {found}, expected {CONVERSATION_SHA256}; reinstall"
+        )
+    return read_stream(io.BytesIO(plain), source=CONVERSATION)

@@ -21,9 +21,9 @@ from moonpool_proto.v1.conductor_pb2 import (
     TransferSample,
 )
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
-from rpc.backoff import Backoff
 from rpc.control import check_target, control_error, end_if_cancelled, open_channel, outgoing
 from rpc.versions import named
+from rpc.waiting import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ import itertools
 from benchmarks.conducting.chains import NAMESPACE, Keys, name
 from conductor import wire
 from conductor.config import ConductorConfig
-from conductor.continuity import Contact, Continuity
 from conductor.core import Core
+from conductor.persistence import Contact, Continuity
 from conductor.policy.events import NodeJoined, RequestCompleted
 from conductor.pools import Pools
 from conductor.registry import Registry
 from conductor.service import ConductorService
-from conductor.slo_keeping import slo_keeper
+from conductor.slo.service import slo_keeper
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from telemetry import LoopWatch

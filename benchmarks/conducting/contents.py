@@ -11,7 +11,7 @@ from benchmarks.conducting.chains import Keys, mixed, name, stored
 from conductor.directory import Directory
 from kvpool import PoolEvents
 from kvpool.events import Tier
-from traces.bundled import load_conversation
+from traces.reader import load_conversation
 
 __all__ = ["TRACE_BLOCK", "Longest", "fill", "measure_directory", "prompts_of_trace", "resident_nbytes"]
 

@@ -8,8 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from conductor.decision_log.files import read_lines
-from conductor.decision_log.lines import json_line
+from conductor.decision_log.files import json_line, read_lines
 from conductor.decision_log.records import Change, Record
 
 __all__ = ["Journal", "read_journal"]

@@ -17,14 +17,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.decision_log.event_lines import Head, dropped_line, event_line, head_line
-from conductor.decision_log.files import LineFiles, LinesLost
-from conductor.decision_log.hashing import Hashes
+from conductor.decision_log.event_log import EVENTS_STEM, Head, dropped_line, event_line, head_line
+from conductor.decision_log.files import LineFiles, LinesLost, json_line
 from conductor.decision_log.journal import Journal, read_journal
-from conductor.decision_log.lines import json_line
-from conductor.decision_log.records import RECORD_VERSION, Change, Records
-from conductor.decision_log.replaying import EVENTS_STEM
-from conductor.decision_log.searching import DECISIONS_STEM, Found, search
+from conductor.decision_log.record_search import DECISIONS_STEM, Found, find_records
+from conductor.decision_log.records import RECORD_VERSION, Change, Hashes, Records
 from conductor.decision_log.settings import DecisionLogConfig
 from conductor.errors import ConfigError
 from conductor.policy import PolicyConfig
@@ -100,7 +97,7 @@ class DecisionLog:
         """What the log has of a request, up to now. It reads files: not for the event loop. Raises OSError."""
         with self._writing:
             self._drain()
-        return search(self._config.folder, request_id)
+        return find_records(self._config.folder, request_id)
 
     @property
     def folder(self) -> Path:

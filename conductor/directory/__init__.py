@@ -1,6 +1,6 @@
 """The directory of blocks: which pool node holds which block in which tier, kept up to date from the nodes' events."""
 
 from conductor.directory.directory import Directory, DirectoryState, Match
-from conductor.directory.feed import follow_pool_events
+from conductor.directory.feeds import follow_pool_events
 
 __all__ = ["Directory", "DirectoryState", "Match", "follow_pool_events"]

@@ -1,4 +1,8 @@
-"""Which pool node holds which blocks: a conductor's index in memory, fed by the nodes' events. Pure: no I/O, no clock.
+"""What nodes hold of a chain, as a directory tells it: arrays over all its nodes, which may be a thousand.
+
+What a directory knows of the nodes it follows, beside their blocks: numbers and places in their streams. Pure.
+
+Which pool node holds which blocks: a conductor's index in memory, fed by the nodes' events. Pure: no I/O, no clock.
 
 Blocks are known by the short form of their chain keys (uint64) within a namespace: a match is a hint that the pool
 node's Pin checks against full keys. Pool nodes are the truth; what is known of a node is EXACT while its stream is up
@@ -9,22 +13,203 @@ A node has a number in the table. A snapshot is taken in under a new number, and
 piece by piece (`purge`): so neither a snapshot nor the loss of a node ever takes long at once.
 """
 
+import enum
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.directory.matches import Match, Matches
-from conductor.directory.nodes import DirectoryState, FollowedNode, NodeNumbers, Position
 from conductor.directory.table import DirectoryTable, Replicas, code_of
 from kvpool.address import Namespace, short_keys_from_bytes
 from kvpool.errors import AddressError
 from kvpool.events import BlockRun, PoolEvents, fold_of
 
-__all__ = ["Directory", "DirectoryState", "DumpedNode", "Match", "Matches", "Position"]
+
+class Match(NamedTuple):
+    """What one node holds of a chain."""
+
+    blocks: int  # the leading run
+    ssd_blocks: int  # of these, how many are on SSD only
+
+
+class Matches(Mapping[str, Match]):
+    """Nodes that hold the chain's first block, by id.
+
+    `roster`: ids of all nodes, sorted; the same object as long as the nodes are the same. `held`, int64
+    [2, len(roster)]: blocks that each holds, and of these those on SSD only. `longest`: the most of `held[0]`.
+    """
+
+    __slots__ = ("_items", "held", "longest", "roster")
+
+    def __init__(self, roster: tuple[str, ...], held: NDArray[np.int64], longest: int) -> None:
+        self.roster = roster
+        self.held = held
+        self.longest = longest
+        self._items: dict[str, Match] | None = None  # the same by id, once somebody asked
+
+    def __getitem__(self, node: str) -> Match:
+        return self._by_id()[node]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id())
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.held[0]))
+
+    def __repr__(self) -> str:
+        return f"Matches({self._by_id()})"
+
+    def items(self) -> ItemsView[str, Match]:
+        """In the order of ids."""
+        return self._by_id().items()
+
+    def _by_id(self) -> dict[str, Match]:
+        if self._items is None:
+            where = np.flatnonzero(self.held[0])
+            rows = zip(where.tolist(), *self.held[:, where].tolist(), strict=True)
+            self._items = {self.roster[index]: Match(blocks, on_ssd) for index, blocks, on_ssd in rows}
+        return self._items
+
+
+_PATIENCE = 4096  # events between snapshots taken because sums disagree, doubled each time
+
+
+class DirectoryState(enum.Enum):
+    """How far a node's part of the directory can be trusted."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"
+
+
+class Position(NamedTuple):
+    """A place in a node's stream of events; (0, 0): none."""
+
+    incarnation: int
+    seq: int
+
+
+@dataclass
+class FollowedNode:
+    """One node. `synced`: a snapshot is in, and every event since up to `seq`."""
+
+    number: int
+    incarnation: int = 0
+    seq: int = 0
+    synced: bool = False
+    state: DirectoryState = DirectoryState.DEGRADED
+    shadow: int | None = None  # the number under which a snapshot is being taken in
+    why: str = "new"  # what the next snapshot is for
+    right_at: int = 0  # a restored dump is right from this event on
+    generation: int = 0  # of the number: what is known was begun anew so many times
+    disagreements: int = 0  # in a row
+    patient_until: int = 0  # event up to which no further snapshot is asked for because of them
+
+    def restart(self, incarnation: int) -> None:
+        """Another incarnation: what was known is of no use."""
+        self.why = "restart" if self.incarnation else self.why
+        self.incarnation, self.synced, self.state = incarnation, False, DirectoryState.DEGRADED
+        self.generation += 1
+        self.right_at = self.disagreements = self.patient_until = 0
+
+    def restore(self, position: Position, right_at: int) -> None:
+        self.incarnation, self.seq = position
+        self.synced, self.right_at, self.why = True, right_at, "behind"
+
+    def begin_snapshot(self, shadow: int) -> None:
+        self.shadow, self.synced, self.state = shadow, False, DirectoryState.DEGRADED
+
+    def end_snapshot(self, seq: int) -> None:
+        assert self.shadow is not None
+        self.number, self.shadow = self.shadow, None
+        self.generation += 1
+        self.seq, self.synced, self.right_at, self.why = seq, True, 0, "behind"
+
+    def refuse(self, why: str) -> None:
+        """The stream cannot go on without a snapshot."""
+        if self.synced or self.why == "behind":
+            self.why = why
+        self.synced, self.state = False, DirectoryState.DEGRADED
+
+    def agree(self) -> None:
+        """The node's sum is the one that is known."""
+        self.state, self.disagreements = DirectoryState.EXACT, 0
+
+    def go_on(self) -> None:
+        """A message without a sum: as right as before it."""
+        if not self.disagreements:
+            self.state = DirectoryState.EXACT
+
+    def disagree(self) -> bool:
+        """The node's sum is another. A snapshot may mend it; True: take one.
+
+        If that did not help, more of them soon would not either: the stream goes on, DEGRADED. As a rule two blocks
+        have the same short key then, until one of them leaves.
+        """
+        self.state = DirectoryState.DEGRADED
+        if self.disagreements and self.seq < self.patient_until:
+            return False
+        self.patient_until = self.seq + (_PATIENCE << min(self.disagreements, 20))
+        self.disagreements += 1
+        return True
+
+
+class NodeNumbers:
+    """Small numbers from 1 on, each for one node at a time; a retired one is free once nothing is held under it."""
+
+    def __init__(self) -> None:
+        self._names: list[str | None] = [None]
+        self.version = 0  # of the names
+        self._free: list[int] = []
+        self._dying: set[int] = set()
+        self._late: set[int] = set()  # of these, those that the pass under way has not seen from its begin
+
+    @property
+    def dying(self) -> Set[int]:
+        """Numbers under which blocks are still to be taken out."""
+        return self._dying
+
+    @property
+    def names(self) -> Sequence[str | None]:
+        """By number; see `name`."""
+        return self._names
+
+    def name(self, number: int) -> str | None:
+        """Whose number it is; None when what it holds is not to be seen."""
+        return self._names[number]
+
+    def take(self, name: str | None) -> int:
+        """A number for a node, or for what is not to be seen yet."""
+        self.version += 1
+        if not self._free:
+            self._names.append(name)
+            return len(self._names) - 1
+        number = self._free.pop()
+        self._names[number] = name
+        return number
+
+    def rename(self, number: int, name: str) -> None:
+        self.version += 1
+        self._names[number] = name
+
+    def retire(self, number: int, *, holds: bool, in_pass: bool) -> None:
+        """The node has no use for it any more. `in_pass`: a pass that takes blocks out is under way."""
+        self.version += 1
+        self._names[number] = None
+        if not holds:
+            self._free.append(number)
+            return
+        self._dying.add(number)
+        if in_pass:
+            self._late.add(number)
+
+    def end_pass(self) -> None:
+        """All blocks of numbers that were dying when this pass began are out."""
+        self._free += sorted(self._dying - self._late)
+        self._dying, self._late = self._late, set()
 
 
 _HALF = 32  # bits of a pair

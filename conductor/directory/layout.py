@@ -16,30 +16,16 @@ A *place* is two uint32: the upper half of a key's hash, and its slot + 1; 0 the
 2,048 places with linear probing that wraps around in it. `top` maps the leading bits of a key's hash to its segment
 (extendible hashing: Fagin et al., ACM TODS 4(3), 1979): growth splits one segment at a time. Deletion shifts back what
 follows (Knuth, TAOCP 3, 6.4, algorithm R), so nothing of a removed key stays behind.
+
+Arrays that grow without being copied: their pages are mapped elsewhere. What lies beyond the end is zeros.
 """
 
-from typing import NamedTuple
+import contextlib
+import mmap
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = [
-    "CURSOR",
-    "DENSE",
-    "END",
-    "FREE",
-    "LIVE",
-    "MAX_FILL",
-    "NEED",
-    "NEED_ROWS",
-    "NEED_SLOTS",
-    "ROW_CLASSES",
-    "SEGMENT",
-    "SHIFT",
-    "USED",
-    "Table",
-    "addresses_of",
-]
 
 SEGMENT = 2048
 MAX_FILL = 1792  # keys in a segment: a load of 7/8
@@ -71,3 +57,43 @@ class Table(NamedTuple):
 def addresses_of(table: Table) -> NDArray[np.int64]:
     """For each array: its address, and its length in words of eight bytes."""
     return np.array([number for array in table for number in (array.ctypes.data, array.nbytes // 8)], np.int64)
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class GrowingArray(Generic[Scalar]):
+    """One-dimensional. Memory that was never written takes no room, so it may be asked for generously."""
+
+    def __init__(self, dtype: type[Scalar], size: int) -> None:
+        self._dtype = np.dtype(dtype)
+        self._memory = _map(size * self._dtype.itemsize)
+
+    @property
+    def array(self) -> NDArray[Scalar]:
+        """All of it, for use until the next `grow`: then nobody may still have it."""
+        return np.frombuffer(self._memory, self._dtype)
+
+    def grow(self, size: int) -> None:
+        """Make it longer. Raises BufferError when somebody still has the array."""
+        nbytes = size * self._dtype.itemsize
+        try:
+            self._memory.resize(nbytes)
+        except (SystemError, ValueError):  # a system without mremap
+            former, self._memory = self._memory, _map(nbytes)
+            self._memory[: len(former)] = former[:]
+            former.close()
+        else:
+            _prefer_large_pages(self._memory)
+
+
+def _map(nbytes: int) -> Any:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _prefer_large_pages(memory)
+    return memory
+
+
+def _prefer_large_pages(memory: Any) -> None:
+    """A lookup is one read at a random address: with small pages, most of its time goes into finding the page."""
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)

@@ -25,10 +25,10 @@ from conductor.directory.layout import (
     SEGMENT,
     SHIFT,
     USED,
+    GrowingArray,
     Table,
     addresses_of,
 )
-from conductor.directory.memory import GrowingArray
 from kvpool.events import Tier
 
 if TYPE_CHECKING:

@@ -1,10 +1,8 @@
 """The record of objectives through time: its versions, where they are kept, who follows them, how one is changed."""
 
 from conductor.slo.change import Change, Changed
-from conductor.slo.file_versions import FileVersions
 from conductor.slo.keeper import SloKeeper, SloSettings
-from conductor.slo.memory_versions import MemoryVersions
-from conductor.slo.redis_versions import RedisVersions
+from conductor.slo.stores import FileVersions, MemoryVersions, RedisVersions
 from conductor.slo.versions import Acknowledgement, SloVersion, VersionStore
 
 __all__ = [

@@ -1,14 +1,73 @@
-"""What somebody wants the record of objectives to be, and whether it can be. No I/O."""
+"""Which tenants there are, as front doors tell that ask this conductor. No I/O.
 
-from collections.abc import Iterable, Sequence
+What a change of the record of objectives changes, line by line, for people. Pure.
+
+What somebody wants the record of objectives to be, and whether it can be. No I/O.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from conductor.errors import ObjectivesError
-from conductor.policy.objectives import SloRecord, record_from_text
-from conductor.slo.front_doors import FrontDoors
+from conductor.policy.objectives import SloRecord, record_from_text, tell_record
 from conductor.slo.versions import SloVersion
 
-__all__ = ["Change", "Changed"]
+_MOST = 1000  # front doors
+_MEMORY_S = 60.0  # after which one that was heard no more is gone
+_SHOWN = 5
+
+
+class FrontDoors:
+    """A tenant is an API key's digest; where no key is asked for, all requests are of the one tenant ""."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: dict[str, tuple[float, frozenset[str]]] = {}  # when, and the tenants, the last one told last
+
+    def hear(self, frontend_id: str, tenants: Iterable[str]) -> None:
+        """A front door told its tenants; "" as an id is that of one that does not tell."""
+        if not frontend_id:
+            return
+        self._told.pop(frontend_id, None)
+        self._told[frontend_id] = self._clock(), frozenset(tenants)
+        if len(self._told) > _MOST:
+            del self._told[next(iter(self._told))]
+
+    def problem_with(self, tenants: Sequence[str]) -> str:
+        """Why some of them can never be met with here; "" if none, or if no front door has told its tenants."""
+        since_s = self._clock() - _MEMORY_S
+        told = {name: known for name, (at_s, known) in self._told.items() if at_s >= since_s}
+        known = frozenset().union(*told.values())
+        strange = [tenant for tenant in tenants if tenant not in known]
+        if not told or not strange:
+            return ""
+        who = f"{', '.join(sorted(told)[:_SHOWN])}{' and others' if len(told) > _SHOWN else ''}"
+        if not known - {""}:
+            return f"tenant {strange[0]!r} can never come: {who} ask for no API key, so that there is one tenant alone"
+        some = ", ".join(sorted(known)[:_SHOWN])
+        more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+        return f"tenant {strange[0]!r} is of no API key that {who} know; there are {some}{more}"
+
+
+def differences(before: SloRecord, after: SloRecord) -> list[str]:
+    """Such as "classes.chat.ttft: 5x -> 3x", by place; [] where the two say the same."""
+    old, new = dict(_lines(tell_record(before), "")), dict(_lines(tell_record(after), ""))
+    return [
+        f"{place}: {old.get(place, 'not there')} -> {new.get(place, 'not there')}"
+        for place in sorted(old.keys() | new.keys())
+        if old.get(place) != new.get(place)
+    ]
+
+
+def _lines(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and (value or not place):
+        for key, item in value.items():
+            yield from _lines(item, f"{place}.{key}" if place else str(key))
+    else:
+        yield place, "(empty)" if isinstance(value, Mapping) else str(value)
+
 
 _LONGEST_TEXT = 500
 

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.core import Core
-from conductor.ending import end
 from conductor.errors import SharedStoreError, SharedStoreUnavailable, SloConflict
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import SloRecord, record_from_text, record_text
-from conductor.slo.change import Change, Changed
-from conductor.slo.differences import differences
-from conductor.slo.file_versions import FileVersions
-from conductor.slo.front_doors import FrontDoors
+from conductor.slo.change import Change, Changed, FrontDoors, differences
+from conductor.slo.stores import FileVersions
 from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionStore
 from moonpool_proto.v1 import conductor_pb2
+from rpc.waiting import end
 
 __all__ = ["SloKeeper", "SloSettings"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from frontend.errors import ConfigError
-from rpc.self_handshake import certificate_end_s, file_mark, shake_hands
+from rpc.tls import certificate_end_s, file_mark, shake_hands
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_TIMEOUT_S: Final = 2.0

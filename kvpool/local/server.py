@@ -68,7 +68,7 @@ from messenger.errors import ProtocolError
 from messenger.frames import PREFIX
 from messenger.memory import PeerMemory
 from moonpool_proto.v1 import common_pb2
-from rpc import unix_path
+from rpc import unix_socket
 from rpc.errors import BindFailed
 
 # Up to so many bytes a copy is over sooner than a thread has begun it.
@@ -477,7 +477,7 @@ class Door:
 
     def open(self) -> None:
         """Listen. Raises AddressInUse or BindFailed."""
-        unix_path.claim(self.path)
+        unix_socket.claim(self.path)
         self._listener = socket.socket(socket.AF_UNIX)
         try:
             self._listener.setblocking(False)
@@ -490,7 +490,7 @@ class Door:
         except OSError as error:
             self._listener.close()
             raise BindFailed(f"cannot listen at {self.path}: {error}") from error
-        self._identity = unix_path.identity(self.path)
+        self._identity = unix_socket.identity(self.path)
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
         self.node.index, self.node.door = self.index, os.fspath(self.path)
         self.node.tell()
@@ -499,7 +499,7 @@ class Door:
         """Send everybody away; readers see at once that the index is closed."""
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
-        if unix_path.identity(self.path) == self._identity:
+        if unix_socket.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         callers = list(self.callers)
         for caller in callers:

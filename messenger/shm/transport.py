@@ -59,7 +59,7 @@ from messenger.transport import (
     read_request,
     write_request,
 )
-from rpc import unix_path
+from rpc import unix_socket
 from rpc.errors import BindFailed
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ class ShmTransport(Transport, Door):
         from messenger.shm.kernels import copy_rows
 
         self._copy_rows = copy_rows()
-        unix_path.claim(self.path)
+        unix_socket.claim(self.path)
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.bind(os.fspath(self.path))
@@ -384,11 +384,11 @@ class ShmTransport(Transport, Door):
         except OSError as error:
             listener.close()
             raise BindFailed(f"cannot listen at {self.path}: {error}") from error
-        self._identity = unix_path.identity(self.path)
+        self._identity = unix_socket.identity(self.path)
         return listener
 
     def unlisten(self) -> None:
-        if unix_path.identity(self.path) == self._identity:
+        if unix_socket.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         if self._own_dir is not None:
             with contextlib.suppress(FileNotFoundError):  # whatever tidies temporary folders was there first

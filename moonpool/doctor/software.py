@@ -19,9 +19,7 @@ SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
 KERNELS: Final = (  # the modules whose functions numba compiles and keeps
-    "conductor/directory/changes.py",
     "conductor/directory/kernels.py",
-    "conductor/directory/reading.py",
     "conductor/policy/kernels.py",
     "conductor/policy/lengths.py",
     "conductor/policy/placement/decode.py",

@@ -7,8 +7,6 @@ from math import sqrt
 from simulator.errors import BadSetting
 from simulator.serving.runs import Run, RunSpec, with_mode
 
-__all__ = ["Capacity", "find_capacity"]
-
 ATTAINMENT = 0.9
 _LEAST, _MOST = 1e-3, 1e5
 _FIRST = 4.0

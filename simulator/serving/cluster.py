@@ -16,19 +16,14 @@ from conductor.policy.events import (
     Role,
     Tick,
 )
-from simulator.serving.clock import NS, Clock
+from simulator.serving.clock import NS, Clock, send
 from simulator.serving.decode import DecodeNode
-from simulator.serving.links import send
 from simulator.serving.pools import Pools
 from simulator.serving.prefill import PrefillNode
-from simulator.serving.settings import ServingSettings
-from simulator.serving.truth import Truth
-from simulator.serving.work import End, Work
-from simulator.serving.workload import Job, Workload
+from simulator.serving.requests import End, Job, Work, Workload
+from simulator.serving.settings import ServingSettings, Truth
 from worker.policy.cost_profile import CostProfile
 from worker.policy.turns import Turn
-
-__all__ = ["MODEL", "Cluster"]
 
 MODEL = "simulated"
 _FRONTEND = "frontend"

@@ -7,8 +7,6 @@ from statistics import NormalDist, fmean, stdev
 
 from conductor.policy.admission.evaluation import interval
 
-__all__ = ["Estimate", "mean_of", "share_of"]
-
 _Z = NormalDist().inv_cdf(0.975)
 
 

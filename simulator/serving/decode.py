@@ -9,16 +9,12 @@ from collections.abc import Callable
 
 from conductor.policy.events import DecodeSample, Held, NodeReported
 from conductor.policy.placement.decode import peak_tokens
-from simulator.serving.clock import NS, Clock
-from simulator.serving.links import Link
-from simulator.serving.reports import Reporter
-from simulator.serving.settings import ServingSettings
-from simulator.serving.truth import Truth
-from simulator.serving.work import Work
+from simulator.serving.clock import NS, Clock, Link
+from simulator.serving.reporter import Reporter
+from simulator.serving.requests import Work
+from simulator.serving.settings import ServingSettings, Truth
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.turns import Line
-
-__all__ = ["DecodeNode"]
 
 _MOST_STEPS = 32  # taken at once, so that the growing context is felt
 

@@ -10,8 +10,6 @@ from simulator.serving.capacity import Capacity, find_capacity
 from simulator.serving.confidence import Estimate, mean_of, share_of
 from simulator.serving.runs import Run, RunSpec, run_all, with_mode, worker_pool
 
-__all__ = ["MODES", "ModeSummary", "Overload", "compare_modes", "modes_of"]
-
 MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
 _PROBE_REQUESTS = 3000  # of a run that looks for the capacity
 _PROBE_SEEDS = 2

@@ -10,8 +10,6 @@ from simulator.serving.settings import ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import CostProfile, load_profile
 
-__all__ = ["overload_spec"]
-
 
 def overload_spec(
     trace: str,

@@ -13,8 +13,6 @@ from kvpool.policy.eviction import Use, make_policy
 from simulator.pool import SimulatedPool
 from simulator.serving.settings import ServingSettings
 
-__all__ = ["Pools"]
-
 
 class Pools:
     """One pool node per prefill node, named alike."""

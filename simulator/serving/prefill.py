@@ -3,19 +3,15 @@
 from collections.abc import Callable, Mapping
 
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
-from simulator.serving.clock import NS, Clock
+from simulator.serving.clock import NS, Clock, Link, send
 from simulator.serving.decode import DecodeNode
-from simulator.serving.groups import Group, form
-from simulator.serving.links import Link, send
 from simulator.serving.pools import Pools
-from simulator.serving.reports import Reporter
-from simulator.serving.settings import ServingSettings
-from simulator.serving.truth import Truth
-from simulator.serving.work import Work
+from simulator.serving.prefill_group import Group, form
+from simulator.serving.reporter import Reporter
+from simulator.serving.requests import Work
+from simulator.serving.settings import ServingSettings, Truth
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.turns import Key, Line
-
-__all__ = ["PrefillNode"]
 
 
 class PrefillNode:

@@ -9,8 +9,6 @@ from simulator.errors import BadSetting
 from simulator.serving.confidence import Estimate, mean_of
 from simulator.serving.runs import Run, RunSpec, run_all, worker_pool
 
-__all__ = ["Point", "Tuning", "Varied", "tune"]
-
 Varied = Literal["ttft", "tbt", "split"]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conductor.directory.matches import Matches
+from conductor.directory.directory import Matches
 from conductor.errors import ConfigError
 from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from conductor.decision_log.hashing import Hashes
-from conductor.decision_log.records import Records
+from conductor.decision_log.records import Hashes, Records
 from conductor.policy import Conductor, PolicyConfig
 from conductor.policy.codec import (
     config_from_json,

@@ -9,8 +9,7 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.directory import DirectoryState
 from conductor.policy.decisions import Copy, Shrink
-from conductor.pools import Pools
-from conductor.replicas import Replicas
+from conductor.pools import Pools, Replicas
 from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig

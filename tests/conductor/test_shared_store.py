@@ -11,16 +11,15 @@ import pytest
 from redis.asyncio import Redis
 
 from conductor.config import ConductorConfig
-from conductor.continuity import Contact, Continuity, first_contact
 from conductor.directory import Directory
+from conductor.directory.feeds import Following
 from conductor.directory.table import Replicas
 from conductor.errors import ConfigError, SharedStoreRefused, SharedStoreUnavailable
-from conductor.following import Following
+from conductor.persistence import Contact, Continuity, first_contact
 from conductor.redis_url import redacted
 from conductor.registry import Registry
 from conductor.shared_store import NodeRecord, RedisStore, SnapshotPointer
-from conductor.shared_store.snapshot_file import SnapshotFacts, SnapshotWriter
-from conductor.shared_store.snapshots import FILE_NAME, Snapshots
+from conductor.shared_store.snapshots import FILE_NAME, SnapshotFacts, Snapshots, SnapshotWriter
 
 SECRET = "s3cret-word"
 POOL = NodeRecord("pool-0", "pool", "unix:/p.sock", 7, "host", 1)

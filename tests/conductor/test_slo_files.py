@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conductor.errors import SharedStoreRefused
-from conductor.slo import file_versions
-from conductor.slo.file_versions import FileVersions
+from conductor.slo import stores
+from conductor.slo.stores import FileVersions
 from conductor.slo.versions import Acknowledgement, SloVersion
 
 
@@ -17,7 +17,7 @@ async def test_one_that_ends_while_it_acknowledges_is_waited_for_no_more(
 ) -> None:
     versions = FileVersions(tmp_path, "c")
     begun, may_end, written = threading.Event(), threading.Event(), threading.Event()
-    replace = file_versions._replace
+    replace = stores._replace
 
     def slowly(path: Path, text: str) -> None:
         begun.set()
@@ -25,7 +25,7 @@ async def test_one_that_ends_while_it_acknowledges_is_waited_for_no_more(
         replace(path, text)
         written.set()
 
-    monkeypatch.setattr(file_versions, "_replace", slowly)
+    monkeypatch.setattr(stores, "_replace", slowly)
     acknowledging = asyncio.create_task(versions.acknowledge(Acknowledgement("one", 1, 1, ""), 60.0))
     await asyncio.to_thread(begun.wait, 60)
     acknowledging.cancel()

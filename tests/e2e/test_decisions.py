@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from conductor.decision_log import lives, replay, search
+from conductor.decision_log import find_records, lives, replay
 from conductor.decision_log.files import numbered, read_lines
 from traces import read_trace
 
@@ -60,7 +60,7 @@ def cluster(start_paced: Callable[..., Any], log: Path) -> Any:
 async def until_placed(log: Path, name: str) -> str:
     """The decode node of the request's first place, as soon as the log tells."""
     async with asyncio.timeout(60):
-        while not (records := search(log, name).records):
+        while not (records := find_records(log, name).records):
             await asyncio.sleep(0.02)
     decode: str = records[0]["attempts"][0]["decision"]["decode"]
     return decode
@@ -107,7 +107,7 @@ async def live(cluster: Any, log: Path) -> dict[str, str]:
 
 
 def test_every_request_has_one_record_with_its_end(cluster: Any, log: Path) -> None:
-    found = {what: search(log, name).records for what, name in cluster.names.items()}
+    found = {what: find_records(log, name).records for what, name in cluster.names.items()}
     outcomes = {what: [record["outcome"] for record in records] for what, records in found.items()}
     assert outcomes == {what: ["rejected" if what == "refused" else "finished"] for what in outcomes}
     (moved,) = found["moved"]

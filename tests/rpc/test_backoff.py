@@ -2,7 +2,7 @@
 
 import random
 
-from rpc.backoff import Backoff
+from rpc.waiting import Backoff
 
 
 def test_waits_grow_from_the_first_to_the_bound() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from simulator.chains import ChainedTrace, chained
+from simulator.cache import ChainedTrace, chained
 from traces import Trace, TraceRow, load_trace
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.policy.eviction import POLICIES, make_policy
-from simulator.cache import BELADY, request, simulate_cache
-from simulator.chains import ChainedTrace
+from simulator.cache import BELADY, ChainedTrace, request, simulate_cache
 from simulator.errors import BadSetting
 from simulator.pool import SimulatedPool
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from moonpool.cli import app
 from simulator.dialogue_run import simulate_dialogues
-from simulator.dialogue_settings import DialogueSettings, Routing
-from simulator.dialogues import make_dialogues, mean_history
+from simulator.dialogues import DialogueSettings, Routing, make_dialogues, mean_history
 from simulator.errors import BadSetting
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from simulator.cache import simulate_cache
-from simulator.chains import ChainedTrace
+from simulator.cache import ChainedTrace, simulate_cache
 
 SmallTrace = Callable[[Sequence[Sequence[int]]], ChainedTrace]
 

@@ -11,9 +11,8 @@ import conductor.core
 from conductor.policy import PolicyConfig
 from simulator.serving.clock import NS
 from simulator.serving.cluster import Cluster
+from simulator.serving.requests import End, Job, Workload, draw_workload
 from simulator.serving.settings import ServingSettings
-from simulator.serving.work import End
-from simulator.serving.workload import Job, Workload, draw_workload
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile
 

@@ -17,13 +17,11 @@ from simulator.serving.capacity import find_capacity
 from simulator.serving.clock import NS
 from simulator.serving.cluster import Cluster
 from simulator.serving.confidence import mean_of, share_of
-from simulator.serving.counterfactual import FalseRejects, in_a_copy
+from simulator.serving.outcome import swing_of
 from simulator.serving.overload_spec import overload_spec
-from simulator.serving.runs import Run, RunSpec, run_one
+from simulator.serving.requests import End, Job, Workload, draw_workload, slowest_tenth_s
+from simulator.serving.runs import FalseRejects, Run, RunSpec, in_a_copy, run_one
 from simulator.serving.settings import ServingSettings
-from simulator.serving.swing import swing_of
-from simulator.serving.work import End, slowest_tenth_s
-from simulator.serving.workload import Job, Workload, draw_workload
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, load_profile, save_profile
 

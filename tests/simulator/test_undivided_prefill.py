@@ -9,9 +9,8 @@ import pytest
 
 from conductor.policy import PolicyConfig
 from simulator.serving.cluster import Cluster
+from simulator.serving.requests import End, Work, draw_workload
 from simulator.serving.settings import ServingSettings
-from simulator.serving.work import End, Work
-from simulator.serving.workload import draw_workload
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, load_profile
 

@@ -19,7 +19,7 @@ from traces import (
     reuse_statistics,
     sample_families,
 )
-from traces.bundled import conversation_from
+from traces.reader import conversation_from
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conductor.decision_log import search
+from conductor.decision_log import find_records
 from conductor.decision_log.files import numbered
 from conductor.decision_log.journal import read_journal
 from conductor.policy.config import NS
@@ -103,7 +103,7 @@ def test_an_id_that_is_used_again_has_two_records(tmp_path, start, make, records
     core.handle(RequestCompleted("a", 0, "failed"))
     core.close()
     assert [row["outcome"] for row in records()] == ["finished", "cancelled", "unknown", "failed"]
-    assert len(search(tmp_path / "log", "a").records) == 4
+    assert len(find_records(tmp_path / "log", "a").records) == 4
 
 
 def test_of_a_request_whose_end_nobody_tells_the_record_says_so(start, make, records):
@@ -134,7 +134,7 @@ def test_what_a_conductor_left_open_the_next_one_ends(tmp_path, start, make, wit
     core.handle(RequestCompleted("over", 0, "finished"))
     core.close()
     assert list(read_journal(tmp_path / "log")) == ["a"]
-    assert search(tmp_path / "log", "a").records[0]["outcome"] == "open"
+    assert find_records(tmp_path / "log", "a").records[0]["outcome"] == "open"
     core = start(log={"with_events": with_events})
     core.handle(RequestCompleted("a", 0, "finished", 1.5, 0.03, 9))
     core.close()

@@ -7,7 +7,7 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig, search, searching
+from conductor.decision_log import DecisionLogConfig, find_records, record_search
 from conductor.decision_log.files import LineFiles, LinesLost, numbered, read_lines
 from conductor.errors import ConfigError
 from conductor.policy.events import RequestCompleted
@@ -29,9 +29,9 @@ def test_files_are_turned_over_compressed_and_bounded(tmp_path, start, make, rec
         assert path.stat().st_mode & 0o077 == 0
     names = [row["request_id"] for row in records()]
     assert names == [f"r{i}" for i in range(60 - len(names), 60)]
-    found = search(tmp_path / "log", "r0")
+    found = find_records(tmp_path / "log", "r0")
     assert (found.records, found.num_removed_files) == ([], min(files) - 1)
-    assert [row["request_id"] for row in search(tmp_path / "log", "r59").records] == ["r59"]
+    assert [row["request_id"] for row in find_records(tmp_path / "log", "r59").records] == ["r59"]
 
 
 def test_a_file_that_is_removed_while_it_is_searched_is_no_damage(tmp_path, start, make, monkeypatch):
@@ -46,8 +46,8 @@ def test_a_file_that_is_removed_while_it_is_searched_is_no_damage(tmp_path, star
         min(files.items())[1].unlink()
         return files
 
-    monkeypatch.setattr(searching, "numbered", numbered_before_the_oldest_went)
-    found = search(tmp_path / "log", "r59")
+    monkeypatch.setattr(record_search, "numbered", numbered_before_the_oldest_went)
+    found = find_records(tmp_path / "log", "r59")
     assert [row["request_id"] for row in found.records] == ["r59"]
     assert found.damaged == ()
 
@@ -61,7 +61,7 @@ def test_a_torn_last_line_is_no_line(tmp_path, start, make, records):
     path = numbered(tmp_path / "log", "decisions")[1]
     path.write_bytes(path.read_bytes()[:-20])
     assert [row["request_id"] for row in records()] == ["a"]
-    assert search(tmp_path / "log", "b").records == []
+    assert find_records(tmp_path / "log", "b").records == []
     core = start()
     core.handle(make.request("c"))
     core.handle(RequestCompleted("c", 0, "finished"))
@@ -131,6 +131,6 @@ def test_a_damaged_file_is_named_and_the_others_are_searched(tmp_path, start, ma
     core.close()
     first, *_ = numbered(tmp_path / "log", "decisions").values()
     first.write_bytes(first.read_bytes()[:30] + b"x" * 30)
-    found = search(tmp_path / "log", "r11")
+    found = find_records(tmp_path / "log", "r11")
     assert [row["request_id"] for row in found.records] == ["r11"]
     assert found.damaged[0].startswith(first.name)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conductor.decision_log.hashing import Hashes
+from conductor.decision_log.records import Hashes
 from conductor.policy.events import RequestCompleted
 
 BLOCK = 16

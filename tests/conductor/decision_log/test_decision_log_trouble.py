@@ -9,10 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-from conductor.decision_log import search
+from conductor.decision_log import find_records
+from conductor.decision_log.event_log import lives, replay
 from conductor.decision_log.files import numbered, read_lines
 from conductor.decision_log.journal import read_journal
-from conductor.decision_log.replaying import lives, replay
 from conductor.policy.events import RequestCompleted, Tick
 
 
@@ -98,7 +98,7 @@ def test_a_kill_costs_at_most_the_last_moments(tmp_path, start, records):
         assert process.stdout.readline() == b"ready\n"
         os.kill(process.pid, signal.SIGKILL)
     assert [row["request_id"] for row in records()] == [f"r{i}" for i in range(10)]
-    assert search(tmp_path / "log", "long").records[0]["outcome"] == "open"
+    assert find_records(tmp_path / "log", "long").records[0]["outcome"] == "open"
     (life,) = lives(tmp_path / "log")
     steps = list(replay(life))
     assert len(steps) == 2 + 1 + 20

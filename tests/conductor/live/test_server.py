@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from conductor.decision_log import DecisionLogConfig, lives, replay, search
+from conductor.decision_log import DecisionLogConfig, find_records, lives, replay
 from conductor.policy.decisions import Place
 from conductor.server import ConductorConfig, serve_conductor
 from moonpool_proto.v1 import common_pb2, conductor_pb2
@@ -133,7 +133,7 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     decisions = [decision for step in steps for decision in step.logged]
     assert {type(decision).__name__ for decision in decisions} == {"Place", "Reject"}
     assert next(len(decision.considered.prefill) for decision in decisions if isinstance(decision, Place)) == 2
-    first, second = (search(folder, name).records[0]["hash_ids"] for name in ("r0", "r1"))
+    first, second = (find_records(folder, name).records[0]["hash_ids"] for name in ("r0", "r1"))
     assert first == second
     assert len(first) == 4
 

@@ -9,7 +9,7 @@ from conductor.decision_log.files import numbered, open_file
 from conductor.decision_log.journal import read_journal
 from conductor.decision_log.records import Record
 
-__all__ = ["DECISIONS_STEM", "Found", "search"]
+__all__ = ["DECISIONS_STEM", "Found", "find_records"]
 
 DECISIONS_STEM = "decisions"
 
@@ -34,7 +34,7 @@ class Found:
         }
 
 
-def search(folder: Path, request_id: str) -> Found:
+def find_records(folder: Path, request_id: str) -> Found:
     """Everything that the folder has of a request. Raises OSError for a folder that cannot be read."""
     needle = b'"request_id":' + json.dumps(request_id).encode("ascii") + b","
     under_way = read_journal(folder).get(request_id)  # first: what ends meanwhile is then in the files

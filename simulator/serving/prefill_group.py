@@ -8,14 +8,10 @@ equally long. So only a chunk's first and last layer can be late.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from simulator.serving.clock import NS, Clock
-from simulator.serving.links import Link, send
-from simulator.serving.settings import ServingSettings
-from simulator.serving.truth import Truth
-from simulator.serving.work import Work
+from simulator.serving.clock import NS, Clock, Link, send
+from simulator.serving.requests import Work
+from simulator.serving.settings import ServingSettings, Truth
 from worker.policy.shares import MIN_CHUNKS, Span, shares
-
-__all__ = ["Group", "Member", "form"]
 
 
 class Member(Protocol):

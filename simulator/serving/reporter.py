@@ -6,8 +6,6 @@ from conductor.policy.events import DecodeSample, Held, NodeReported, Phase, Pre
 from simulator.serving.clock import NS, Clock
 from simulator.serving.settings import ServingSettings
 
-__all__ = ["Reporter"]
-
 
 class Reporter:
     """One node's stream of reports to the conductor."""

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from conductor.errors import SharedStoreError, SharedStoreRefused
-from conductor.shared_store.records import NodeRecord, SnapshotPointer
-from conductor.shared_store.redis_store import RedisStore
+from conductor.shared_store.redis_store import NodeRecord, RedisStore, SnapshotPointer
 from moonpool_proto.v1 import conductor_pb2
 
 __all__ = ["Keeper"]

@@ -1,15 +1,20 @@
-"""What the policy knows of costs and of its predictions' errors, as numbers for the front doors' /metrics."""
+"""What the policy knows of costs and of its predictions' errors, as numbers for the front doors' /metrics.
+
+What admission did and how right it was, as samples for the metrics (docs/admission.md). Nothing else lives here.
+
+What tenants have used, as samples for the metrics; labels are bounded as accounts are. Nothing else lives here.
+"""
 
 from collections.abc import Iterator
 from itertools import accumulate
 
+from conductor.directory.feeds import sample
 from conductor.policy import Conductor
 from conductor.policy.events import CostsGiven, PathCosts
 from conductor.policy.history import ERROR_BOUNDS
+from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2 import Sample
 from worker.policy.cost_profile import CostProfile
-
-__all__ = ["cost_samples", "costs_given"]
 
 _BOUNDS = (*(str(bound) for bound in ERROR_BOUNDS), "+Inf")
 
@@ -54,3 +59,34 @@ def cost_samples(policy: Conductor) -> Iterator[Sample]:
     for model, what, count in policy.extrapolations():
         labels = {"model_name": model, "what": what}
         yield Sample(name="predictions_extrapolated_total", labels=labels, value=count)
+
+
+def admission_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
+    """Of models that were served; a count appears with its first event, a load where there is an objective."""
+    for model, reason, rejected, unwanted in policy.rejections():
+        labels = {"model_name": model, "reason": reason}
+        yield sample("admission_rejected_total", rejected, **labels)
+        yield sample("admission_unwanted_total", unwanted, **labels)
+    hindsight = policy.hindsight
+    for (model, why, verdict), count in sorted(hindsight.rejections.items()):
+        yield sample("admission_hindsight_total", count, model_name=model, reason=why, verdict=verdict)
+    for (model, outcome), count in sorted(hindsight.admissions.items()):
+        yield sample("admission_admitted_total", count, model_name=model, outcome=outcome)
+    for model, came_of_it, count in policy.undivided():
+        yield sample("undivided_total", count, model_name=model, outcome=came_of_it)
+    for model, role, count in policy.desired_nodes():
+        yield sample("desired_nodes", count, model_name=model, role=role)
+    for phase, swings in (("prefill", policy.loads.prefill), ("decode", policy.loads.decode)):
+        for model, swing in sorted(swings.items()):
+            yield sample("load", swing.last, model_name=model, phase=phase)
+            yield sample("load_swing", swing.deviation, model_name=model, phase=phase)
+
+
+def tenant_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
+    """Of all accounts, those of tenants that share one among them."""
+    for model, account, live in policy.tenants():
+        labels, used = {"model_name": model, "tenant": account.name}, account.used
+        yield sample("tenant_uncached_tokens_total", used.uncached_tokens, **labels)
+        yield sample("tenant_generated_tokens_total", used.generated_tokens, **labels)
+        yield sample("tenant_kv_block_seconds_total", used.kv_block_s, **labels)
+        yield sample("tenant_requests", live, **labels)

@@ -1,4 +1,9 @@
-"""Versions in a folder, for one conductor or for several on one machine: a file that is replaced under a lock."""
+"""Versions of a conductor that was given no place to keep them: gone when it ends.
+
+Versions in a folder, for one conductor or for several on one machine: a file that is replaced under a lock.
+
+Versions in Redis, for all conductors of a cluster.
+"""
 
 import asyncio
 import contextlib
@@ -12,9 +17,38 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
+from conductor.shared_store import RedisStore
 from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionReader
 
-__all__ = ["FileVersions"]
+
+class MemoryVersions:
+    """One conductor's alone."""
+
+    outlives = False
+    where = "this conductor's memory alone"
+
+    def __init__(self) -> None:
+        self._versions: list[SloVersion] = []
+        self._said: list[Acknowledgement] = []
+
+    async def history(self) -> list[SloVersion]:
+        return list(self._versions)
+
+    async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
+        if (self._versions[-1].version if self._versions else 0) != after:
+            return False
+        self._versions = [*self._versions, *versions][-KEPT:]
+        return True
+
+    async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
+        self._said = [mine]
+
+    async def withdraw(self, node_id: str) -> None:
+        self._said = []
+
+    async def acknowledged(self) -> list[Acknowledgement]:
+        return list(self._said)
+
 
 T = TypeVar("T")
 _FORMAT = 1
@@ -172,3 +206,36 @@ def _replace(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+class RedisVersions:
+    """What `RedisStore` keeps of objectives, as what it means."""
+
+    outlives = True
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._reader = VersionReader()
+
+    @property
+    def where(self) -> str:
+        return f"Redis at {self._store.where}"
+
+    async def history(self) -> list[SloVersion]:
+        await self._store.claim()
+        return self._reader.read(await self._store.slo_versions())
+
+    async def put(self, versions: Sequence[SloVersion], *, after: int) -> bool:
+        await self._store.claim()
+        texts = {one.version: one.to_json() for one in versions[-KEPT:]}
+        return await self._store.put_slo_versions(texts, after=after, keep=KEPT)
+
+    async def acknowledge(self, mine: Acknowledgement, ttl_s: float) -> None:
+        await self._store.put_slo_acknowledgement(mine.node_id, mine.to_json(), ttl_s)
+
+    async def withdraw(self, node_id: str) -> None:
+        await self._store.forget_slo_acknowledgement(node_id)
+
+    async def acknowledged(self) -> list[Acknowledgement]:
+        found = [Acknowledgement.from_json(text) for text in await self._store.slo_acknowledgements()]
+        return sorted(found, key=lambda each: each.node_id)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.config import ConductorConfig
-from conductor.ending import end
+from conductor.directory.feeds import Following
 from conductor.errors import ConfigError, SharedStoreError, SharedStoreUnavailable
-from conductor.following import Following
 from conductor.registry import Registry
 from conductor.shared_store import Keeper, NodeRecord, RedisStore, SnapshotPointer, Snapshots
 from conductor.wire import ROLES
 from moonpool_proto.v1 import conductor_pb2
+from rpc.waiting import end
 
 __all__ = ["Contact", "Continuity", "first_contact"]
 

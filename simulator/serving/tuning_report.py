@@ -12,8 +12,6 @@ from rich.table import Table
 from simulator.errors import BadSetting
 from simulator.serving.tuning import Point, Tuning, Varied
 
-__all__ = ["plot_tuning", "tuning_tables"]
-
 _INK, _MUTED, _GRID = "#1f2328", "#59636e", "#d8dee4"
 _ENDS: Final = (("good", "#1a7f37"), ("rejected", "#8c959f"), ("missed", "#cf222e"))
 _NAMES: Final[dict[Varied, str]] = {
