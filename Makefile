@@ -24,11 +24,12 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # all that it imports, which is more than half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
+.PHONY: help setup demo test test-nightly check static format proto chart train bench clients compare test-rdma test-rdma-one soak-messenger soak-rdma clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
+	@echo "make test-nightly  the tests that take long; records its outcome in tests/nightly.json"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make check   format, lint, import rules, types, generated code, every test importable"
@@ -55,7 +56,14 @@ demo: $(STAMP)
 	$(BIN)/python -m moonpool demo
 
 test: $(STAMP) static
-	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	@mkdir -p out
+	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  --junitxml=out/tests.xml
+
+test-nightly: $(STAMP)
+	@mkdir -p out
+	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
+	  $(BIN)/python .ci/report_tests.py out/nightly.xml --record tests/nightly.json
 
 test-rdma: $(STAMP)
 	$(BIN)/python -m tools.rdma_vm test

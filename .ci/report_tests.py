@@ -1,21 +1,26 @@
 """Report on test runs from their JUnit files: the slowest test files, and the tests that passed only when run again.
 
-    python .ci/report_tests.py FIRST.xml [SECOND.xml]
+    python .ci/report_tests.py FIRST.xml [SECOND.xml] [--record FILE]
 
 FIRST is the whole run, SECOND the run of its failed tests alone. Prints the ten slowest files of FIRST, and
-`FLAKY name` for each test that failed in FIRST and passed in SECOND. Exits with 1 when a test failed in FIRST and did not pass in
-SECOND, and when FIRST names no test.
+`FLAKY name` for each test that failed in FIRST and passed in SECOND. Exits with 1 when a test failed in FIRST and did
+not pass in SECOND, and when FIRST names no test. With --record, the outcome is written to FILE as JSON, with the date
+and the commit.
 """
 
+import argparse
+import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 NUM_SLOWEST = 10
 
 
-def main(first: Path, second: Path | None) -> int:
+def main(first: Path, second: Path | None, record: Path | None) -> int:
     cases = list(ElementTree.parse(first).iter("testcase"))
     if not cases:
         print(f"{first} names no test: expected the JUnit file of a run that executed tests")
@@ -35,7 +40,23 @@ def main(first: Path, second: Path | None) -> int:
         print(f"FLAKY {name}")
     for name in sorted(failed - flaky):
         print(f"FAILED {name}")
+    if record:
+        write_record(record, cases, failed - flaky)
     return int(bool(failed - flaky))
+
+
+def write_record(path: Path, cases: list[ElementTree.Element], failed: set[str]) -> None:
+    """Write date, commit, counts and durations of a run; the names of what failed are among them."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    outcome = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "tests": len(cases),
+        "skipped": sum(case.find("skipped") is not None for case in cases),
+        "failed": sorted(failed),
+        "seconds": {name_of(case): round(float(case.get("time", "0")), 1) for case in cases},
+    }
+    path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
 
 
 def name_of(case: ElementTree.Element) -> str:
@@ -48,4 +69,9 @@ def has_failed(case: ElementTree.Element) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
+    parser = argparse.ArgumentParser(description="Report the slowest test files and the flaky tests.")
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path, nargs="?")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args()
+    sys.exit(main(given.first, given.second, given.record))

@@ -120,7 +120,13 @@ def answer_in_the_clear(port: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("node_id", "victim"),
-    [("decode-0", "role"), ("pool-0", "role"), ("decode-0", "actor"), ("pool-0", "actor"), ("decode-0", "hung role")],
+    [
+        ("decode-0", "role"),
+        ("pool-0", "role"),
+        ("pool-0", "actor"),
+        pytest.param("decode-0", "actor", marks=pytest.mark.nightly),
+        pytest.param("decode-0", "hung role", marks=pytest.mark.nightly),
+    ],
 )
 async def test_what_dies_or_hangs_comes_back_under_its_name_and_serves_again(
     node_id: str,
@@ -144,6 +150,7 @@ async def test_what_dies_or_hangs_comes_back_under_its_name_and_serves_again(
     await check_serves(cluster, judge_of(random_model), session)
 
 
+@pytest.mark.nightly
 async def test_scaling_up_and_down_around_a_restart_of_rays_head_under_load_loses_nothing(
     cluster: Any,
     random_model: Path,

@@ -44,6 +44,7 @@ def last_ttft_s(size: int, prompt: int) -> float:
     return work.ttft_s
 
 
+@pytest.mark.nightly
 def test_a_long_prompt_takes_little_more_than_its_share_of_the_time_on_an_idle_cluster() -> None:
     alone_s = last_ttft_s(1, 65_536)
     for size in (2, 4):

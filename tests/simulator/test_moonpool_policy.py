@@ -10,6 +10,7 @@ from simulator.cache import ChainedTrace, simulate_cache
 SmallTrace = Callable[[Sequence[Sequence[int]]], ChainedTrace]
 
 
+@pytest.mark.nightly
 def test_the_conversation_trace_has_its_hit_rate(conversation: ChainedTrace) -> None:
     assert simulate_cache(conversation, "moonpool", 5_859).hit_rate == pytest.approx(0.1861, abs=0.0015)
 

@@ -20,6 +20,7 @@ class PowerCut(Exception):
     """Stands for whatever ends a process."""
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_plan: Callable[..., Plan]) -> None:
     whole, cut = make_plan("whole"), make_plan("cut", save_every_s=0.0)
     train(whole)
@@ -41,6 +42,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_p
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.nightly
 def test_training_lowers_the_loss(make_plan: Callable[..., Plan]) -> None:
     plan = make_plan("run", steps=20)
     train(plan)
