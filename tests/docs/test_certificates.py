@@ -14,7 +14,7 @@ from rpc.tls import TlsFiles, load
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_the_documented_commands_make_certificates_that_nodes_take(page: Callable[[str], Any], tmp_path: Path) -> None:
-    blocks = [block for block in page("operations.md").blocks("bash") if block.startswith("openssl ")]
+    blocks = [block for block in page("securing.md").blocks("bash") if block.startswith("openssl ")]
     assert len(blocks) == 2
     for block in blocks:
         subprocess.run(["sh", "-e"], input=block, text=True, cwd=tmp_path, check=True, capture_output=True)
