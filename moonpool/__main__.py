@@ -1,6 +1,6 @@
 """`python -m moonpool`: the same as the `moonpool` command."""
 
-from moonpool.tether import tether_to_supervisor
+from moonpool.supervision.parent_death import tether_to_supervisor
 
 tether_to_supervisor()
 

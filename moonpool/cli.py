@@ -1,4 +1,4 @@
-"""The `moonpool` command: what it offers, with examples. Each command's work is done elsewhere."""
+"""The `moonpool` command line: its commands, their groups, and their help. The work is done in `commands/`."""
 
 import logging
 import os
@@ -9,15 +9,15 @@ from typing import Any
 import typer
 
 from moonpool.chat.command import chat
+from moonpool.commands.arguments import command_group
+from moonpool.commands.demo import demo
+from moonpool.commands.lazy import LazyTarget, add_lazy
+from moonpool.commands.nodes import drain, scale, switch
+from moonpool.commands.serve import config_keys, serve
+from moonpool.commands.status import status, validate
 from moonpool.config import ServeConfig
-from moonpool.demo import demo
-from moonpool.inspection import config_keys, validate
-from moonpool.lazy_command import add_lazy
 from moonpool.options import configured_command
-from moonpool.roles import ROLES, Role, run_role
-from moonpool.scale_commands import drain, scale, switch
-from moonpool.serve import serve
-from moonpool.status_command import status
+from moonpool.role_process.roles import ROLES, Role, run_role
 
 _HELP = """
 Disaggregated prefill/decode LLM serving built around the KV cache.
@@ -42,90 +42,16 @@ Start a whole cluster on this machine: conductor, KV pool, workers, OpenAI API. 
 
   [cyan]moonpool serve --aggregated 2[/cyan]  (both phases in each worker: the baseline)
 
-  [cyan]moonpool serve ./large --add-model small=./small,aggregated=1[/cyan]  (two models, one front door)
+  [cyan]moonpool serve ./large --add-model small=./small,aggregated=1[/cyan]  (two models behind one API server)
 
-  [cyan]moonpool serve --pool-nodes 2[/cyan]  (as if on two hosts: KV goes over TCP)
+  [cyan]moonpool serve --pool-nodes 2[/cyan]  (as on two hosts: KV goes over TCP)
 
-  [cyan]moonpool serve --config cluster.yaml --ttft-slo 2[/cyan]  (a flag wins over the file)
+  [cyan]moonpool serve --config cluster.yaml --ttft-slo 2[/cyan]  (a flag overrides the file)
 
-Each flag is also a key of the file and a variable: --port 80, port: 80, MOONPOOL_PORT=80.
+Each flag is also a key of the file and an environment variable: --port 80, port: 80, MOONPOOL_PORT=80.
 """
 
-_LAZY = (
-    (
-        "replay",
-        "loadtest.cli",
-        "Replay a real trace against a running server and report what it saw; can verify every token.\n\n"
-        "[bold]moonpool replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
-    ),
-    (
-        "dialogues",
-        "loadtest.dialogue_cli",
-        "Lead many-turn chats with a running server and report what of each prompt was reused.\n\n"
-        "[bold]moonpool dialogues --dialogues 8 --turns 50 --think-time 0.5 --verify --out out/dialogues[/bold]",
-    ),
-    (
-        "bench",
-        "moonpool.bench_command",
-        "Load-test any OpenAI-compatible server with vLLM's flags, or find the rate that it can bear; measure how fast "
-        "KV goes between two hosts.\n\n[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]\n\n"
-        "[bold]moonpool bench messenger[/bold]",
-    ),
-    (
-        "doctor",
-        "moonpool.doctor.command",
-        "Tell what this machine offers for serving, and what to do about what is missing.\n\n"
-        "[bold]moonpool doctor --for gpu[/bold]",
-    ),
-    (
-        "top",
-        "moonpool.top.command",
-        "Watch a running cluster in a terminal: throughput, load, objectives, rejections, KV tiers, nodes.\n\n"
-        "[bold]moonpool top[/bold]",
-    ),
-    (
-        "pool",
-        "moonpool.pool_command",
-        "Look into the KV pool of a running cluster: what it holds and finds, single blocks; verify it, empty it.\n\n"
-        "[bold]moonpool pool status[/bold]",
-    ),
-    (
-        "slo",
-        "moonpool.slo_command",
-        "The objectives of a running cluster, by class, tenant and model: show, change, go back, see who did what.\n\n"
-        "[bold]moonpool slo show[/bold]",
-    ),
-    (
-        "keys",
-        "moonpool.keys_command",
-        "API keys for the front door: draw one, and the entry by which it is known.\n\n"
-        "[bold]moonpool keys new --name acme-2027 --tenant acme --file keys.yaml[/bold]",
-    ),
-    (
-        "explain",
-        "moonpool.explain_command",
-        "Tell why a request went where it went, or was rejected: predictions, losers, what became of it.\n\n"
-        "[bold]moonpool explain cmpl-4a1c[/bold]",
-    ),
-    (
-        "replay-decisions",
-        "moonpool.replay_decisions_command",
-        "Replay a conductor's events: are the same decisions made? Or how many others, under other settings.\n\n"
-        "[bold]moonpool replay-decisions out/decisions --set ttft_objective_s=1[/bold]",
-    ),
-    (
-        "profile",
-        "moonpool.profiling.command",
-        "Measure what a model's prefills, decode steps and transfers cost here, for predictions to begin with."
-        "\n\n[bold]moonpool profile --out costs.json --plot costs.svg[/bold]",
-    ),
-    (
-        "simulate",
-        "moonpool.simulate_command",
-        "Run the cluster's own policies on a trace without a cluster: what would a pool of N blocks find?\n\n"
-        "[bold]moonpool simulate cache conversation --capacity 1k,10k,30k --policy all[/bold]",
-    ),
-)
+_INSPECT, _GROUPS = "Inspect", "Groups of commands"
 
 app = typer.Typer(
     name="moonpool",
@@ -135,13 +61,58 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+node = command_group("node", "Run one role of a cluster in the foreground; change the number and roles of workers.")
+trace = command_group("trace", "Replay request traces.")
+
+_LAZY_GROUPS = (
+    (
+        "pool",
+        "Inspect, verify and flush the KV pool of a running cluster.\n\n[bold]moonpool pool status[/bold]",
+    ),
+    (
+        "slo",
+        "Show, change and roll back the latency objectives of a running cluster, by class, tenant and model.\n\n"
+        "[bold]moonpool slo show[/bold]",
+    ),
+    (
+        "bench",
+        "Load-test any OpenAI-compatible server with vLLM's flags, or find its capacity; measure transfers between two "
+        "hosts and the costs of a model's work.\n\n[bold]moonpool bench serve --num-prompts 100 --request-rate 4[/bold]"
+        "\n\n[bold]moonpool bench messenger[/bold]",
+    ),
+    (
+        "simulate",
+        "Run the cluster's own policies on a trace without a cluster: what hit rate does a pool of N blocks reach?\n\n"
+        "[bold]moonpool simulate cache conversation --capacity 1k,10k,30k --policy all[/bold]",
+    ),
+    (
+        "decisions",
+        "Explain why a request was placed or rejected; replay a conductor's logged events.\n\n"
+        "[bold]moonpool decisions explain cmpl-4a1c[/bold]\n\n"
+        "[bold]moonpool decisions replay out/decisions --set ttft_objective_s=1[/bold]",
+    ),
+    (
+        "keys",
+        "Create API keys for the API server, and the entries by which it recognises them.\n\n"
+        "[bold]moonpool keys new --name acme-2027 --tenant acme --file keys.yaml[/bold]",
+    ),
+)
+
+# Names that commands had before the groups, hidden but kept for scripts: the group's command that each one runs.
+_EARLIER_NAMES = {
+    "replay": LazyTarget("loadtest.cli"),
+    "dialogues": LazyTarget("loadtest.dialogue_cli"),
+    "profile": LazyTarget("moonpool.profiling.command"),
+    "explain": LazyTarget("moonpool.commands.decisions", "explain"),
+    "replay-decisions": LazyTarget("moonpool.commands.decisions", "replay"),
+}
 
 
 def _runner(role: Role) -> Callable[[Any], int]:
     def run(config: Any) -> int:
         exit_code = run_role(role, config)
-        # The role has closed what it opened. The interpreter's own end, with torch and numba loaded, takes a second
-        # of CPU for each process, which one Ctrl-C would have to wait for.
+        # The role has closed what it opened. The interpreter's own shutdown, with torch and numba loaded, takes a
+        # second of CPU in each process, and one Ctrl-C would wait for all of them.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,18 +122,49 @@ def _runner(role: Role) -> Callable[[Any], int]:
 
 
 configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
-for _name, _module, _help in _LAZY:
-    add_lazy(app, _name, _module, _help)
-app.command("demo")(demo)
 app.command("chat")(chat)
-app.command("status")(status)
-app.command("validate")(validate)
-app.command("scale")(scale)
-app.command("drain")(drain)
-app.command("switch")(switch)
+app.command("demo")(demo)
 app.command("config")(config_keys)
+app.command("status", rich_help_panel=_INSPECT)(status)
+add_lazy(
+    app,
+    "top",
+    LazyTarget("moonpool.commands.top"),
+    "Watch a running cluster in a terminal: throughput, load, objectives, rejections, KV tiers, nodes.\n\n"
+    "[bold]moonpool top[/bold]",
+    _INSPECT,
+)
+app.command("validate", rich_help_panel=_INSPECT)(validate)
+add_lazy(
+    app,
+    "doctor",
+    LazyTarget("moonpool.doctor.command"),
+    "Check what this machine provides for serving, and advise on what is missing; or check a running cluster.\n\n"
+    "[bold]moonpool doctor --for gpu[/bold]",
+    _INSPECT,
+)
+
+app.add_typer(node, name="node", rich_help_panel=_GROUPS)
+app.add_typer(trace, name="trace", rich_help_panel=_GROUPS)
+for _name, _help in _LAZY_GROUPS:
+    add_lazy(app, _name, LazyTarget(f"moonpool.commands.{_name}"), _help, _GROUPS)
 for _role in ROLES:
-    configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help)
+    _short = _role.command.removesuffix("-node")
+    configured_command(node, _short, _role.composite, _runner(_role), help=_role.help)
+    configured_command(app, _role.command, _role.composite, _runner(_role), help=_role.help, hidden=True)
+_WORKERS: dict[str, Callable[..., None]] = {"scale": scale, "drain": drain, "switch": switch}
+for _name, _command in _WORKERS.items():
+    node.command(_name)(_command)
+    app.command(_name, hidden=True)(_command)
+add_lazy(
+    trace,
+    "trace replay",
+    LazyTarget("loadtest.cli"),
+    "Replay a production trace against a running server and report latencies; can verify every token.\n\n"
+    "[bold]moonpool trace replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
+)
+for _name, _target in _EARLIER_NAMES.items():
+    add_lazy(app, _name, _target)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from moonpool.config import Setting, all_settings, composite_settings, load
 from moonpool.errors import MoonpoolError
-from moonpool.tether import SUPERVISOR_VARIABLE
+from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 
 C = TypeVar("C")
 
@@ -20,7 +20,14 @@ _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", tuple: "TEXT"
 
 
 def configured_command(
-    app: typer.Typer, name: str, composite: type[C], run: Callable[[C], int], *, help: str, argument: str | None = None
+    app: typer.Typer,
+    name: str,
+    composite: type[C],
+    run: Callable[[C], int],
+    *,
+    help: str,
+    argument: str | None = None,
+    hidden: bool = False,
 ) -> None:
     """Add the command `name` to `app`: it loads `composite` from file, environment and flags, and calls `run`.
 
@@ -56,7 +63,7 @@ def configured_command(
             for key in order
         ]
     )
-    app.command(name, help=help, cls=_ListsTakeSeveral)(command)
+    app.command(name, help=help, cls=_ListsTakeSeveral, hidden=hidden)(command)
 
 
 class _ListsTakeSeveral(TyperCommand):

@@ -8,8 +8,8 @@ from typing import Any
 from moonpool.config import ModelEntry, ServeConfig, TopologySettings, composite_settings, flatten
 from moonpool.config.models import node_prefixes
 from moonpool.config.roles import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
-from moonpool.run_dir import OBJECTIVES
-from moonpool.threads import engine_threads, thread_environment
+from moonpool.supervision.run_dir import OBJECTIVES
+from moonpool.supervision.threads import engine_threads, thread_environment
 
 CONDUCTOR_TIER, POOL_TIER, WORKER_TIER, FRONTEND_TIER = range(4)
 _STOP_MARGIN_S = 2.0

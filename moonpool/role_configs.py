@@ -12,11 +12,11 @@ from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRol
 from moonpool.config.decision_log import DecisionLogSettings
 from moonpool.config.places import HostSettings, NodeSettings
 from moonpool.config.transport import TlsSettings, TransportSettings
-from moonpool.cost_profiles import cost_profiles_of
 from moonpool.errors import ConfigError
-from moonpool.run_dir import OBJECTIVES, default_run_dir, make_run_dir
-from moonpool.slo_file import checked_objectives
-from moonpool.threads import engine_threads, usable_cores
+from moonpool.model_files import cost_profiles_of
+from moonpool.slo.file import checked_objectives
+from moonpool.supervision.run_dir import OBJECTIVES, default_run_dir, make_run_dir
+from moonpool.supervision.threads import engine_threads, usable_cores
 
 if TYPE_CHECKING:
     from conductor.decision_log import DecisionLogConfig

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.clients.errors import ClusterFailed
-from moonpool.ready_file import ReadyFile
-from moonpool.tether import SUPERVISOR_VARIABLE
+from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from moonpool.supervision.ready_file import ReadyFile
 
 START_S = 300.0
 STOP_S = 60.0

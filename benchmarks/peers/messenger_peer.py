@@ -23,8 +23,8 @@ from contest import REGION_NBYTES, Contender, Owner, Rows, Start, Wait, random_b
 from numpy.typing import NDArray
 
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
-from moonpool.transfer_bench.digests import SliceDigests
 from moonpool.transfer_bench.plan import Shape
+from moonpool.transfer_bench.server import SliceDigests
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "tests" / "data" / "tls"
 PLAIN, AT_ONCE, LATER, DRAIN = b"plain", b"at once", b"later", b"drain"

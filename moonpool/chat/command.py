@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moonpool.cluster_view.locate import chat_url
 from moonpool.errors import ChatFailed
-from moonpool.locate import chat_url
 from moonpool.options import reported_errors
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def chat(
     from loadtest.server import discover
     from moonpool.chat.client import AnswerOptions, ChatClient
     from moonpool.chat.conversation import Conversation
-    from moonpool.chat.loop import ChatLoop
-    from moonpool.chat.view import View
+    from moonpool.chat.loop import ChatLoop, View
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     view = View(interactive=interactive, figures=interactive if figures is None else figures)

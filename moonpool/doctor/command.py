@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moonpool.cluster_view.locate import DEFAULT_URL, locate
+from moonpool.commands.arguments import ReadyPath, Url
 from moonpool.config.sources import parse_size
-from moonpool.doctor import encryption, gpu, locking, machine, network, peers, pool_ssd, rdma, software, storage
-from moonpool.doctor.examine import examine
-from moonpool.doctor.finding import Check, Finding, Level, Needs, Purpose
-from moonpool.locate import DEFAULT_URL, locate
+from moonpool.doctor import gpu, machine, network, peers, rdma, software, storage
+from moonpool.doctor.checks import Check, Finding, Level, Needs, Purpose, examine
 from moonpool.options import reported_errors
-from moonpool.status_command import ReadyPath, Url
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Asked:
     needs: Needs = frozenset()
     peers: tuple[str, ...] = ()
     rdma_devices: tuple[str, ...] = ()
-    registered: int = locking.DEFAULT_REGISTERED_NBYTES
+    registered: int = machine.DEFAULT_REGISTERED_NBYTES
 
     def __post_init__(self) -> None:
         for address in self.peers:
@@ -65,7 +64,7 @@ def doctor(
     ] = None,
     registered: Annotated[
         str, typer.Option(help="Memory that RDMA is to register: pools and caches of a process, e.g. 64GiB.")
-    ] = f"{locking.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
+    ] = f"{machine.DEFAULT_REGISTERED_NBYTES >> 30}GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     cluster: Annotated[
         bool,
@@ -107,8 +106,8 @@ def doctor(
 
 
 def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[Finding]:
-    from moonpool.doctor.cluster_checks import judge_cluster
-    from moonpool.doctor.cluster_seen import observe_cluster
+    from moonpool.cluster_view.collector import observe_cluster
+    from moonpool.doctor.cluster import judge_cluster
 
     located = locate(conductor=conductors[0] if conductors else "", url=url, ready_file=ready_file)
     return judge_cluster(asyncio.run(observe_cluster(located, conductors[1:])))
@@ -130,12 +129,12 @@ def all_checks(asked: Asked) -> tuple[Check, ...]:
     return (
         *software.CHECKS,
         *machine.CHECKS,
-        *locking.checks(asked.registered),
+        *machine.checks(asked.registered),
         *storage.CHECKS,
-        *(pool_ssd.checks(asked.pool_ssd_dir) if has_pool else ()),
+        *(storage.checks(asked.pool_ssd_dir) if has_pool else ()),
         *network.checks(asked.port),
         *peers.checks(asked.peers),
-        *encryption.CHECKS,
+        *network.CHECKS,
         *gpu.CHECKS,
         *rdma.checks(asked.rdma_devices),
         *software.EXTRA_CHECKS,

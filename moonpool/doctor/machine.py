@@ -1,16 +1,20 @@
-"""The machine and what its operator lets this process have: cores, memory, limits, kernel settings, clock."""
+"""The machine and what its operator lets this process have: cores, memory, limits, kernel settings, clock.
+
+How much memory this process may lock: RDMA pins all that it registers, and cannot register more.
+"""
 
 import ctypes
 import os
 import resource
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from moonpool.doctor.finding import Check, Level, Needs, Verdict, size_text
-from moonpool.doctor.importing import ONE_AT_A_TIME
-from moonpool.threads import usable_cores
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional, size_text
+from moonpool.supervision.threads import usable_cores
 
 GIB: Final = 1 << 30
 # A cluster of the bundled model by default: 5 processes of 0.1 to 0.4 GiB, two engines' KV, and a pool of up to 1 GiB.
@@ -248,3 +252,88 @@ CHECKS: Final = (
     Check("kernel", observe_kernel, judge_kernel),
     Check("clock", observe_clock, judge_clock),
 )
+
+
+DEFAULT_REGISTERED_NBYTES: Final = 2 << 30
+"""A pool node's memory by default, and as much again for a worker's cache."""
+_CAP_IPC_LOCK: Final = 14
+_WHOLE_ID_RANGE: Final = ["0", "0", "4294967295"]
+
+
+class Surroundings(StrEnum):
+    """What started this process: decides who sets its limits."""
+
+    KUBERNETES = "Kubernetes"
+    CONTAINER = "a container"
+    SYSTEMD = "a systemd unit"
+    SHELL = "a shell"
+
+
+@dataclass(frozen=True)
+class Locking:
+    """`soft` and `hard` limits in bytes, -1 unlimited. `may_exceed`: with CAP_IPC_LOCK of the host the kernel counts
+    nothing. `registered`: bytes that are to be registered."""
+
+    soft: int
+    hard: int
+    may_exceed: bool
+    surroundings: Surroundings
+    registered: int
+
+
+_CURES: Final = {
+    Surroundings.KUBERNETES: (
+        "give the pod securityContext.capabilities.add: [IPC_LOCK], or the nodes' container runtime "
+        "LimitMEMLOCK=infinity (containerd.service)"
+    ),
+    Surroundings.CONTAINER: "start the container with --ulimit memlock=-1 (or --cap-add IPC_LOCK)",
+    Surroundings.SYSTEMD: "set LimitMEMLOCK=infinity in the unit (systemctl edit), then restart it",
+    Surroundings.SHELL: (
+        "ulimit -l unlimited where the hard limit allows it, else 'memlock unlimited' in /etc/security/limits.conf and "
+        "a new login"
+    ),
+}
+
+
+def observe_locking(registered: int, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Locking:
+    soft, hard = (
+        -1 if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    return Locking(soft, hard, _may_exceed(root), surroundings(root, environ), registered)
+
+
+def judge_locking(seen: Locking, needs: Needs) -> Verdict:
+    if seen.soft == -1:
+        return Level.OK, "unlimited", ""
+    limit = f"{size_text(seen.soft)} (hard limit {'unlimited' if seen.hard == -1 else size_text(seen.hard)})"
+    if seen.may_exceed:
+        return Level.OK, f"{limit}, which CAP_IPC_LOCK overrides", ""
+    wanted = size_text(seen.registered)
+    if seen.soft >= seen.registered:
+        return Level.OK, f"{limit}, enough to register {wanted}", ""
+    advice = f"RDMA locks what it registers, here {wanted}: {_CURES[seen.surroundings]}."
+    return optional(needs, Purpose.RDMA), f"{limit}, in {seen.surroundings} without IPC_LOCK", advice
+
+
+def surroundings(root: Path, environ: Mapping[str, str]) -> Surroundings:
+    """By the marks that container runtimes and systemd leave."""
+    if "KUBERNETES_SERVICE_HOST" in environ or (root / "var/run/secrets/kubernetes.io").is_dir():
+        return Surroundings.KUBERNETES
+    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists() or "container" in environ:
+        return Surroundings.CONTAINER
+    return Surroundings.SYSTEMD if "INVOCATION_ID" in environ else Surroundings.SHELL
+
+
+def _may_exceed(root: Path) -> bool:
+    """The kernel asks for the capability in the host's user namespace: in one of a container it counts for nothing."""
+    for line in _read(root / "proc/self/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            has_capability = bool(int(value, 16) >> _CAP_IPC_LOCK & 1)
+            return has_capability and _read(root / "proc/self/uid_map").split() == _WHOLE_ID_RANGE
+    return False
+
+
+def checks(registered: int) -> tuple[Check, ...]:
+    """With the bytes that are to be registered."""
+    return (Check("locked memory", lambda: observe_locking(registered), judge_locking),)

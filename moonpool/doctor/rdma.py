@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
-from moonpool.doctor.importing import ONE_AT_A_TIME
+from moonpool.doctor.checks import ONE_AT_A_TIME, Check, Level, Needs, Purpose, Verdict, optional
 
 if TYPE_CHECKING:
     from messenger.rdma.policy.choice import Choice

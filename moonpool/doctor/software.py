@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from moonpool.config.slices import BUNDLED_MODEL
-from moonpool.doctor.finding import Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
 
 LEAST_PYTHON: Final = (3, 11)
 SUMS_NAME: Final = "SHA256SUMS"

@@ -21,8 +21,7 @@ from rich.table import Table
 from moonpool.config.slices import BUNDLED_MODEL, name_of_folder
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
-from moonpool.profiling.fitting import fit, fit_error
-from moonpool.profiling.grid import Grid, Point, grid_of
+from moonpool.profiling.fitting import Grid, Point, fit, fit_error, grid_of
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 
@@ -119,7 +118,7 @@ class _Work:
 
 def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], list[Point]]:
     from engine import EngineError, load_model
-    from moonpool.profiling.engine_run import EngineRun
+    from moonpool.profiling.measuring import EngineRun
     from moonpool.role_configs import choose_device
     from worker.hardware import hardware_name
 
@@ -147,7 +146,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], li
         steps = run.steps(grid, done)
     moved: dict[str, TransferCost] = {}
     if transfers:
-        from moonpool.profiling.transfers import measure_transfers
+        from moonpool.profiling.measuring import measure_transfers
 
         moved = measure_transfers(0.5, console)
     kv_bytes = sum(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moonpool.errors import ConfigError
-from moonpool.profiling.grid import Point
+from moonpool.profiling.fitting import Point
 from worker.policy.cost_profile import CostProfile
 
 __all__ = ["check_picture_path", "draw"]

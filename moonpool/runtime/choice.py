@@ -7,8 +7,8 @@ from typing import Protocol
 
 from moonpool.config import ServeConfig
 from moonpool.plan import RolePlan
+from moonpool.runtime.interface import Runtime
 from moonpool.runtime.processes import Processes
-from moonpool.runtime.seam import Runtime
 
 
 class ClusterRuntime(Runtime[RolePlan], Protocol):

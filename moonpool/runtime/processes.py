@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from moonpool.child import Child, ChildPlan
-from moonpool.log_file import LogFile
 from moonpool.plan import RolePlan
+from moonpool.supervision.child import Child, ChildPlan, LogFile
 
 
 class Processes:

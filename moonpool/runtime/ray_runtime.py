@@ -1,4 +1,6 @@
-"""The runtime of a Ray cluster: a node is an actor, placed by its role's resource, with the role as its child process.
+"""A role's actor, as supervision calls it: Ray's errors become ours. Knows no placement.
+
+The runtime of a Ray cluster: a node is an actor, placed by its role's resource, with the role as its child process.
 
 Conductor and frontend stay where `serve` runs, as its children: the front door's address is the operator's choice, and
 when `serve` dies the cluster ends anyway. Ray places and restarts actors; it carries settings and log lines, no KV.
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -22,21 +24,65 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from moonpool.log_file import LogFile
 from moonpool.plan import POOL_TIER, WORKER_TIER, RolePlan
-from moonpool.run_dir import default_run_dir
+from moonpool.runtime.interface import Running
 from moonpool.runtime.processes import Processes
-from moonpool.runtime.ray_actor import Begun, Place, RoleActor
-from moonpool.runtime.ray_calls import Errands, apart
-from moonpool.runtime.ray_handle import Handle
-from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located
-from moonpool.runtime.ray_life import ActorLost, RayLife
-from moonpool.runtime.ray_orphan import Orphanhood
-from moonpool.runtime.ray_places import preferred_host
-from moonpool.runtime.seam import Running
+from moonpool.runtime.ray_actor import Begun, Orphanhood, Place, RoleActor
+from moonpool.runtime.ray_hosts import GPU, POOL_RESOURCE, Host, bundle_of, environment, hosts, located, preferred_host
+from moonpool.runtime.ray_life import ActorAway, ActorLost, Errands, RayLife, apart
+from moonpool.supervision.child import LogFile
+from moonpool.supervision.run_dir import default_run_dir
+
+_POLL_S = 0.1
+_START_S = 120.0
+
+
+class Handle:
+    """An actor's handle, with Ray's errors as ours. It outlives the actor's processes: Ray restarts those."""
+
+    def __init__(self, actor: Any, *, named: bool = False) -> None:
+        self._actor = actor
+        self._named = named
+        self.dead = False
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments, **named)
+        except RayActorError as error:
+            self.dead = isinstance(error, ActorUnschedulableError)  # of others, Ray brings it back
+            kind = ActorLost if self.dead else ActorAway
+            raise kind(f"its Ray actor died: {' '.join(str(error).split())}") from error
+        except RayTaskError as error:
+            raise ActorLost(f"its Ray actor failed: {error.cause!r}") from error
+        except RayError as error:
+            raise ActorLost(f"Ray failed: {error}") from error
+
+    async def call_back(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """As `call`, of an actor that may just be on its way back."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    try:
+                        return await self.call(method, *arguments, **named)
+                    except ActorAway:
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            self.dead = self.dead or self._named  # by its name the same is found again, if there is one
+            raise ActorLost(f"its Ray actor did not come up within {_START_S:g} s") from None
+
+    async def follow(self, number: int, after: int, wait_s: float) -> tuple[int, list[tuple[str, Any]]]:
+        next_one, events = await self.call("follow", number, after, wait_s)
+        return next_one, events
+
+    async def signal(self, *, kill: bool) -> None:
+        await self.call("signal", kill=kill)
+
+    def kill(self, *, for_good: bool = False) -> None:
+        """Blocks while Ray's head is away."""
+        ray.kill(self._actor, no_restart=for_good)
+
 
 T = TypeVar("T")
-_POLL_S = 0.1
 _TELL_AFTER_S = 10.0
 _ASK_S = 10.0
 _POOL = "pool-"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.config import ServeConfig
 from moonpool.errors import RayUnusable
-from moonpool.http_port import claim_port
 from moonpool.runtime.ray_head import ray_head
 from moonpool.runtime.ray_hosts import GPU, check_offer, hosts, local_resources
-from moonpool.threads import usable_cores
+from moonpool.supervision.http_port import claim_port
+from moonpool.supervision.threads import usable_cores
 
 if TYPE_CHECKING:
     from moonpool.runtime.ray_runtime import RayRuntime

@@ -15,14 +15,13 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from messenger import AddressInUse, InvalidArgument, MessengerConfig
-from moonpool.encryption import secure_as_environment_says, settings_of_environment
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
-from moonpool.tether import tether_to_supervisor
-from moonpool.transfer_bench.owner import WILDCARDS, Listening, own
-from moonpool.transfer_bench.plan import Plan, Tls, bytes_of
-from moonpool.transfer_bench.report import table
+from moonpool.supervision.parent_death import tether_to_supervisor
+from moonpool.transfer_bench.plan import Plan, Tls, bytes_of, table
 from moonpool.transfer_bench.run import Outcome, measure_all, measure_here
+from moonpool.transfer_bench.server import WILDCARDS, Listening, own
+from moonpool.transport_security import secure_as_environment_says, settings_of_environment
 from rpc.control import run
 from rpc.errors import NetworkError
 
@@ -31,7 +30,7 @@ ANYWHERE = f"0.0.0.0:{DEFAULT_PORT}"
 EXIT_INTERRUPTED = 130
 
 
-class ListenAnywhere(TyperCommand):
+class ListenByDefault(TyperCommand):
     """`--listen` alone listens at every address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -20,11 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from messenger import MessengerConfig
 from moonpool.errors import TransferBenchFailed
-from moonpool.tether import SUPERVISOR_VARIABLE
-from moonpool.transfer_bench.caller import Caller
-from moonpool.transfer_bench.plan import Cell, Plan, Tls, size_text
-from moonpool.transfer_bench.report import CellResult
-from moonpool.transfer_bench.session import Session
+from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from moonpool.transfer_bench.client import Caller, Session
+from moonpool.transfer_bench.plan import Cell, CellResult, Plan, Tls, size_text
 from rpc.control import run, secure
 
 _TROUBLE = ("retries", "failed_connects", "rdma_failovers", "deadlines_exceeded", "refused", "malformed_frames")

@@ -11,7 +11,7 @@ import pytest
 
 from conductor.server import ConductorConfig, serve_conductor
 from engine import Model
-from moonpool.worker_process import serve_worker
+from moonpool.role_process.worker import serve_worker
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub

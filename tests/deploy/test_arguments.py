@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from conductor.policy.objectives import tell_record
 from frontend.api.openapi import describe
 from moonpool.config import ServeConfig
-from moonpool.health import health_answers
 from moonpool.options import configured_command
 from moonpool.role_configs import conductor_config
-from moonpool.roles import ROLES
+from moonpool.role_process.health import health_answers
+from moonpool.role_process.roles import ROLES
 
 POD = {"POD_NAME": "moonpool-pod-0", "POD_IP": "10.1.2.3", "NODE_NAME": "host-7.example.com"}
 COMPOSITES = {role.command: role.composite for role in ROLES} | {"serve": ServeConfig}

@@ -14,8 +14,8 @@ import pytest
 from dockerfile_parse import DockerfileParser
 
 from moonpool.config import ServeConfig, all_settings, load
-from moonpool.health import health_answers
-from moonpool.http_port import claim_port
+from moonpool.role_process.health import health_answers
+from moonpool.supervision.http_port import claim_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "containers"

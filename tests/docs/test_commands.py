@@ -10,53 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
 from conductor.policy.objectives import Objective, parse_record, tell_record
-from loadtest.cli import app as replay_app
-from loadtest.dialogue_cli import app as dialogues_app
-from moonpool.bench_command import app as bench_app
 from moonpool.cli import app
+from moonpool.commands.lazy import every_command
 from moonpool.config import all_settings
-from moonpool.doctor.command import app as doctor_app
-from moonpool.explain_command import app as explain_app
-from moonpool.keys_command import app as keys_app
-from moonpool.pool_command import app as pool_app
-from moonpool.profiling.command import app as profile_app
-from moonpool.replay_decisions_command import app as replay_decisions_app
-from moonpool.simulate_command import app as simulate_app
-from moonpool.slo_command import app as slo_app
-from moonpool.top.command import app as top_app
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = "docs/objectives.md"
-# Commands that are followed by another.
-GROUPS = {"bench": bench_app, "keys": keys_app, "pool": pool_app, "simulate": simulate_app, "slo": slo_app}
 # Said of other programs, or of no command line.
 OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
 
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    """moonpool's sub-commands as click parses them. Those imported when run only hand their arguments on."""
-    found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    grouped = {
-        f"{group} {name}": command
-        for group, one in GROUPS.items()
-        for name, command in typer.main.get_command(one).commands.items()  # type: ignore[attr-defined]
-    }
-    handed_on = {
-        "doctor": doctor_app,
-        "top": top_app,
-        "replay": replay_app,
-        "dialogues": dialogues_app,
-        "explain": explain_app,
-        "profile": profile_app,
-        "replay-decisions": replay_decisions_app,
-    }
-    found |= {name: typer.main.get_command(command) for name, command in handed_on.items()}
-    return {**found, **grouped}
+    """moonpool's commands as click parses them, by full name."""
+    return every_command(app)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +35,10 @@ def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
 
     def parse(arguments: list[str]) -> str:
         name, *rest = arguments
-        if name in GROUPS and rest and not rest[0].startswith("-"):
+        groups = {path.split()[0] for path in commands if " " in path}
+        if name in groups and rest and not rest[0].startswith("-"):
             name, *rest = f"{name} {rest[0]}", *rest[1:]
-        if name == "--help":
+        if name == "--help" or (name in groups and rest == ["--help"]):
             return ""
         if name not in commands:
             return f"no command {name!r}"

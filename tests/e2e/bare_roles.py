@@ -17,9 +17,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from moonpool.child import READY_PREFIX
-from moonpool.locate import Located
-from moonpool.questions import Answer, validate_cluster
+from moonpool.cluster_view.collector import Answer, validate_cluster
+from moonpool.cluster_view.locate import Located
+from moonpool.supervision.child import READY_PREFIX
 
 START_S = 240.0
 END_S = 90.0  # what is promised is far below, on a machine that has nothing else to do

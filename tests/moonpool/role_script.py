@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from moonpool.tether import tether_to_supervisor
+from moonpool.supervision.parent_death import tether_to_supervisor
 
 
 def ready(**more: object) -> None:

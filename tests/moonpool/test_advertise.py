@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.child import READY_PREFIX
+from moonpool.supervision.child import READY_PREFIX
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub

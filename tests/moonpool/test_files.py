@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from moonpool.cluster_view.locate import chat_url, locate
 from moonpool.config.slices import BUNDLED_MODEL
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
-from moonpool.locate import chat_url, locate
-from moonpool.log_file import LogFile
-from moonpool.model_folder import check_model_folder
-from moonpool.ready_file import ReadyFile, ReadyModel, ReadyNode
-from moonpool.run_dir import RunDirLock, make_run_dir
-from moonpool.startup_view import record_level
-from moonpool.threads import engine_threads, usable_cores
+from moonpool.model_files import check_model_folder
+from moonpool.supervision.child import LogFile
+from moonpool.supervision.ready_file import ReadyFile, ReadyModel, ReadyNode
+from moonpool.supervision.run_dir import RunDirLock, make_run_dir
+from moonpool.supervision.terminal import record_level
+from moonpool.supervision.threads import engine_threads, usable_cores
 
 READY = ReadyFile(
     "http://127.0.0.1:1",
@@ -164,7 +164,7 @@ def test_a_damaged_model_folder_is_refused_in_the_engines_words(
 def test_a_model_folder_is_checked_without_torch() -> None:
     code = (
         "import sys; from moonpool.config.slices import BUNDLED_MODEL; "
-        "from moonpool.model_folder import check_model_folder; check_model_folder(BUNDLED_MODEL); "
+        "from moonpool.model_files import check_model_folder; check_model_folder(BUNDLED_MODEL); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

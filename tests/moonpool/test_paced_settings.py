@@ -9,7 +9,7 @@ import pytest
 from moonpool.config import ServeConfig, WorkerRole, all_settings, load
 from moonpool.config.slices import BUNDLED_MODEL
 from moonpool.errors import ConfigError, ModelFolderError
-from moonpool.model_folder import check_model_folder, check_paced_profile
+from moonpool.model_files import check_model_folder, check_paced_profile
 from moonpool.plan import Planner, describe
 from moonpool.role_configs import worker_config
 

@@ -5,13 +5,13 @@ from typing import Any
 import yaml
 
 from conductor.policy.objectives import ObjectiveBook
-from moonpool.child import ChildPlan
 from moonpool.config import ConductorRole, FrontendRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.plan import Planner, RolePlan, describe
 from moonpool.role_configs import conductor_config, frontend_config
-from moonpool.roles import ROLES
-from moonpool.run_dir import LONGEST_SOCKET_NAME
+from moonpool.role_process.roles import ROLES
 from moonpool.runtime.processes import child_plan
+from moonpool.supervision.child import ChildPlan
+from moonpool.supervision.run_dir import LONGEST_SOCKET_NAME
 
 RUN_DIR = Path("/run/moonpool-test")
 

@@ -14,7 +14,7 @@ import worker.transformer
 from conductor.server import ConductorConfig, serve_conductor
 from engine import load_model
 from messenger import MessengerConfig
-from moonpool.worker_process import serve_worker
+from moonpool.role_process.worker import serve_worker
 from moonpool_proto.v1.conductor_pb2 import ClusterRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit

@@ -14,7 +14,7 @@ import pytest
 from frontend.errors import ConfigError
 from loadtest.errors import ServerUnreachable
 from loadtest.server import discover
-from moonpool.http_port import is_alive
+from moonpool.supervision.http_port import is_alive
 from moonpool_proto.v1 import worker_pb2
 
 CERTIFICATES = Path(__file__).parents[2] / "data" / "tls"

@@ -1,0 +1,349 @@
+"""The command `moonpool explain`: finds what was decided on a request, in a log's folder or at the live conductors.
+
+The command `moonpool replay-decisions`: a log's events through the policy again, as it was or with other values.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from conductor.decision_log import Life, Step, find_records, lives, replay
+from conductor.errors import LogFormatError
+from conductor.policy import PolicyConfig
+from conductor.policy.codec import config_from_json, config_to_json, to_json
+from conductor.policy.decisions import Decision, Place, Reject
+from conductor.policy.events import RequestArrived
+from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, conductors_of
+from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
+from moonpool.commands import decision_view as view
+from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
+from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError
+from moonpool.options import reported_errors
+from moonpool_proto.v1 import conductor_pb2
+from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
+from rpc.control import ControlError, call, open_channel
+
+app = command_group("decisions", "Decisions of a running cluster's conductors, and of their logs.")
+_SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # files are read, perhaps many
+
+
+@app.command()
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(help="As in the answer: its `id`, and `request_id` under `moonpool`.", show_default=False)
+    ],
+    log: Annotated[
+        list[Path] | None,
+        typer.Option("--log", help="Folder of a decision log, instead of asking the cluster; may be given again."),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+) -> None:
+    """Tell why a request went where it went, or was rejected: predictions, objectives, losers, what became of it.
+
+    The conductor must keep a decision log: moonpool serve --decision-log FOLDER.
+
+    Exits with 1 when nothing is known of the request. Example: moonpool explain cmpl-4a1c --log out/decisions
+    """
+    with reported_errors():
+        answers = _read(log, request_id) if log else asyncio.run(_ask(_located(conductor, url, ready_file), request_id))
+        records = sorted((one for answer in answers.values() for one in answer["records"]), key=lambda one: one["at"])
+        if as_json:
+            print(json.dumps({"request_id": request_id, "records": records, "logs": _about(answers)}, indent=2))
+        else:
+            console = Console(highlight=False)
+            for number, record in enumerate(records):
+                if number:
+                    console.print("")
+                try:
+                    console.print(view.record_picture(record))
+                except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                    text = f"the record of {record['request_id']} is damaged, or of another version of this program"
+                    raise DecisionLogError(f"{text} ({error!r}); --json shows what is there") from error
+            for name, answer in answers.items():
+                for text in answer["damaged"]:
+                    console.print(f"Not read, in {name}: {text}", style="red")
+            if not records:
+                console.print(_unknown(request_id, answers))
+        raise typer.Exit(0 if records else 1)
+
+
+def _located(conductor: str, url: str, ready_file: Path | None) -> Located:
+    try:
+        return locate(conductor=conductor, url=url, ready_file=ready_file)
+    except ClusterNotFound as error:
+        raise ClusterNotFound(f"{error}, or --log FOLDER for what a conductor left") from error
+
+
+def _read(folders: list[Path], request_id: str) -> dict[str, Any]:
+    answers = {}
+    for folder in folders:
+        if not (folder / "log.json").is_file():
+            raise DecisionLogError(f"{folder} is no decision log: it has no log.json")
+        try:
+            answers[str(folder)] = find_records(folder, request_id).to_json()
+        except OSError as error:
+            raise DecisionLogError(f"the decision log {folder} cannot be read: {error}") from error
+    return answers
+
+
+async def _ask(located: Located, request_id: str) -> dict[str, Any]:
+    """Of every conductor: each has a log of what it decided itself."""
+    targets = sorted(set(conductors_of(located).values()))
+    replies = await asyncio.gather(*(_ask_one(target, request_id) for target in targets), return_exceptions=True)
+    answers: dict[str, Any] = {}
+    for target, reply in zip(targets, replies, strict=True):
+        if isinstance(reply, ControlError):
+            answers[target] = _silent(str(reply))
+        elif isinstance(reply, BaseException):
+            raise reply
+        elif reply["log"] is not None:
+            answers[reply["log"]] = reply
+    if not answers:
+        raise DecisionLogError("the conductor keeps no decision log: start it with --decision-log FOLDER")
+    if all(answer.get("silent") for answer in answers.values()):
+        raise ClusterNotFound("; ".join(answer["damaged"][0] for answer in answers.values()))
+    return answers
+
+
+async def _ask_one(target: str, request_id: str) -> Any:
+    async with open_channel(target) as channel:
+        rpc = ConductorStub(channel).Explain(conductor_pb2.ExplainRequest(request_id=request_id))
+        reply = await call(rpc, what="Conductor.Explain", target=target, deadline_s=_SEARCH_DEADLINE_S)
+    return json.loads(reply.json)
+
+
+def _silent(why: str) -> dict[str, Any]:
+    return {"records": [], "oldest_at": None, "removed_files": 0, "damaged": [why], "silent": True}
+
+
+def _about(answers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {key: answer[key] for key in ("oldest_at", "removed_files", "damaged")}
+        for name, answer in answers.items()
+    }
+
+
+def _unknown(request_id: str, answers: dict[str, Any]) -> str:
+    lines = [f"Nothing is known of request {request_id!r}."]
+    for name, answer in answers.items():
+        if answer.get("silent"):
+            continue
+        if answer["oldest_at"] is None:
+            lines.append(f"The log {name} has no ended request yet.")
+        else:
+            lines.append(f"The log {name} begins with requests of {view.day(answer['oldest_at'])}.")
+        if answer["removed_files"]:
+            count = answer["removed_files"]
+            lines.append(f"{count} older file{'s were' if count > 1 else ' was'} removed to keep its size.")
+    lines.append("Requests that a front door refused by itself are not in it: the conductor never saw them.")
+    return "\n".join(lines)
+
+
+_OBJECTIVES = frozenset({"ttft_objective_s", "tbt_objective_s", "model_objectives"})
+_MOST_SHOWN = 40  # fields of two decisions that differ
+
+
+@dataclass
+class Comparison:
+    """What came of one life's replay."""
+
+    life: Life
+    num_events: int = 0
+    num_decisions: int = 0  # of requests
+    kinds: Counter[str] = field(default_factory=Counter)  # of those that differ
+    first: Step | None = None  # that differs
+
+    @property
+    def num_different(self) -> int:
+        """Events with other decisions than then."""
+        return self.kinds.total()
+
+    def take(self, step: Step, *, ignore_why: bool) -> None:
+        """One more event. `ignore_why`: only what was decided counts, not what it was decided on."""
+        self.num_events += 1
+        self.num_decisions += isinstance(step.event, RequestArrived)
+        logged, made = (_bare(step.logged), _bare(step.made)) if ignore_why else (step.logged, step.made)
+        if logged != made:
+            self.kinds[_kind(step.logged, step.made)] += 1
+            self.first = self.first or step
+
+
+@app.command("replay")
+def replay_decisions(
+    log: Annotated[Path, typer.Argument(help="Folder of a decision log, or one of its events files.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another setting of the policy, such as ttft_objective_s=1."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a conductor's events through the policy, and compare its decisions with those that were made.
+
+    Without --set they must be the same: exits with 1 and shows the first that is not. With --set it counts how many
+    decisions would be others. That is open-loop: the events are those of the cluster as it was, so what a changed
+    decision would itself have changed is not in it; to see that, use the simulator.
+
+    Example: moonpool replay-decisions out/decisions --set admission_mode=early --set balancing_threshold=2
+    """
+    with reported_errors():
+        changed = _changes(settings or [])
+        try:
+            found = lives(log)
+            if not found:
+                raise DecisionLogError(f"{log} holds no events: was --decision-log-events off?")
+            whole = [life for life in found if life.first_part == 1]
+            if not whole:
+                next(replay(found[-1]))
+            compared = [_compare(life, changed) for life in whole]
+        except OSError as error:
+            raise DecisionLogError(f"{log} cannot be read: {error}") from error
+        except LogFormatError as error:
+            raise DecisionLogError(str(error)) from error
+        if as_json:
+            print(json.dumps(_told(compared, changed), indent=2))
+        else:
+            _print(Console(highlight=False), compared, len(found) - len(whole), changed)
+        raise typer.Exit(0 if changed or not any(one.num_different for one in compared) else 1)
+
+
+def _compare(life: Life, changed: dict[str, Any]) -> Comparison:
+    compared = Comparison(life)
+    config = _with(life.config, changed) if changed else None
+    for step in replay(life, config, own_objectives=bool(_OBJECTIVES & changed.keys())):
+        compared.take(step, ignore_why=bool(changed))
+    return compared
+
+
+def _changes(settings: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as the configuration's own fields. Raises ConfigError."""
+    usual, changed = config_to_json(PolicyConfig()), {}
+    for text in settings:
+        name, found, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not found or name not in usual:
+            raise ConfigError(f"--set {text}: expected KEY=VALUE with one of the keys {', '.join(sorted(usual))}")
+        changed[name] = _value(value.strip(), usual[name], text)
+    _with(PolicyConfig(), changed)
+    return changed
+
+
+def _value(text: str, usual: Any, source: str) -> Any:
+    if isinstance(usual, str):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--set {source}: {text!r} is no value like {json.dumps(usual)}") from error
+    return float(value) if isinstance(usual, float) and type(value) is int else value
+
+
+def _with(config: PolicyConfig, changed: dict[str, Any]) -> PolicyConfig:
+    try:
+        return config_from_json({**config_to_json(config), **changed})
+    except LogFormatError as error:
+        raise ConfigError(f"--set: {error}") from error
+
+
+def _bare(decisions: Sequence[Decision]) -> list[tuple[str, ...]]:
+    """What is done about requests and copies, without predictions and reasons' wording."""
+    found: list[tuple[str, ...]] = []
+    for decision in decisions:
+        match decision:
+            case Place():
+                found.append(("place", decision.prefill, decision.decode, str(decision.reuse_blocks)))
+            case Reject():
+                found.append(("reject", decision.reason))
+            case _:
+                found.append((json.dumps(to_json(decision), sort_keys=True),))
+    return found
+
+
+def _kind(logged: Sequence[Decision], made: Sequence[Decision]) -> str:
+    then, now = (decisions[0] if decisions else None for decisions in (logged, made))
+    match then, now:
+        case Place(), Reject():
+            return "rejected instead of placed"
+        case Reject(), Place():
+            return "placed instead of rejected"
+        case Reject(), Reject():
+            return "rejected for another reason"
+        case Place(), Place() if (then.prefill, then.decode) != (now.prefill, now.decode):
+            return "placed elsewhere"
+        case Place(), Place():
+            return "placed there with other reuse, copies or predictions"
+    return "other than of requests"
+
+
+def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "open_loop": bool(changed),
+        "set": changed,
+        "lives": [
+            {
+                "files": [str(path) for path in one.life.paths],
+                "events": one.num_events,
+                "requests": one.num_decisions,
+                "different": one.num_different,
+                "kinds": dict(one.kinds),
+                "first": None if one.first is None else _step_told(one.first),
+            }
+            for one in compared
+        ],
+    }
+
+
+def _step_told(step: Step) -> dict[str, Any]:
+    return {
+        "file": str(step.path),
+        "line": step.line,
+        "event": to_json(step.event),
+        "logged": [to_json(decision) for decision in step.logged],
+        "made": [to_json(decision) for decision in step.made],
+    }
+
+
+def _print(console: Console, compared: Sequence[Comparison], num_cut: int, changed: dict[str, Any]) -> None:
+    if num_cut:
+        console.print(f"{num_cut} earlier lives are left out: their beginning was rotated away.", style="yellow")
+    for one in compared:
+        files = f"{one.life.paths[0]}" + (f" and {len(one.life.paths) - 1} more" if len(one.life.paths) > 1 else "")
+        console.print(f"[bold]{files}[/bold]: {one.num_events:,} events, {one.num_decisions:,} of them requests")
+        if not one.num_different:
+            console.print("  the same decisions" if not changed else "  no decision would be another", style="green")
+            continue
+        would = "decisions would be others (open-loop)" if changed else "decisions differ"
+        console.print(f"  {one.num_different:,} {would}:", style="yellow" if changed else "bold red")
+        for kind, count in one.kinds.most_common():
+            console.print(f"    {count:>8,}  {kind}")
+        assert one.first is not None
+        _print_first(console, one.first)
+
+
+def _print_first(console: Console, step: Step) -> None:
+    what = f" of request {step.event.request_id}" if isinstance(step.event, RequestArrived) else ""
+    console.print(f"  The first: {step.path.name}, line {step.line}, {type(step.event).__name__}{what}")
+    then, now = (dict(_flat([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))
+    different = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    for name in different[:_MOST_SHOWN]:
+        console.print(f"    {name}: {then.get(name, 'nothing')} then, {now.get(name, 'nothing')} now", style="dim")
+    if len(different) > _MOST_SHOWN:
+        console.print(f"    and {len(different) - _MOST_SHOWN} fields more", style="dim")
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Leaves of nested objects and lists, by where they are."""
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in _flat(item, f"{name}.{key}" if name else key)]
+    if isinstance(value, list):
+        return [leaf for number, item in enumerate(value) for leaf in _flat(item, f"{name}[{number}]")]
+    return [(name, value)]

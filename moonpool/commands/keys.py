@@ -1,0 +1,116 @@
+"""The command `keys`: draws API keys for the file that front doors read. A key is shown once and kept nowhere."""
+
+import os
+import re
+import secrets
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+import yaml
+
+from frontend.errors import KeysFileError
+from frontend.keys.api_keys import digest_of
+from frontend.keys.caller import Quota
+from frontend.keys.entries import KeyEntry, callers_of, check_name, expiry, parse_keys, plain
+from moonpool.commands.arguments import command_group
+from moonpool.errors import ConfigError
+from moonpool.options import reported_errors
+
+app = command_group("keys", "API keys: draw one, and the entry by which front doors know it.")
+
+_PREFIX: Final = "mp-"  # by which scanners for leaked secrets can know one
+_KEY_NBYTES: Final = 32
+
+Bound = Annotated[int | None, typer.Option(min=1, show_default=False)]
+
+
+@app.callback()
+def keys() -> None:
+    """Has `new` be a command of its own even while it is the only one."""
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Option(help="Of the key, for logs and for people.")],
+    tenant: Annotated[str, typer.Option(help="Whose requests these are: shares, objectives and quotas go by it.")],
+    admin: Annotated[bool, typer.Option("--admin", help="It may act as an operator, too.")] = False,
+    expires: Annotated[str, typer.Option(help="Day (from its beginning, UTC) or time, e.g. 2027-01-31.")] = "",
+    requests_per_minute: Bound = None,
+    tokens_per_minute: Bound = None,
+    max_concurrent: Bound = None,
+    file: Annotated[
+        Path | None, typer.Option(help="File of keys to add the entry to, made if there is none; else it is printed.")
+    ] = None,
+) -> None:
+    """Draw a key. It goes to standard output alone; where it is to be put, to standard error.
+
+    Example: moonpool keys new --name acme-2027 --tenant acme --file keys.yaml
+    """
+    with reported_errors():
+        key = _PREFIX + secrets.token_urlsafe(_KEY_NBYTES)
+        quota = Quota(requests_per_minute, tokens_per_minute, max_concurrent)
+        try:
+            entry = KeyEntry(
+                check_name(name, "--name"),
+                digest_of(key.encode()),
+                check_name(tenant, "--tenant"),
+                admin,
+                expiry(expires, "--expires") if expires else None,
+                quota=quota,
+            )
+        except KeysFileError as error:
+            raise ConfigError(str(error)) from error
+        text = yaml.safe_dump([plain(entry)], sort_keys=False)
+        if file is None:
+            print(f"# below `keys:` in the file of --api-keys-file\n{text}", file=sys.stderr, end="")
+        else:
+            _add(file, text)
+            print(f"added {name} to {file}; the key is shown this once:", file=sys.stderr)
+        print(key)
+
+
+def _add(path: Path, entry: str) -> None:
+    """Put the file anew, whole, with one entry more. Raises ConfigError for one that is, or would be, of no use."""
+    try:
+        before = path.read_text(encoding="utf-8") if path.exists() else "keys:\n"
+        parse_keys(before)
+    except KeysFileError as error:
+        raise ConfigError(f"{path} is of no use as it is: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    try:
+        after = _with_entry(before, entry)
+        callers_of(parse_keys(after))
+        _write(path.resolve(), after)
+    except KeysFileError as error:
+        raise ConfigError(f"{path} would be of no use with this entry: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot change {path}: {error}") from error
+
+
+def _with_entry(before: str, entry: str) -> str:
+    """As far in as the entries that are there."""
+    found = re.search(r"^( *)- ", before, re.MULTILINE)
+    opened = re.sub(r"^keys: *\[ *\]", "keys:", before, flags=re.MULTILINE)
+    return opened.rstrip("\n") + "\n" + textwrap.indent(entry, found[1] if found else "")
+
+
+def _write(path: Path, text: str) -> None:
+    """Beside it first, so that no reader meets half of it."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            if path.exists():
+                kept = path.stat()
+                os.fchmod(descriptor, kept.st_mode & 0o777)
+                if (kept.st_uid, kept.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(descriptor, kept.st_uid, kept.st_gid)
+            file.write(text)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

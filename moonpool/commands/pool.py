@@ -1,0 +1,156 @@
+"""The commands `moonpool pool …`: what a live cluster's pool nodes hold, whether it is right, and emptying them."""
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvpool.handles import Verified
+from moonpool.cluster_view import collector as questions
+from moonpool.cluster_view import pool_rendering as view
+from moonpool.cluster_view.locate import DEFAULT_URL, locate
+from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group, wide_console
+from moonpool.errors import ConfigError
+from moonpool.options import reported_errors
+
+_LEAST_DIGITS = 4
+_KEY_DIGITS = 32
+
+Node = Annotated[str, typer.Option("--node", help="One pool node, as `status` names it; all where not given.")]
+
+app = command_group("pool", "Look into the KV pool of a running cluster.\n\n[bold]moonpool pool status[/bold]")
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL, conductor: Conductor = "", ready_file: ReadyPath = None, as_json: Json = False
+) -> None:
+    """Show what each pool node holds in each tier, how often what was asked for was found, what left and why.
+
+    Example: moonpool pool status --json
+    """
+    with reported_errors():
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        seen = asyncio.run(questions.ask_pool_status(located.conductor))
+        if as_json:
+            print(json.dumps(seen.to_json(), indent=2))
+        else:
+            wide_console().print(view.status_picture(seen))
+
+
+@app.command()
+def inspect(
+    key: Annotated[str, typer.Argument(help="The first digits of a block's key in hex, as logs name it; 4 or more.")],
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+) -> None:
+    """Show every copy of a block, in every node and tier. Its bytes are read and verified; a damaged copy is taken out.
+
+    Exits with 1 when no node has it, or a copy was damaged. Example: moonpool pool inspect 3fa9c0
+    """
+    with reported_errors():
+        digits = _checked_key(key)
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+
+        async def ask() -> list[questions.FoundBlock]:
+            nodes = await questions.pool_nodes(located.conductor)
+            found = await questions.inspect_key(nodes, bytes.fromhex(digits[: len(digits) // 2 * 2]))
+            return [block for block in found if block.facts["key"].startswith(digits)]
+
+        found = asyncio.run(ask())
+        if as_json:
+            print(json.dumps([{"node_id": block.node_id, **block.facts} for block in found], indent=2))
+        elif found:
+            wide_console().print(view.blocks_picture(found))
+        else:
+            print(f"No pool node has a block whose key begins with {digits}.")
+        damaged = any(not copy["right"] for block in found for copy in block.facts["tiers"].values())
+        raise typer.Exit(1 if damaged or not found else 0)
+
+
+@app.command()
+def flush(
+    node: Node = "",
+    dram_only: Annotated[
+        bool, typer.Option("--dram-only", help="Write what is in memory alone to SSD, then empty the memory.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+) -> None:
+    """Remove all blocks that nobody uses from memory and SSD. What is in use stays; the workers' own pages too.
+
+    Example: moonpool pool flush --node pool-0 --dram-only --yes
+    """
+    with reported_errors():
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        nodes = asyncio.run(questions.pool_nodes(located.conductor, node))
+        what = "the memory" if dram_only else "memory and SSD"
+        if not yes and not _confirmed(f"Empty {what} of {', '.join(nodes)}?"):
+            print("Nothing was removed.")
+            raise typer.Exit(1)
+        done = asyncio.run(questions.flush_nodes(nodes, dram_only=dram_only))
+        if as_json:
+            print(json.dumps({name: asdict(each) for name, each in done.items()}, indent=2))
+        else:
+            print("\n".join(view.flushed_lines(done, dram_only=dram_only)))
+
+
+@app.command()
+def verify(
+    node: Node = "",
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+) -> None:
+    """Read back every block of both tiers and check its digests. Damaged ones are taken out, and computed when needed.
+
+    Exits with 1 when there were any. Serving goes on. Example: moonpool pool verify
+    """
+    with reported_errors():
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        done = asyncio.run(_verify(located.conductor, node))
+        if as_json:
+            print(json.dumps({name: asdict(each) for name, each in done.items()}, indent=2))
+        else:
+            print("\n".join(view.verified_line(name, each) for name, each in done.items()))
+        raise typer.Exit(1 if any(each.corrupt for each in done.values()) else 0)
+
+
+async def _verify(conductor: str, node: str) -> dict[str, Verified]:
+    """The last word on each node, with a bar on a terminal meanwhile."""
+    nodes = await questions.pool_nodes(conductor, node)
+    console = Console(stderr=True)
+    done: dict[str, Verified] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bars = {name: progress.add_task(name, total=None) for name in nodes}
+        async for name, each in questions.verify_nodes(nodes):
+            done[name] = each
+            progress.update(bars[name], completed=each.checked, total=each.total)
+    return done
+
+
+def _checked_key(key: str) -> str:
+    digits = key.lower().removeprefix("0x")
+    if not set(digits) <= set("0123456789abcdef") or not _LEAST_DIGITS <= len(digits) <= _KEY_DIGITS:
+        raise ConfigError(
+            f"KEY {key!r}: expected the first {_LEAST_DIGITS} to {_KEY_DIGITS} hex digits of a block's key"
+        )
+    return digits
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask on: give --yes to remove the blocks")
+    return typer.confirm(question)

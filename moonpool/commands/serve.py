@@ -1,0 +1,50 @@
+"""`moonpool serve`: checks everything that can be checked, then runs the cluster until it is told to stop."""
+
+import asyncio
+import shutil
+
+from moonpool.config import ServeConfig, all_settings
+from moonpool.errors import ConfigError
+from moonpool.model_files import check_model_folder, check_paced_profile
+from moonpool.runtime.choice import chosen_runtime
+from moonpool.supervision.http_port import claim_port
+from moonpool.supervision.run_dir import OBJECTIVES, RunDirLock, default_run_dir, make_run_dir
+from moonpool.transport_security import secure
+
+
+def serve(config: ServeConfig) -> int:
+    """Run the cluster until SIGINT or SIGTERM; 0 after a clean stop. Raises MoonpoolError when it cannot run."""
+    from moonpool.supervision.cluster import Cluster
+
+    secure(config.tls, config.access)
+    for entry in config.served:
+        engine = entry.engine(config.engine)
+        check_model_folder(entry.path, paced=engine.engine == "paced")
+        if engine.engine == "paced":
+            check_paced_profile(engine.paced_profile)
+    ready_file = config.supervisor.ready_file
+    if ready_file is not None and not ready_file.absolute().parent.is_dir():
+        raise ConfigError(f"the ready file's folder {ready_file.absolute().parent} does not exist")
+    joins = bool(config.runtime.join)
+    port = 0 if joins else claim_port(config.http.host, config.http.port)
+    run_dir = make_run_dir(config.supervisor.run_dir or default_run_dir("joined" if joins else str(port)))
+    with RunDirLock(run_dir), chosen_runtime(config, run_dir) as runtime:
+        shutil.rmtree(run_dir / OBJECTIVES, ignore_errors=True)  # an earlier run's: only a state folder outlives a run
+        asyncio.run(Cluster(config, run_dir, port, runtime).run())
+    return 0
+
+
+def config_keys() -> None:
+    """Print a configuration file with every key, its default and its meaning; save it, and uncomment what you change.
+
+    Example: moonpool config > cluster.yaml
+    """
+    panel = ""
+    for declared in all_settings().values():
+        if declared.panel != panel:
+            panel = declared.panel
+            print(f"\n## {panel}")
+        choices = f" ({', '.join(declared.key.choices)})" if declared.key.choices else ""
+        is_plain = declared.key.default_text is None and declared.default not in (None, "", ())
+        value = declared.default_text if is_plain else f" # default: {declared.default_text}"
+        print(f"# {declared.key.help}{choices}\n# {declared.name}: {value}")

@@ -1,0 +1,443 @@
+"""What the commands of `moonpool simulate` share at a terminal: a bar of progress, and errors of bad input.
+
+The command `moonpool simulate overload`: admission modes side by side, the live policy under virtual time.
+
+The command `moonpool simulate tune`: which objectives, which split of the nodes, tried before anybody is served.
+
+The command `moonpool simulate`: the cluster's own policies on a trace, in seconds and without a cluster.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvpool import KvPoolError
+from kvpool.policy.eviction import POLICIES
+from simulator.cache import BELADY, CacheRun, ChainedTrace, chained, simulate_cache
+from simulator.cache_report import cache_table
+from simulator.dialogue_run import DialogueRun, dialogue_table, simulate_dialogues
+from simulator.dialogues import DialogueSettings, Routing
+from simulator.errors import BadSetting, SimulatorError
+from simulator.serving.overload import MODES, Overload, compare_modes, modes_of
+from simulator.serving.overload_report import markdown_table, overload_table
+from simulator.serving.overload_spec import overload_spec
+from traces import CONVERSATION, TraceError, load_trace
+from worker.errors import ProfileError
+from worker.policy.cost_profile import MOONCAKE
+
+__all__ = ["EXIT_BAD_INPUT", "bad_input", "progress_bar"]
+
+EXIT_BAD_INPUT = 2
+
+
+@contextmanager
+def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's stderr, gone at the end; told (done, total)."""
+    console = Console(stderr=True)
+    columns: tuple[Any, ...] = (TextColumn(unit), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """What is wrong with the input ends the command, named on stderr, with status 2."""
+    try:
+        yield
+    except (SimulatorError, TraceError, KvPoolError, ProfileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+__all__ = ["run_overload"]
+
+
+def run_overload(
+    trace: Annotated[
+        str,
+        typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one."),
+    ] = CONVERSATION,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Workloads drawn from the trace; each is run under every mode.")
+    ] = 10,
+    modes: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[,NAME...]", help=f"Of {', '.join(MODES)}; the last is what others are compared with."
+        ),
+    ] = ",".join(MODES),
+    profile: Annotated[
+        Path, typer.Option(metavar="FILE", help="Cost profile: what work truly takes. Default: the bundled Mooncake's.")
+    ] = MOONCAKE,
+    load: Annotated[float, typer.Option(help="Arrivals, as a multiple of the capacity that is measured first.")] = 2.0,
+    rate: Annotated[
+        float, typer.Option(help="Arrivals per second instead; the capacity is not measured. 0: not given.")
+    ] = 0.0,
+    requests: Annotated[int, typer.Option(min=1, help="Of each run, about.")] = 23_000,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 8,
+    ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="Objective: seconds between tokens.")] = 0.1,
+    output_scale: Annotated[
+        float, typer.Option(help="Makes answers so many times as long as the trace has them.")
+    ] = 1.0,
+    longest_prompt: Annotated[int, typer.Option(min=0, help="Leave longer prompts out (tokens); 0: none.")] = 0,
+    longest_answer: Annotated[
+        int, typer.Option(min=0, help="Answers end there (tokens), and clients allow as many; 0: the trace's longest.")
+    ] = 0,
+    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
+    ssd_blocks: Annotated[int, typer.Option(min=0, help="And on its SSD.")] = 0,
+    look_into: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the rejections that are tried out: false, or right?")
+    ] = 0.005,
+    attained_share: Annotated[
+        float, typer.Option(help="Of the admitted, that are to meet each objective: margins are learned; 0: no margin.")
+    ] = 0.95,
+    processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one per CPU.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, the load over time too.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Admission modes side by side under overload, by the very policy of a live conductor; the last line is JSON.
+
+    Goodput counts requests that met both objectives; a request's time between tokens is the mean of the longest tenth
+    of its intervals. Every mode gets the same arrivals.
+
+    Example: moonpool simulate overload --seeds 10 --tbt 0.05 --output-scale 4 --plot overload.svg
+    """
+    with bad_input():
+        if plot is not None:
+            from simulator.cache_report import check_plot_path
+
+            check_plot_path(plot)
+        if json_file is not None and not json_file.parent.is_dir():
+            raise BadSetting(f"cannot write {json_file}: there is no folder {json_file.parent}")
+        spec = overload_spec(
+            trace,
+            profile,
+            prefill_nodes=prefill,
+            decode_nodes=decode,
+            ttft_s=ttft,
+            tbt_s=tbt,
+            requests=requests,
+            output_scale=output_scale,
+            longest_prompt=longest_prompt,
+            longest_answer=longest_answer,
+            pool_blocks=pool_blocks,
+            ssd_blocks=ssd_blocks,
+            look_into=look_into,
+            attained_share=attained_share,
+        )
+        console = Console(stderr=True)
+        with progress_bar("runs") as advance:
+            found = compare_modes(
+                spec,
+                modes=modes_of(modes),
+                seeds=seeds,
+                load=load,
+                rate_per_s=rate or None,
+                processes=processes or os.cpu_count() or 1,
+                told=console.print,
+                progress=advance,
+            )
+        _show(found, json_file, plot, markdown)
+
+
+def _show(found: Overload, json_file: Path | None, plot: Path | None, markdown: bool) -> None:
+    if markdown:
+        print(markdown_table(found))
+    else:
+        Console().print(overload_table(found))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_json(series=True), allow_nan=False) + "\n", encoding="utf-8")
+    if plot is not None:
+        from simulator.serving.overload_report import plot_overload
+
+        plot_overload(found, plot)
+    summary = found.to_json()
+    del summary["runs"]
+    print(json.dumps(summary, allow_nan=False), flush=True)
+
+
+__all__ = ["run_tune"]
+
+
+def run_tune(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help=f"A Mooncake trace; '{CONVERSATION}' is the bundled one.")
+    ] = CONVERSATION,
+    rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
+    ttft: Annotated[float, typer.Option(help="Objective of now: seconds to the first token.")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="Objective of now: seconds between tokens.")] = 0.1,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes of now.")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes of now.")] = 8,
+    try_ttft: Annotated[str, typer.Option(metavar="S[,S...]", help="TTFT objectives to try; empty: none.")] = "",
+    try_tbt: Annotated[str, typer.Option(metavar="S[,S...]", help="TBT objectives to try; empty: none.")] = "",
+    try_prefill: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="So many of all nodes for prefill, the others decode; empty: none.")
+    ] = "",
+    profile: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="What work takes on your nodes (`moonpool profile`). Default: Mooncake's."),
+    ] = MOONCAKE,
+    seeds: Annotated[int, typer.Option(min=1, help="Workloads drawn from the trace; each setting has the same.")] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="Of each run, about.")] = 3000,
+    output_scale: Annotated[
+        float, typer.Option(help="Makes answers so many times as long as the trace has them.")
+    ] = 1.0,
+    longest_answer: Annotated[
+        int, typer.Option(min=0, help="Answers end there (tokens), and clients allow as many; 0: the trace's longest.")
+    ] = 0,
+    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the memory of each pool node.")] = 6000,
+    processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0: one per CPU.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+) -> None:
+    """What other objectives, or another split of the nodes, would come to under the same arrivals.
+
+    One thing is changed at a time; admission is by prediction, the very policy of a live conductor under virtual time.
+    Goodput counts requests that met both objectives. The last line is JSON.
+
+    Example: moonpool simulate tune --rate 6 --try-ttft 5,10,30,60 --try-tbt 0.05,0.2 --try-prefill 4,6,10,12
+    """
+    with bad_input():
+        if plot is not None:
+            from simulator.cache_report import check_plot_path
+
+            check_plot_path(plot)
+        if not rate > 0:
+            raise BadSetting(f"a rate of {rate:g} requests a second; give a positive number")
+        tried_ttft, tried_tbt = _seconds("--try-ttft", try_ttft), _seconds("--try-tbt", try_tbt)
+        tried_prefill = _counts("--try-prefill", try_prefill)
+        if not (tried_ttft or tried_tbt or tried_prefill):
+            raise BadSetting("nothing to try: give --try-ttft, --try-tbt or --try-prefill")
+        spec = overload_spec(
+            trace,
+            profile,
+            prefill_nodes=prefill,
+            decode_nodes=decode,
+            ttft_s=ttft,
+            tbt_s=tbt,
+            requests=requests,
+            output_scale=output_scale,
+            longest_prompt=0,
+            longest_answer=longest_answer,
+            pool_blocks=pool_blocks,
+            ssd_blocks=0,
+            look_into=0.0,
+            attained_share=0.95,
+        )
+        from simulator.serving.tuning import tune
+        from simulator.serving.tuning_report import plot_tuning, tuning_tables
+
+        with progress_bar("runs") as advance:
+            found = tune(
+                replace(spec, rate_per_s=rate),
+                ttft_s=tried_ttft,
+                tbt_s=tried_tbt,
+                prefill_nodes=tried_prefill,
+                seeds=seeds,
+                processes=processes or os.cpu_count() or 1,
+                progress=advance,
+            )
+        for table in tuning_tables(found):
+            Console().print(table)
+        if plot is not None:
+            plot_tuning(found, plot)
+    print(json.dumps(found.to_json(), allow_nan=False), flush=True)
+
+
+def _seconds(flag: str, text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")] if text else []
+    except ValueError as error:
+        raise BadSetting(f"{flag} is {text!r}: expected seconds, separated by commas, like 0.05,0.1") from error
+
+
+def _counts(flag: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError as error:
+        raise BadSetting(f"{flag} is {text!r}: expected numbers of nodes, separated by commas, like 4,8,12") from error
+
+
+__all__ = ["app"]
+
+_ALL = "all"
+_NAMES = (*POLICIES, BELADY)
+_STANDARD = DialogueSettings()
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="The cluster's own policies under virtual time: no cluster needed, an hour of trace in seconds.",
+)
+
+
+@app.callback()
+def simulate() -> None:
+    """A group: each command simulates one thing."""
+
+
+app.command("overload")(run_overload)
+app.command("tune")(run_tune)
+
+
+@app.command("cache", no_args_is_help=True)
+def cache(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help=f"A Mooncake trace: JSONL, plain or .xz .zst .gz; '{CONVERSATION}' is the bundled one.",
+        ),
+    ],
+    capacity: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N...]", help="Blocks the pool holds, e.g. 10000 or 1k,10k,30k; inf: all that the trace has."
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option(metavar="NAME[,NAME...]", help=f"What leaves a full pool: {', '.join(_NAMES)}; or {_ALL}.")
+    ] = "lru",
+    tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--no-tree",
+            help="Whether a block may leave before those that follow it (--no-tree), as the literature's policies "
+            "assume, or not, as in the live pool. Default: --tree for moonpool alone.",
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a name in .svg or .png.")] = None,
+) -> None:
+    """Hit rate of one pool over a trace, by eviction policy and capacity; the last line is JSON.
+
+    Hits are counted at look-up: the leading blocks of a prompt that are there. Then all its blocks are stored in order.
+
+    Example: moonpool simulate cache conversation --capacity 1k,10k,30k --policy all --plot hits.svg
+    """
+    with bad_input():
+        policies = _policies(policy)
+        sizes = [_capacity(word) for word in capacity.split(",")]
+        if plot is not None:
+            from simulator.cache_report import check_plot_path, plot_runs
+
+            check_plot_path(plot)
+        loaded = chained(load_trace(trace))
+        runs = _cache_runs(loaded, policies, [size or loaded.num_blocks for size in sizes], tree)
+        Console().print(cache_table(runs, loaded.source))
+        if plot is not None:
+            plot_runs(runs, loaded.source, plot)
+    _print_last_line([{"trace": loaded.source, **asdict(run)} for run in runs])
+
+
+@app.command("dialogues")
+def dialogues(
+    routing: Annotated[
+        str,
+        typer.Option(metavar="NAME[,NAME...]", help=f"How a turn's server is chosen: {', '.join(Routing)}; or all."),
+    ] = _STANDARD.routing.value,
+    dialogues: Annotated[int, typer.Option(help="How many.")] = _STANDARD.dialogues,
+    mean_history: Annotated[
+        float, typer.Option(help="Messages before a turn's question in its dialogue, mean over all turns.")
+    ] = _STANDARD.mean_history_messages,
+    servers: Annotated[int, typer.Option(help="Servers, each with a pool and a queue.")] = _STANDARD.servers,
+    capacity: Annotated[int, typer.Option(help="Blocks that each server's pool holds.")] = _STANDARD.capacity,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = _STANDARD.block_tokens,
+    policy: Annotated[str, typer.Option(help=f"What leaves a full pool: {', '.join(POLICIES)}.")] = _STANDARD.policy,
+    tails: Annotated[
+        bool, typer.Option("--tails/--no-tails", help="Keep a partial last block, too.")
+    ] = _STANDARD.tails,
+    balance: Annotated[
+        float, typer.Option(help="Seconds by which a sticky turn's queue may be longer than the shortest.")
+    ] = _STANDARD.balance_s,
+    seed: Annotated[int, typer.Option(help="Of dialogues and of random routing.")] = _STANDARD.seed,
+) -> None:
+    """How much of their prompts do dialogues find again, turn after turn, by routing; the last line is JSON.
+
+    Servers do not give KV to each other here: what another server has is computed again.
+
+    Example: moonpool simulate dialogues --routing sticky,random
+    """
+    with bad_input():
+        settings = [
+            DialogueSettings(
+                routing=one,
+                dialogues=dialogues,
+                mean_history_messages=mean_history,
+                servers=servers,
+                capacity=capacity,
+                block_tokens=block_tokens,
+                policy=policy,
+                tails=tails,
+                balance_s=balance,
+                seed=seed,
+            )
+            for one in _routings(routing)
+        ]
+        runs: list[DialogueRun] = []
+        for one in settings:
+            with progress_bar("turns") as advance:
+                runs.append(simulate_dialogues(one, advance))
+    Console().print(dialogue_table(runs))
+    _print_last_line([asdict(run) for run in runs])
+
+
+def _cache_runs(
+    trace: ChainedTrace, policies: Sequence[str], capacities: Sequence[int], tree: bool | None
+) -> list[CacheRun]:
+    wanted = [(capacity, policy) for capacity in dict.fromkeys(capacities) for policy in policies]
+    runs: list[CacheRun] = []
+    with progress_bar("requests") as advance:
+        for capacity, policy in wanted:
+            told = partial(_advanced, advance, len(runs) * len(trace.chains), len(wanted) * len(trace.chains))
+            runs.append(simulate_cache(trace, policy, capacity, leaf_first=tree, progress=told))
+    return runs
+
+
+def _advanced(advance: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    advance(before + done, total)
+
+
+def _policies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in (*_NAMES, _ALL)]:
+        raise BadSetting(f"there is no policy {unknown[0]!r}; choose from {', '.join(_NAMES)}, or {_ALL}")
+    return list(dict.fromkeys(one for name in names for one in (_NAMES if name == _ALL else (name,))))
+
+
+def _routings(text: str) -> list[Routing]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in (*Routing, _ALL)]:
+        raise BadSetting(f"there is no routing {unknown[0]!r}; choose from {', '.join(Routing)}, or {_ALL}")
+    return list(dict.fromkeys(Routing(one) for name in names for one in (Routing if name == _ALL else (name,))))
+
+
+def _capacity(word: str) -> int | None:
+    """Blocks; None for `inf`."""
+    word = word.strip()
+    if word == "inf":
+        return None
+    digits, factor = (word[:-1], 1000) if word.endswith("k") else (word, 1)
+    if not digits.isascii() or not digits.isdecimal() or not int(digits):
+        raise BadSetting(f"a capacity of {word!r} blocks; give whole numbers from 1, like 10000 or 10k, or inf")
+    return int(digits) * factor
+
+
+def _print_last_line(runs: list[dict[str, Any]]) -> None:
+    print(json.dumps(runs if len(runs) > 1 else runs[0], allow_nan=False), flush=True)

@@ -1,0 +1,166 @@
+"""The command `moonpool status`: once, or again and again in place.
+
+The commands `validate` and `config`: whether a cluster leaks, and which keys there are.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from moonpool.cluster_view.locate import DEFAULT_URL, locate
+from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, wide_console
+from moonpool.commands.secret_file import read_secret
+from moonpool.errors import ClusterNotFound
+from moonpool.options import reported_errors
+
+if TYPE_CHECKING:
+    from moonpool.cluster_view.status import ClusterStatus, NodeRow
+
+
+_HEADINGS = (
+    "node",
+    "role",
+    "model",
+    "state",
+    "pid",
+    "restarts",
+    "waiting",
+    "running",
+    "free KV",
+    "cached",
+    "version",
+    "address",
+)
+_STYLES = {"silent": "bold red", "restarting": "bold red", "draining": "yellow", "starting": "yellow"}
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C; with --json a line each time.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 1.0,
+) -> None:
+    """Show the nodes of a running cluster: state, load, memory, cache hits, processes.
+
+    Examples: moonpool status · moonpool status --watch · moonpool status --url http://127.0.0.1:8080 --json
+    """
+
+    def look() -> "ClusterStatus":
+        from moonpool.cluster_view.collector import ask_cluster
+        from moonpool.cluster_view.status import cluster_status
+
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        return cluster_status(asyncio.run(ask_cluster(located.conductor)), located.ready)
+
+    with reported_errors():
+        seen = look()
+        if not watch:
+            print(json.dumps(seen.to_json(), indent=2)) if as_json else wide_console().print(_picture(seen))
+            return
+        try:
+            _print_lines(seen, look, every) if as_json else _redraw(seen, look, every)
+        except KeyboardInterrupt:
+            return
+
+
+def _print_lines(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
+    while True:
+        print(json.dumps(seen.to_json()), flush=True)
+        time.sleep(every_s)
+        seen = look()
+
+
+def _redraw(seen: "ClusterStatus", look: Callable[[], "ClusterStatus"], every_s: float) -> None:
+    """In place in a terminal, else one after the other; a conductor that is away for a while is said to be."""
+    console = Console()
+    picture: RenderableType = _picture(seen, brief=True)
+    with Live(picture, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            console.print(picture) if live is None else live.update(picture, refresh=True)
+            time.sleep(every_s)
+            try:
+                seen = look()
+                picture = _picture(seen, brief=True)
+            except ClusterNotFound as error:
+                picture = Group(_picture(seen, brief=True), Text(f"as last seen: {error}", style="bold red"))
+
+
+def _picture(seen: "ClusterStatus", *, brief: bool = False) -> Group:
+    """A table and a verdict. `brief` fits a terminal of 80 columns: without pids, versions and addresses."""
+    left_out = {"pid", "version", "address"} if brief else set()
+    cells = [_cells(row, brief=brief) for row in seen.nodes]
+    table = Table(box=None, pad_edge=False, collapse_padding=brief)
+    for heading in (heading for heading in _HEADINGS if heading not in left_out):
+        table.add_column(heading, no_wrap=True)
+    for row in cells:
+        table.add_row(*(cell for heading, cell in zip(_HEADINGS, row, strict=True) if heading not in left_out))
+    return Group(table, Text(seen.verdict()))
+
+
+def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
+    """As in _HEADINGS."""
+    free = ""
+    if row.free_tokens is not None and row.capacity_tokens:
+        free = (
+            f"{row.free_tokens / row.capacity_tokens:.0%}" if brief else f"{row.free_tokens} of {row.capacity_tokens}"
+        )
+    counts = ["" if count is None else str(count) for count in (row.pid, row.restarts, row.waiting, row.running)]
+    cached = "" if row.cached_share is None else f"{row.cached_share:.0%}"
+    state = Text(row.state, style=_STYLES.get(row.state, ""))
+    model = f"{row.model} ({row.stand_in})" if row.stand_in else row.model
+    return [row.node, row.role, model, state, *counts, free, cached, row.version, row.address]
+
+
+_POLL_S = 0.2
+
+
+def validate(
+    url: Url = DEFAULT_URL,
+    conductor: Conductor = "",
+    ready_file: ReadyPath = None,
+    wait: Annotated[float, typer.Option(help="Ask again for so many seconds until all is well.", min=0.0)] = 0.0,
+    as_json: Json = False,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds an admin's API key, where front doors ask for one.")
+    ] = None,
+) -> None:
+    """Ask every process of a cluster at rest whether it still holds anything: pages, leases, puts, streams, ledger.
+
+    Exits with 1 when one does, or does not answer. Example: moonpool validate --wait 10
+    """
+    from moonpool.cluster_view.collector import validate_cluster
+
+    with reported_errors():
+        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        admin_key = read_secret(admin_key_file) if admin_key_file is not None else ""
+        deadline_s = time.monotonic() + wait
+        while True:
+            answers = asyncio.run(validate_cluster(located, admin_key=admin_key))
+            ok = all(answer.ok for answer in answers)
+            if ok or time.monotonic() >= deadline_s:
+                break
+            time.sleep(_POLL_S)
+        if as_json:
+            print(json.dumps({"ok": ok, "nodes": [asdict(answer) for answer in answers]}, indent=2))
+        else:
+            table = Table("node", "role", "", "held, or wrong", box=None)
+            for answer in answers:
+                said = answer.problems or [f"{name} {count}" for name, count in answer.counts.items() if count]
+                table.add_row(answer.node_id, answer.role, "ok" if answer.ok else "[red]not ok[/red]", "; ".join(said))
+            wide_console().print(table)
+        raise typer.Exit(0 if ok else 1)

@@ -1,0 +1,78 @@
+"""A look at a model folder before any process starts: what would make a worker refuse it is found here, at once.
+
+Which cost profile each model begins with: words of the command line and of files to profiles.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.config.slices import BUNDLED_MODEL
+from moonpool.errors import ConfigError, ModelFolderError
+
+if TYPE_CHECKING:
+    from worker.policy.cost_profile import CostProfile
+
+
+def check_model_folder(path: Path, *, paced: bool = False) -> None:
+    """Raises ModelFolderError, in the engine's words, unless `path` is a Hugging Face folder that it can compute.
+
+    Reads configuration and headers, never the weights; takes milliseconds and no torch. A `paced` engine needs no
+    weights.
+    """
+    from engine import EngineError, check_folder, find_tokenizer
+    from engine.config import read_config
+
+    if path == BUNDLED_MODEL and not path.is_dir():
+        raise ModelFolderError(f"the model folder {path} does not exist; the bundled model was not installed here")
+    try:
+        read_config(path) if paced else check_folder(path)
+        find_tokenizer(path)
+    except EngineError as error:
+        raise ModelFolderError(str(error)) from error
+
+
+def check_paced_profile(name: str) -> None:
+    """Raises ConfigError unless there is such a cost profile."""
+    from worker.errors import ProfileError
+    from worker.paced.profiles import profile_of
+
+    try:
+        profile_of(name)
+    except ProfileError as error:
+        raise ConfigError(f"--paced-profile: {error}") from error
+
+
+__all__ = ["cost_profiles_of"]
+
+
+def cost_profiles_of(words: Sequence[str], models: Collection[str]) -> "dict[str, CostProfile]":
+    """By model, from [MODEL=]PROFILE each. `models`: those that are served, none where that is not known.
+
+    Raises ConfigError.
+    """
+    if not words:
+        return {}
+    from worker.errors import ProfileError
+    from worker.paced.profiles import profile_of
+
+    found: dict[str, CostProfile] = {}
+    for word in words:
+        named, equals, source = word.rpartition("=")
+        try:
+            profile = profile_of(source.strip())
+        except ProfileError as error:
+            raise ConfigError(f"--cost-profile {word!r}: {error}") from error
+        model = named.strip() if equals else profile.model
+        if models and model not in models:
+            raise ConfigError(
+                f"--cost-profile {word!r} is for model {model!r}, which is not served here ({', '.join(models)}): "
+                "say for which one, as MODEL=PROFILE"
+            )
+        if model in found:
+            raise ConfigError(f"--cost-profile is given twice for model {model!r}: {found[model].name!r} and {word!r}")
+        prefill, decode = profile.prefill, profile.decode
+        if not (prefill.fixed_s + prefill.per_token_s + prefill.per_pair_s and decode.fixed_s + decode.per_sequence_s):
+            raise ConfigError(f"--cost-profile {word!r}: by this profile work takes no time, which predicts nothing")
+        found[model] = profile
+    return found

@@ -1,0 +1,194 @@
+"""One role in the foreground: its settings, its serve function, its READY line, its exit code.
+
+The serving packages are imported by the process that becomes the role, and by nobody else.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.config import ConductorRole, FrontendRole, PoolNodeRole, WorkerRole
+from moonpool.errors import ConfigError
+from moonpool.role_process.garbage import settle, settle_at_rest, wait_for_rest
+from moonpool.supervision.child import DRAINED_LINE, READY_PREFIX
+from moonpool.transport_security import secure
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[str], None]
+Serving = Coroutine[Any, Any, bool | None]  # True: drained, and not wanted back
+
+
+@dataclass(frozen=True)
+class Role:
+    """A sub-command that runs one role."""
+
+    command: str
+    composite: type
+    serve: Callable[[Any, str, asyncio.Event, Ready], Serving]  # settings, node id, stop, on_ready
+    help: str
+
+
+def run_role(role: Role, config: Any) -> int:
+    """Serve until SIGINT or SIGTERM; announces `MOONPOOL_READY {json}` on stdout once it can be called.
+
+    A node that ends because the conductor had it drained says `MOONPOOL_DRAINED`, for its supervisor to let it go.
+    """
+    from moonpool.role_configs import node_id_of
+    from rpc.control import run
+    from telemetry import logs, tracing
+
+    node_id = node_id_of(config.node, role.command)
+    logs.configure(role.command, node_id, config.logs.log_level, json=config.logs.log_format == "json")
+    stop = asyncio.Event()
+
+    def on_ready(target: str) -> None:
+        settle()  # what is there by now stays until the end
+        announcement = {"node_id": node_id, "role": role.command, "target": target, "pid": os.getpid()}
+        print(READY_PREFIX + json.dumps(announcement), flush=True)
+
+    secure(config.tls, config.access)
+    try:
+        tracing.configure(role.command, node_id)
+        drained = run(_serve(role, config, node_id, stop, on_ready), stop=stop)
+    except Exception as error:
+        if isinstance(error, _configuration_errors()):
+            raise ConfigError(f"{node_id}: {error}") from error
+        log.exception("%s ends: %s", node_id, error)
+        return 1
+    finally:
+        tracing.close()
+    if drained:
+        print(DRAINED_LINE, flush=True)
+    return 0
+
+
+async def _serve(role: Role, config: Any, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool | None:
+    """The role, with a sign of life over HTTP beside it if it was given an address for one."""
+    health = getattr(config, "health", None)  # the front door has routes of its own
+    address = health.address if health is not None else None
+    if address is None:
+        return await role.serve(config, node_id, stop, on_ready)
+    from moonpool.role_process.health import health_answers
+
+    async with health_answers(address, node_id, stop) as (port, became_ready):
+
+        def both_ready(target: str) -> None:
+            became_ready()
+            on_ready(target)
+
+        log.info("answers /live and /ready at port %d", port)
+        return await role.serve(config, node_id, stop, both_ready)
+
+
+async def _conductor(config: ConductorRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+    from conductor.server import serve_conductor
+    from moonpool.role_configs import conductor_config
+
+    await serve_conductor(conductor_config(config, node_id), stop, on_ready)
+
+
+async def _pool_node(config: PoolNodeRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    from kvpool.server import serve_pool_node
+    from moonpool.role_configs import pool_node_config
+
+    return await serve_pool_node(pool_node_config(config, node_id), stop, on_ready)
+
+
+async def _prefill_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    return await _worker(config, "prefill", node_id, stop, on_ready)
+
+
+async def _decode_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    return await _worker(config, "decode", node_id, stop, on_ready)
+
+
+async def _aggregated_node(config: WorkerRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    return await _worker(config, "aggregated", node_id, stop, on_ready)
+
+
+async def _worker(config: WorkerRole, role: str, node_id: str, stop: asyncio.Event, on_ready: Ready) -> bool:
+    from moonpool.role_configs import worker_config
+    from moonpool.role_process.worker import serve_worker
+
+    return await serve_worker(worker_config(config, node_id), role, stop, on_ready)
+
+
+async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_ready: Ready) -> None:
+    from frontend import serve_frontend
+    from moonpool.role_configs import frontend_config
+
+    wait_for_rest()
+    await serve_frontend(frontend_config(config, node_id), stop, on_ready, settle_at_rest)
+
+
+# What a serve function raises when trying again with the same configuration cannot help.
+_CONFIGURATION_ERRORS = {
+    "messenger.errors": ("AddressInUse", "BindFailed", "InvalidArgument", "RdmaUnavailable"),
+    "worker.errors": ("StartupError",),
+    "kvpool.errors": ("PoolConfigError",),
+    "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
+    "frontend.errors": ("ConfigError", "ModelFolderError", "PortInUse"),
+    "telemetry.errors": ("BadTracing",),
+}
+
+
+def _configuration_errors() -> tuple[type[Exception], ...]:
+    """The classes of that table; a module that was never imported cannot have raised, and stays unimported."""
+    loaded = [(sys.modules.get(module), names) for module, names in _CONFIGURATION_ERRORS.items()]
+    return (ConfigError, *(getattr(module, name) for module, names in loaded if module for name in names))
+
+
+ROLES: tuple[Role, ...] = (
+    Role(
+        "conductor",
+        ConductorRole,
+        _conductor,
+        "The global scheduler: admits each request and places it. One per cluster; start it first.\n\n"
+        "[bold]moonpool conductor --listen 0.0.0.0:7000[/bold]",
+    ),
+    Role(
+        "pool-node",
+        PoolNodeRole,
+        _pool_node,
+        "The KV pool of one host: keeps KV in shared memory, outlives the workers, needs no GPU.\n\n"
+        "[bold]moonpool pool-node --conductor head:7000 --listen 10.0.0.2:7001 --data-host 10.0.0.2 "
+        "--pool-bytes 64GiB[/bold]",
+    ),
+    Role(
+        "prefill-node",
+        WorkerRole,
+        _prefill_node,
+        "A worker that computes prompts and pushes their KV, layer by layer, to decode workers.\n\n"
+        "[bold]moonpool prefill-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7002 "
+        "--data-host 10.0.0.2 --model ./my-model[/bold]",
+    ),
+    Role(
+        "decode-node",
+        WorkerRole,
+        _decode_node,
+        "A worker that takes the KV of computed prompts and generates the answers, many at a time.\n\n"
+        "[bold]moonpool decode-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7003 "
+        "--data-host 10.0.0.2 --model ./my-model[/bold]",
+    ),
+    Role(
+        "aggregated-node",
+        WorkerRole,
+        _aggregated_node,
+        "A worker that does both phases: the baseline that disaggregation is compared with.\n\n"
+        "[bold]moonpool aggregated-node --conductor head:7000 --pool 10.0.0.2:7001 --listen 10.0.0.2:7004 "
+        "--data-host 10.0.0.2 --model ./my-model[/bold]",
+    ),
+    Role(
+        "frontend",
+        FrontendRole,
+        _frontend,
+        "The HTTP front door: OpenAI's API, tokenising and streaming. Needs the model's tokenizer, not its weights.\n\n"
+        "[bold]moonpool frontend --conductor head:7000 --model ./my-model --host 0.0.0.0 --port 8000[/bold]",
+    ),
+)

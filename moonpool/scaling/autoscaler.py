@@ -1,0 +1,102 @@
+"""How many workers each group shall have, by what the conductors say that is needed and the bounds given. Pure.
+
+Has a cluster follow its demand: asks the conductors what is needed, and scales as if somebody had asked for it.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.cluster_view.collector import ask_conductor
+from moonpool.cluster_view.status import desired_nodes
+from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.plan import Group
+from moonpool.scaling.counts import MAX_WORKERS
+from rpc.control import ControlError
+
+__all__ = ["Bounds", "autoscaled", "parse_bounds"]
+
+_FORM = re.compile(r"([^=]+)=(\d{1,4}):(\d{1,4})")
+Desired = Mapping[str, Mapping[str, int]]  # by model and role
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A group has at least, and at most, so many workers."""
+
+    least: int
+    most: int
+
+
+def parse_bounds(given: Sequence[str], groups: Mapping[str, Group]) -> dict[str, Bounds]:
+    """By group, of `prefill=1:4`. Raises ConfigError, naming what was expected."""
+    found: dict[str, Bounds] = {}
+    for text in given:
+        form = _FORM.fullmatch(text)
+        if form is None:
+            raise ConfigError(f"--autoscale {text!r}: expected ROLE=MIN:MAX, for example decode=1:4")
+        name, least, most = form[1], int(form[2]), int(form[3])
+        if name not in groups:
+            raise ConfigError(f"--autoscale {text!r}: {name!r} cannot be scaled: expected one of {', '.join(groups)}")
+        if name in found:
+            raise ConfigError(f"--autoscale names {name} twice")
+        if not 1 <= least <= most <= MAX_WORKERS:
+            raise ConfigError(f"--autoscale {text!r}: expected 1 <= MIN <= MAX <= {MAX_WORKERS}")
+        found[name] = Bounds(least, most)
+    return found
+
+
+def autoscaled(
+    bounds: Mapping[str, Bounds], groups: Mapping[str, Group], present: Mapping[str, int], told: Sequence[Desired]
+) -> dict[str, int]:
+    """Workers that each bounded group shall have. `told`: what each conductor that answers says is needed; each knows a
+    part of the demand, so the largest counts. Where none says anything, as many as there are stay.
+    """
+    wanted = {}
+    for name, own in bounds.items():
+        group = groups[name]
+        needs = [desired.get(group.model.name, {}).get(group.role) for desired in told]
+        need = max((count for count in needs if count is not None), default=present.get(name, 0))
+        wanted[name] = min(own.most, max(own.least, need))
+    return wanted
+
+
+_EVERY_S = 2.0
+_ANSWER_S = 5.0
+_REST_S = 60.0  # after a change that failed
+
+Scale = Callable[[Mapping[str, int]], Any]  # an awaitable of the change
+
+
+async def autoscale(
+    bounds: Mapping[str, Bounds],
+    groups: Mapping[str, Group],
+    *,
+    conductors: Sequence[str],
+    present: Callable[[], Mapping[str, int]],
+    scale: Scale,
+    say: Callable[[str], None],
+) -> None:
+    """Until cancelled. `scale(counts)` returns, or raises MoonpoolError, once the change is made."""
+    while True:
+        told = await asyncio.gather(*map(_desired, conductors))
+        here = present()
+        wanted = autoscaled(bounds, groups, here, [one for one in told if one is not None])
+        changes = {name: count for name, count in wanted.items() if count != here.get(name, 0)}
+        if changes:
+            say("Autoscaling: " + ", ".join(f"{name} {here.get(name, 0)} to {n}" for name, n in changes.items()))
+            try:
+                await scale(changes)
+            except MoonpoolError as error:
+                say(f"Autoscaling failed, again in {_REST_S:g} s: {error}")
+                await asyncio.sleep(_REST_S)
+        await asyncio.sleep(_EVERY_S)
+
+
+async def _desired(conductor: str) -> dict[str, dict[str, int]] | None:
+    try:
+        return desired_nodes(await ask_conductor(conductor, deadline_s=_ANSWER_S))
+    except ControlError:
+        return None

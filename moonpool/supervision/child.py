@@ -1,0 +1,183 @@
+"""A node's log on disk: appended line by line, bounded in size.
+
+One child process: started in its own process group, read line by line, and stopped for certain.
+"""
+
+import asyncio
+import errno
+import json
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+
+
+class LogFile:
+    """Holds at most two files of `limit_nbytes`: the current one, and PATH.1 before it."""
+
+    def __init__(self, path: Path, *, limit_nbytes: int = 32 << 20) -> None:
+        self.path = path
+        self._limit_nbytes = limit_nbytes
+        self._file: BinaryIO = path.open("wb", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Append one line; a full disk loses it, and must not stop the cluster."""
+        try:
+            self._file.write(line.encode(errors="replace") + b"\n")
+            if self._file.tell() >= self._limit_nbytes:
+                self._turn_over()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _turn_over(self) -> None:
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        successor = self.path.open("wb", buffering=0)
+        self._file.close()
+        self._file = successor
+
+    def close(self) -> None:
+        """Close the file; further lines are an error."""
+        self._file.close()
+
+
+READY_PREFIX = "MOONPOOL_READY "
+DRAINED_LINE = "MOONPOOL_DRAINED"
+TAIL_LINES = 20
+_LINE_LIMIT_NBYTES = 1 << 20
+_DRAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """What to run for one node of the cluster."""
+
+    node_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # over the supervisor's own environment
+
+
+class Child:
+    """A running process of a plan, and the task that reads it; its result is the exit code."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: LogFile | None) -> None:
+        self.pid = process.pid
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.drained = False  # it ends because the cluster no longer wants it
+        self.ended: asyncio.Task[int]
+        self._process = process
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls,
+        plan: ChildPlan,
+        log: LogFile | None,
+        *,
+        on_ready: Callable[[dict[str, Any]], None],
+        on_line: Callable[[str], None],
+    ) -> "Child":
+        """Start it. Raises OSError when it cannot be."""
+        process = await asyncio.create_subprocess_exec(
+            *plan.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT_NBYTES,
+            env=child_environment(os.environ, plan.env),
+            process_group=0,  # the terminal's Ctrl-C reaches the supervisor alone
+        )
+        child = cls(process, log)
+        child.ended = asyncio.create_task(child._follow(on_ready, on_line), name=f"follow-{plan.node_id}")
+        return child
+
+    def terminate(self) -> None:
+        """Ask for a clean stop."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and whatever it started."""
+        self._signal(signal.SIGKILL)
+
+    async def _follow(self, on_ready: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> int:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+
+        def take(line: str) -> None:
+            announcement = parse_ready(line)
+            if announcement is not None:
+                on_ready(announcement)
+                return
+            if line == DRAINED_LINE:
+                self.drained = True
+                return
+            self.tail.append(line)
+            if self._log is not None:
+                self._log.write(line)
+            on_line(line)
+
+        readers = [
+            asyncio.create_task(_read_lines(stream, take)) for stream in (self._process.stdout, self._process.stderr)
+        ]
+        exit_code = await self._process.wait()
+        # What the process started itself is in its group and must not outlive it; it could also hold the pipes open.
+        self._kill_group()
+        await asyncio.wait(readers, timeout=_DRAIN_S)
+        for reader in readers:
+            reader.cancel()
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return exit_code
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+        try:
+            self._process.send_signal(number)
+        except ProcessLookupError:
+            pass
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def parse_ready(line: str) -> dict[str, Any] | None:
+    """The JSON object of a MOONPOOL_READY line; None for any other line."""
+    if not line.startswith(READY_PREFIX):
+        return None
+    try:
+        announcement = json.loads(line.removeprefix(READY_PREFIX))
+    except ValueError:
+        return None
+    return announcement if isinstance(announcement, dict) else None
+
+
+def child_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """The supervisor's environment without its own MOONPOOL_* settings, which the plan's file holds already."""
+    kept = {name: value for name, value in base.items() if not name.startswith("MOONPOOL_")}
+    return {**kept, "PYTHONUNBUFFERED": "1", **extra, SUPERVISOR_VARIABLE: str(os.getpid())}
+
+
+async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    while True:
+        try:
+            raw = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as end:
+            if end.partial:
+                take(end.partial.decode(errors="replace"))
+            return
+        except asyncio.LimitOverrunError as overrun:
+            raw = await stream.readexactly(overrun.consumed)
+        take(raw.decode(errors="replace").rstrip("\r\n"))

@@ -1,0 +1,209 @@
+"""One run of a whole cluster: brought up, announced, watched, and ended."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moonpool.config import ServeConfig
+from moonpool.errors import ConfigError
+from moonpool.plan import Planner, RolePlan, describe
+from moonpool.runtime.choice import ClusterRuntime
+from moonpool.scaling.autoscaler import autoscale, parse_bounds
+from moonpool.scaling.counts import workers
+from moonpool.scaling.scaler import Scaler
+from moonpool.supervision.hang_detection import guard
+from moonpool.supervision.http_port import local_url, wait_http_ready
+from moonpool.supervision.ready_file import READY_NAME, ReadyFile, ReadyModel, ready_nodes
+from moonpool.supervision.service import SupervisorService
+from moonpool.supervision.supervisor import Supervisor
+from moonpool.supervision.terminal import TerminalView
+from moonpool.supervision.threads import usable_cores
+
+_STOP_GRACE_S = 0.2
+
+
+class Cluster(TerminalView):
+    """One run of `serve`: the supervisor's listener, and what it is told to do."""
+
+    def __init__(self, config: ServeConfig, run_dir: Path, port: int, runtime: ClusterRuntime) -> None:
+        super().__init__(sys.stderr, verbose=config.supervisor.verbose)
+        self._config = config
+        self._run_dir = run_dir
+        self._joins = bool(config.runtime.join)
+        self._url = "" if self._joins else local_url(config.http.host, port, config.http.scheme)
+        planner = Planner(config, run_dir=run_dir, port=port, cores=usable_cores(), conductor=runtime.conductor)
+        plans = planner.cluster(runtime.found)
+        self._conductors = {plan.node_id: plan.target for plan in plans if plan.role == "conductor"}
+        self._conductors |= {f"joined {target}": target for target in config.runtime.join}
+        self._conductor = planner.conductor_targets[0]
+        self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
+        if runtime.outlives:
+            self._supervisor.let_go()
+        if config.supervisor.autoscale and config.scheduling.role_switching == "act":
+            raise ConfigError("--autoscale and --role-switching act would both answer the same need: leave one out")
+        self._groups = planner.groups
+        self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
+        self._surplus = {  # that an earlier `serve` has left
+            group: count
+            for group, count in planner.initial_counts().items()
+            if group not in self._bounds
+            and sum(node_id.rpartition("-")[0] == group for node_id in runtime.found) > count
+        }
+        runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
+        self._scaler = Scaler(
+            self._supervisor, planner, conductor=self._conductor, startup_s=config.supervisor.startup_timeout
+        )
+        self._ready_paths = [run_dir / READY_NAME]
+        if config.supervisor.ready_file is not None:
+            self._ready_paths.append(config.supervisor.ready_file.absolute())
+        self._up = False
+
+    async def run(self) -> None:
+        """Start all, announce, wait for a signal or a failure, end all."""
+        self._remove_ready_files()
+        stop = asyncio.Event()
+        started_s = time.monotonic()
+        with _signals(stop, self._supervisor):
+            self.show(f"Starting {describe(self._config)}; logs in {self._run_dir}")
+            try:
+                async with self._supervisor:
+                    try:
+                        await _unless(stop, self._come_up())
+                        if not stop.is_set():
+                            self._announce(time.monotonic() - started_s)
+                            await _unless(stop, self._stay_up())
+                    finally:
+                        self.show("Stopping")
+                        self.stopping()
+            finally:
+                self._remove_ready_files()
+
+    def on_change(self) -> None:
+        """Keep the ready files true over restarts."""
+        if self._up:
+            try:
+                self._write_ready_files()
+            except OSError as error:
+                self.show(f"cannot write the ready file: {error}")
+
+    async def _come_up(self) -> None:
+        """Until every process is ready and the front door has workers behind it."""
+        timeout_s = self._config.supervisor.startup_timeout
+        deadline_s = time.monotonic() + timeout_s
+        await self._supervisor.wait_ready(timeout_s)
+        if self._joins:  # whether all of that cluster is well is its own business
+            return
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                await self._supervisor.unless_failed(wait_http_ready(self._url))
+        except TimeoutError:
+            raise self._supervisor.startup_failure(
+                "frontend", f"does not report a working cluster: {self._url}/ready is not 200 after {timeout_s:g} s"
+            ) from None
+
+    async def _stay_up(self) -> None:
+        """Look after the cluster and take orders; raises RoleFailed when a process is given up."""
+        timeout_s = self._config.supervisor.hang_timeout
+        guarding = asyncio.create_task(
+            guard(self._supervisor, conductors=self._conductors, url=self._url, timeout_s=timeout_s)
+        )
+        service = SupervisorService(self._scaler, self._supervisor)
+        server = await service.serve(self._run_dir)
+        if self._surplus:
+            service.scale(self._surplus, force=True)
+        scaling = asyncio.create_task(self._follow_demand(service))
+        try:
+            await self._supervisor.wait_failed()
+        finally:
+            for task in (guarding, scaling):
+                task.cancel()
+            await asyncio.gather(guarding, scaling, return_exceptions=True)
+            await service.close()
+            await server.stop(_STOP_GRACE_S)
+
+    async def _follow_demand(self, service: SupervisorService) -> None:
+        if self._bounds:
+            await autoscale(
+                self._bounds,
+                self._groups,
+                conductors=list(self._conductors.values()),
+                present=lambda: {
+                    group: len(node_ids)
+                    for group, node_ids in workers(self._supervisor.states(), self._supervisor.plans()).items()
+                },
+                scale=service.scale,
+                say=self.show,
+            )
+
+    def _announce(self, seconds: float) -> None:
+        self._up = True
+        self.started()
+        self._write_ready_files()
+        where = f"in the cluster of {self._conductor}" if self._joins else f"{self._url}/v1"
+        print(f"Moonpool is ready: {where}  {_named(self._config)}  ({describe(self._config)})", flush=True)
+        self.show(f"Ready after {seconds:.1f} s. Ctrl-C ends it.")
+
+    def _write_ready_files(self) -> None:
+        served = self._config.served
+        ready = ReadyFile(
+            url=self._url,
+            model=served[0].name,
+            supervisor_pid=os.getpid(),
+            run_dir=str(self._run_dir),
+            conductor=self._conductor,
+            nodes=ready_nodes(self._supervisor.states(), self._supervisor.plans()),
+            models=[ReadyModel(entry.name, list(entry.aliases), str(entry.path)) for entry in served],
+        )
+        for path in self._ready_paths:
+            ready.write(path)
+
+    def _remove_ready_files(self) -> None:
+        self._up = False
+        for path in self._ready_paths:
+            path.unlink(missing_ok=True)
+
+
+def _named(config: ServeConfig) -> str:
+    names = [entry.name for entry in config.served]
+    return ("model " if len(names) == 1 else "models ") + ", ".join(names)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """`work` to its end, or until `stop` is set."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not working.done():
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return
+    await working
+
+
+@contextmanager
+def _signals(stop: asyncio.Event, supervisor: Supervisor[RolePlan]) -> Iterator[None]:
+    """The first signal asks for a clean stop, the second kills."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.hurry()
+        stop.set()
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is to be ignored
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

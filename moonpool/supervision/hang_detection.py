@@ -1,0 +1,96 @@
+"""Which processes have been silent for too long. Pure: time is an argument.
+
+Has processes that hang, instead of dying, started again.
+
+Asks the conductors who is silent, and the conductors and the frontend themselves for a sign of life.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Set
+
+from moonpool.cluster_view.collector import ask_conductor
+from moonpool.plan import RolePlan
+from moonpool.supervision.http_port import is_alive
+from moonpool.supervision.supervisor import NodeState, Supervisor
+from rpc.control import ControlError
+
+
+class HangWatch:
+    """Counts each node's silence. A timeout of 0 suspects nobody.
+
+    Silence counts only while somebody looked: after a pause longer than `longest_look_s` it was this process, or the
+    whole machine, that stood still.
+    """
+
+    def __init__(self, timeout_s: float, longest_look_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._longest_look_s = longest_look_s
+        self._silent_since_s: dict[str, float] = {}
+        self._looked_s: float | None = None
+
+    def look(self, now_s: float, silent: Set[str]) -> dict[str, float]:
+        """It is `now_s`, and these nodes are silent: seconds of silence of those that hang, each told once."""
+        if self._looked_s is not None and now_s - self._looked_s > self._longest_look_s:
+            self._silent_since_s.clear()
+        self._looked_s = now_s
+        self._silent_since_s = {node_id: self._silent_since_s.get(node_id, now_s) for node_id in sorted(silent)}
+        if not self._timeout_s:
+            return {}
+        hung = {
+            node_id: now_s - since_s
+            for node_id, since_s in self._silent_since_s.items()
+            if now_s - since_s >= self._timeout_s
+        }
+        for node_id in hung:
+            del self._silent_since_s[node_id]
+        return hung
+
+
+_EVERY_S = 1.0
+_ANSWER_S = 5.0
+_LONGEST_LOOK_S = 3 * (_EVERY_S + _ANSWER_S)
+
+
+async def guard(supervisor: Supervisor[RolePlan], *, conductors: Mapping[str, str], url: str, timeout_s: float) -> None:
+    """Until cancelled: a process that was silent for `timeout_s` (0: however long) is killed, and so comes back.
+
+    `conductors`: targets by node id; `url`: the front door's, "" if it is not ours.
+    """
+    watch = HangWatch(timeout_s, _LONGEST_LOOK_S)
+    while True:
+        await asyncio.sleep(_EVERY_S)
+        silent = await _silent(supervisor.states(), conductors, url)
+        serving = {state.node_id for state in supervisor.states() if _serves(state)}
+        for node_id, seconds in watch.look(time.monotonic(), silent & serving).items():
+            supervisor.restart(node_id, f"it hung: silent for {seconds:.0f} s")
+
+
+def _serves(state: NodeState) -> bool:
+    """Ready, and wanted: one that starts or leaves has its own time limits."""
+    return state.announcement is not None and not state.leaving
+
+
+async def _silent(states: list[NodeState], conductors: Mapping[str, str], url: str) -> set[str]:
+    workers = {state.node_id for state in states if _serves(state) and state.role not in ("conductor", "frontend")}
+    told, frontend_lives = await asyncio.gather(
+        asyncio.gather(*map(_heard, conductors.values())), _front_door_lives(url)
+    )
+    heard = dict(zip(conductors, told, strict=True))
+    silent = {name for name, joined in heard.items() if joined is None} | (set() if frontend_lives else {"frontend"})
+    if len(silent & heard.keys()) == len(heard):  # what became of the others, nobody knows
+        return silent
+    return silent | workers.difference(*(joined for joined in heard.values() if joined is not None))
+
+
+async def _front_door_lives(url: str) -> bool:
+    return not url or await is_alive(url, _ANSWER_S)
+
+
+async def _heard(conductor: str) -> set[str] | None:
+    """The nodes that report, and those that drain, however quietly; None when the conductor does not answer."""
+    try:
+        cluster = await ask_conductor(conductor, deadline_s=_ANSWER_S)
+    except ControlError:
+        return None
+    return {node.node.node_id for node in cluster.nodes if not node.suspect or node.report.draining}

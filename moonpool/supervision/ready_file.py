@@ -1,0 +1,83 @@
+"""The JSON file in which `serve` says what runs where: written for scripts, tests, and `moonpool status`."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from moonpool.errors import ClusterNotFound
+from moonpool.plan import RolePlan
+from moonpool.supervision.supervisor import NodeState
+
+READY_NAME = "serve.json"  # in the run directory
+
+
+@dataclass(frozen=True)
+class ReadyNode:
+    """One process of the cluster."""
+
+    role: str
+    pid: int | None  # None while it is being restarted
+    target: str  # gRPC address; the URL for a frontend
+    ready: bool
+    restarts: int
+    log: str
+    model: str = ""  # that a worker serves
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """One served model."""
+
+    name: str
+    aliases: list[str]
+    path: str
+
+
+@dataclass(frozen=True)
+class ReadyFile:
+    """A running cluster."""
+
+    url: str  # http://HOST:PORT; "" where another cluster was joined, whose front doors are elsewhere
+    model: str  # the first one's name
+    supervisor_pid: int
+    run_dir: str
+    conductor: str  # gRPC address
+    nodes: dict[str, ReadyNode] = field(default_factory=dict)
+    models: list[ReadyModel] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` at once: a reader sees the old or the new, never half."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "ReadyFile":
+        """Raises ClusterNotFound when there is none, or one of something else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            nodes = {node_id: ReadyNode(**node) for node_id, node in content.pop("nodes").items()}
+            models = [ReadyModel(**model) for model in content.pop("models")]
+            return cls(**content, nodes=nodes, models=models)
+        except OSError as error:
+            raise ClusterNotFound(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ClusterNotFound(f"{path} is no ready file of `moonpool serve`: {error}") from error
+
+
+def ready_nodes(states: Sequence[NodeState], plans: Mapping[str, RolePlan]) -> dict[str, ReadyNode]:
+    """The nodes' part of a ready file; where a node has announced its address, that goes before the planned one."""
+    return {
+        state.node_id: ReadyNode(
+            role=state.role,
+            pid=state.pid,
+            target=str((state.announcement or {}).get("target", plans[state.node_id].target)),
+            ready=state.announcement is not None,
+            restarts=state.restarts,
+            log=str(state.log_path),
+            model=plans[state.node_id].model,
+        )
+        for state in states
+    }

@@ -1,0 +1,71 @@
+"""The folder in which a node or a cluster keeps its sockets, logs and ready file; and who owns it."""
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from moonpool.errors import ConfigError, RunDirInUse
+
+OBJECTIVES = "objectives"  # the folder for versions of objectives, in a cluster's run directory or state folder
+LONGEST_SOCKET_NAME = 40  # bytes left for file names inside: a unix socket's path has at most 107
+_MAX_SOCKET_PATH_NBYTES = 107
+
+
+def default_run_dir(name: str) -> Path:
+    """moonpool-UID/NAME in the temporary folder (or XDG_RUNTIME_DIR): the same for every run of the same name."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"moonpool-{os.getuid()}" / name
+
+
+def make_run_dir(path: Path) -> Path:
+    """Create `path`, readable by this user only; refuses one that another user made or that is too long a path."""
+    path = path.absolute()
+    if len(os.fsencode(path)) + 1 + LONGEST_SOCKET_NAME > _MAX_SOCKET_PATH_NBYTES:
+        raise ConfigError(
+            f"the run directory {path} is too long a path for unix sockets; give a shorter --run-dir, "
+            f"at most {_MAX_SOCKET_PATH_NBYTES - 1 - LONGEST_SOCKET_NAME} bytes"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.mkdir(exist_ok=True, mode=0o700)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {path}: {error}") from error
+    if owner != os.getuid():
+        raise RunDirInUse(f"the run directory {path} belongs to user {owner}; give another --run-dir")
+    return path
+
+
+def supervisor_target(run_dir: Path) -> str:
+    """Return the gRPC address at which the cluster of this run directory accepts changes."""
+    return f"unix:{run_dir / 'supervisor.sock'}"
+
+
+class RunDirLock:
+    """Holds a run directory for one cluster; the kernel lets go of it when the process ends, however it ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "serve.lock"
+        self._file = -1
+
+    def __enter__(self) -> "RunDirLock":
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._file, 32, 0).decode().strip()
+            os.close(self._file)
+            raise RunDirInUse(
+                f"the run directory {self._path.parent} is in use by the cluster of process {owner}; "
+                "stop it, or give another --run-dir"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._file)
