@@ -129,7 +129,8 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
 
 # What a serve function raises when trying again with the same configuration cannot help.
 _CONFIGURATION_ERRORS = {
-    "messenger.errors": ("AddressInUse", "BindFailed", "InvalidArgument", "RdmaUnavailable"),
+    "rpc.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
+    "messenger.errors": ("RdmaUnavailable",),
     "worker.errors": ("StartupError",),
     "kvpool.errors": ("PoolConfigError",),
     "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
