@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from decode_node.pulls import Pulls
+from decode_node.pool_pulls import PoolPuller
 from decode_node.reservation import Reservation
 from messenger import Endpoint
 from moonpool_proto.v1.conductor_pb2 import PHASE_DECODE_JOINED, PHASE_ENDED
@@ -24,23 +24,22 @@ from moonpool_proto.v1.worker_pb2 import (
 )
 from telemetry import tracing
 from telemetry.tracing import Span
-from worker.chosen import append
 from worker.errors import RequestFailed, RequestRefused
-from worker.keeping import Kept
 from worker.node import WorkerNode
+from worker.prefix_blocks import PrefixSave
 from worker.prepare import reusable_blocks, trace_answer
-from worker.request import Request, Sequence
-from worker.settle import in_thread, settled
+from worker.request import EngineSequence, Request
+from worker.shielded_wait import in_thread, shielded
 
 log = logging.getLogger(__name__)
 
 
-class Decode:
+class DecodeService:
     """Takes a request from its prefilled KV to its last token."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
-        self._pulls = Pulls(node)
+        self._pulls = PoolPuller(node)
         self._open: dict[int, Reservation] = {}
         self._loop = asyncio.get_running_loop()
         node.messenger.on_peer_lost(self._on_peer_lost)
@@ -125,7 +124,7 @@ class Decode:
         node.begin_grammar(request)
         block_tokens = node.config.block_tokens
         cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens))
-        with span.child("slots"), node.in_line(request):
+        with span.child("slots"), node.queued(request):
             most = -(-request.peak_tokens // block_tokens)
             count = _first_slots(request, block_tokens, most)
             slots, num_shared = await node.slots.take(request.key, request.keys[:cut], count, most - count)
@@ -138,7 +137,7 @@ class Decode:
             if first is not None:
                 kept = await self._decode(reservation, *first, cut, span)
                 if kept.tail_key != reserve.superseded:  # it is kept itself where nothing was computed after it
-                    await node.pool.drop(reserve.superseded, request.placement.pool)
+                    await node.kv_connector.drop(reserve.superseded, request.placement.pool)
         finally:
             node.slots.growing.end(request.key)
             if reservation is None:
@@ -153,7 +152,7 @@ class Decode:
         writer = Endpoint.from_proto(reserve.writer)
         reservation = Reservation(
             request,
-            epoch=node.arrivals.new_epoch(),
+            epoch=node.kv_receiver.new_epoch(),
             slots=slots,
             held_blocks=held_blocks,
             num_layers=len(node.memory.place_of_layer),
@@ -162,7 +161,7 @@ class Decode:
             writer=writer,
         )
         self._open[reservation.epoch] = reservation
-        node.arrivals.open(reservation.epoch, reservation)
+        node.kv_receiver.open_epoch(reservation.epoch, reservation)
         node.hold(request, committed_tokens=len(slots) * node.config.block_tokens)
         return reservation
 
@@ -178,13 +177,13 @@ class Decode:
         finally:
             if not pulling.done():
                 pulling.cancel()
-            await settled(asyncio.ensure_future(asyncio.wait([pulling])))
+            await shielded(asyncio.ensure_future(asyncio.wait([pulling])))
             if not pulling.cancelled():
                 pulling.result()
 
     async def _decode(
         self, reservation: Reservation, first_index: int, first_token: int, cut: int | None, span: Span
-    ) -> Kept:
+    ) -> PrefixSave:
         """`cut`: from this block on the prompt's KV was computed anew, for parity, and replaces what is here."""
         node, request = self.node, reservation.request
         if first_index != request.generated:
@@ -197,10 +196,10 @@ class Decode:
         blocks = reservation.slots[reservation.held_blocks : reservation.num_blocks]
         await in_thread(node.memory.to_device, blocks)
         node.slots.index(reservation.slots, request.keys, anew_from=cut)
-        sequence = Sequence.of(
+        sequence = EngineSequence.of(
             request, reservation.slots, num_computed=len(request.prompt), prefill_only=False, matcher=matcher
         )
-        if not append(sequence, first_token):
+        if not sequence.try_append(first_token):
             assert sequence.error is not None
             raise sequence.error
         sequence.committed_at = reservation.committed_at
@@ -209,10 +208,10 @@ class Decode:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
-            kept = Kept.of(sequence, node.config.block_tokens)
+            kept = PrefixSave.of(sequence, node.config.block_tokens)
             node.slots.index(reservation.slots, kept.keys)
             # Beside the prompt's, where the prefill node has stored that: the next turn finds all in one place.
-            await node.pool.store(
+            await node.kv_connector.store(
                 kept,
                 reservation.slots,
                 len(request.keys),
@@ -226,7 +225,7 @@ class Decode:
         if reservation.gone is None:
             reservation.gone = "the request has left this node"
         self._open.pop(reservation.epoch, None)
-        node.arrivals.shut(reservation.epoch)
+        node.kv_receiver.close_epoch(reservation.epoch)
         node.reporter.progress(reservation.request.request_id, reservation.request.attempt, PHASE_ENDED)
         if reservation.fenced:
             node.slots.give(reservation.slots)

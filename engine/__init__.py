@@ -15,8 +15,8 @@ from engine.errors import (
     DeviceUnavailable,
     EngineError,
     InvalidBatch,
+    ModelFolderMissing,
     ModelFormatError,
-    ModelNotFound,
     SamplingError,
     TensorMismatch,
     TokenizerMissing,
@@ -27,7 +27,7 @@ from engine.folder import check_folder
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch, SequenceChunk
     from engine.cache import PagedCache
-    from engine.distribution import LogProbs, log_probs
+    from engine.logprobs import TokenLogprobs, log_probs
     from engine.model import Model, load_model
     from engine.sampling import SamplingRow, noisy_scores, sample
     from engine.steered_row import Bias, LogitSteering, Penalties
@@ -43,18 +43,18 @@ __all__ = [
     "ForwardBatch",
     "InvalidBatch",
     "KvGroupShape",
-    "LogProbs",
     "LogitSteering",
     "Model",
     "ModelConfig",
+    "ModelFolderMissing",
     "ModelFormatError",
-    "ModelNotFound",
     "PagedCache",
     "Penalties",
     "SamplingError",
     "SamplingRow",
     "SequenceChunk",
     "TensorMismatch",
+    "TokenLogprobs",
     "TokenizerMissing",
     "UnsupportedModel",
     "check_folder",
@@ -69,7 +69,7 @@ __all__ = [
 _COMPUTING = {
     "Bias": "steered_row",
     "ForwardBatch": "batch",
-    "LogProbs": "distribution",
+    "TokenLogprobs": "logprobs",
     "LogitSteering": "steered_row",
     "Model": "model",
     "PagedCache": "cache",
@@ -77,7 +77,7 @@ _COMPUTING = {
     "SamplingRow": "sampling",
     "SequenceChunk": "batch",
     "load_model": "model",
-    "log_probs": "distribution",
+    "log_probs": "logprobs",
     "noisy_scores": "sampling",
     "sample": "sampling",
     "steer": "steering",

@@ -39,7 +39,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class FlatBatch:
     """A validated batch, flat. N tokens, C chunks, G groups."""
 
     token_ids: IntArray  # [N]
@@ -54,7 +54,7 @@ class StepPlan:
     max_context: int  # the longest start + n
 
 
-def plan_step(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> StepPlan:
+def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> FlatBatch:
     """Checks the batch against model and cache, and flattens it. Raises `InvalidBatch`."""
     chunks = batch.chunks
     if not chunks:
@@ -87,7 +87,7 @@ def plan_step(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> St
     np.cumsum(sizes, out=chunk_rows[1:])
     row_chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), sizes)
     rows = np.arange(len(token_ids), dtype=np.int32)
-    plan = StepPlan(
+    plan = FlatBatch(
         token_ids=token_ids,
         positions=rows + (starts - chunk_rows[:-1])[row_chunk],
         row_chunk=row_chunk,
@@ -117,7 +117,7 @@ def first_visible(position: int, window: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
-def _check_tables(plan: StepPlan, cache: PagedCache, group: int, ends: IntArray) -> None:
+def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray) -> None:
     """Every block that the chunk reads or writes has a slot that exists."""
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     needed = -(-ends // block_tokens)

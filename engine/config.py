@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ConfigInvalid, ModelNotFound, TokenizerMissing, UnsupportedModel
+from engine.errors import ConfigInvalid, ModelFolderMissing, TokenizerMissing, UnsupportedModel
 
 FULL = "full"
 WINDOW = "window"
@@ -111,9 +111,9 @@ def find_tokenizer(folder: Path) -> Path:
 def read_config(folder: Path) -> ModelConfig:
     """Reads config.json (and generation_config.json for the end tokens, if there is one)."""
     if not folder.is_dir():
-        raise ModelNotFound(f"model folder {folder} does not exist or is not a folder")
+        raise ModelFolderMissing(f"model folder {folder} does not exist or is not a folder")
     if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"{folder} has no config.json: it is not a Hugging Face model folder")
+        raise ModelFolderMissing(f"{folder} has no config.json: it is not a Hugging Face model folder")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
     return parse_config(_read_json(folder / "config.json"), generation, where=str(folder / "config.json"))

@@ -2,7 +2,7 @@
 
 EngineError
 ├── ModelFormatError        the folder is not a complete, well-formed checkpoint
-│   ├── ModelNotFound       no such folder, or no config.json / weights in it
+│   ├── ModelFolderMissing  no such folder, or no config.json / weights in it
 │   ├── TokenizerMissing    no tokenizer.json where one was asked for
 │   ├── ConfigInvalid       config.json is not JSON, or a value in it is missing or out of range
 │   ├── CheckpointDamaged   a safetensors file is truncated or its header is malformed
@@ -25,7 +25,7 @@ class ModelFormatError(EngineError):
     """The model folder is not a complete, well-formed checkpoint."""
 
 
-class ModelNotFound(ModelFormatError):
+class ModelFolderMissing(ModelFormatError):
     """The folder, its config.json or its weights do not exist."""
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import ForwardBatch, SequenceChunk, StepPlan, plan_step
+from engine.batch import FlatBatch, ForwardBatch, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
-from engine.checkpoint import open_checkpoint
 from engine.config import KvGroupShape, ModelConfig, read_config
 from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
@@ -23,7 +22,7 @@ from engine.folder import check_tensors, stored_tensors
 from engine.rope import RopeTable
 from engine.sampling import SamplingRow, sample
 from engine.torch_backend import TorchBackend
-from engine.weights import DecoderWeights, load_weights
+from engine.weights import DecoderWeights, load_weights, open_checkpoint
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
@@ -31,7 +30,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 class Backend(Protocol):
     """Computes planned steps."""
 
-    def run(self, plan: StepPlan, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         """Writes the KV of all rows, returns logits float32 [len(plan.logits_rows), vocab]."""
         ...
 
@@ -82,7 +81,7 @@ class Model:
             raise CacheMismatch(f"the cache is laid out for {cache.groups}, the model needs {self.kv_groups}")
         if cache.memory.device != self.device:
             raise CacheMismatch(f"the cache is on {cache.memory.device}, the model on {self.device}")
-        plan = plan_step(batch, self.config, cache)
+        plan = flatten_batch(batch, self.config, cache)
         with self._turn, torch.inference_mode():
             return self._backend.run(plan, cache, on_layer)
 

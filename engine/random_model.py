@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import parse_config
-from engine.tensors import tensor_shapes
+from engine.folder import tensor_shapes
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM",

@@ -17,7 +17,7 @@ import torch
 
 from engine import exact_math
 from engine.errors import SamplingError
-from engine.philox import philox4x32
+from engine.exact_math import philox4x32
 from engine.sampling_kernels import add_noise, candidates
 
 _MASK32 = 0xFFFFFFFF

@@ -11,8 +11,19 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.exact_math import EXP_LEAST, INVERSE_LN2, LN2_HI, LN2_LO, LOG_EVEN, LOG_ODD, SQRT_HALF, TAYLOR
-from engine.philox import MULTIPLIERS, ROUNDS, WEYL
+from engine.exact_math import (
+    EXP_LEAST,
+    INVERSE_LN2,
+    LN2_HI,
+    LN2_LO,
+    LOG_EVEN,
+    LOG_ODD,
+    MULTIPLIERS,
+    ROUNDS,
+    SQRT_HALF,
+    TAYLOR,
+    WEYL,
+)
 
 Doubles = npt.NDArray[np.float64]
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.batch import StepPlan, first_visible
+from engine.batch import FlatBatch, first_visible
 from engine.cache import PagedCache
 from engine.config import ModelConfig
 from engine.rope import RopeTable
@@ -39,7 +39,7 @@ class TorchBackend:
         self._rope = rope
         self._device = weights.embedding.device
 
-    def run(self, plan: StepPlan, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         """Hidden states after the final norm of the rows that want logits, then logits, float32 [rows, vocab]."""
         config, w = self._config, self._weights
         self._rope.reach(plan.max_context)
@@ -82,7 +82,7 @@ class TorchBackend:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
 
-def _index_group(plan: StepPlan, cache: PagedCache, group: int, device: torch.device) -> _GroupIndex:
+def _index_group(plan: FlatBatch, cache: PagedCache, group: int, device: torch.device) -> _GroupIndex:
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     begin = plan.table_begin[group].astype(np.int64)
     slots = plan.tables[begin[plan.row_chunk] + plan.positions // block_tokens]
@@ -125,11 +125,11 @@ def _attend(q: torch.Tensor, view: torch.Tensor, index: _GroupIndex) -> torch.Te
     if len(index.decode_rows):
         queries = q[index.decode_rows]
         count = len(queries)
-        gathered = view[index.decode_slots].permute(
+        form_group = view[index.decode_slots].permute(
             3, 0, 2, 1, 4, 5
         )  # [2, D, kv_heads, blocks, block_tokens, head_dim]
         seen = index.decode_mask.transpose(-1, -2)  # what lies in the rest of a slot may be anything, NaN included
-        k, v = gathered.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
+        k, v = form_group.reshape(2, count, kv_heads, -1, head_dim).where(seen, 0)
         grouped = queries.view(count, kv_heads, -1, head_dim)
         result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=index.decode_mask)
         mixed[index.decode_rows] = result.view(count, -1, head_dim)

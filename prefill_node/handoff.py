@@ -19,16 +19,15 @@ from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.node import WorkerNode
 from worker.prepare import Prepared
-from worker.request import Sequence
-from worker.settle import unless_called_off
-from worker.turn_wire import turn_to_proto
+from worker.request import EngineSequence, queue_entry_to_proto
+from worker.shielded_wait import wait_unless_cancelled
 
 log = logging.getLogger(__name__)
 
 COMMIT_ROUNDS = 3
 
 
-class Handoff:
+class PrefillHandoff:
     """One attempt's reservation on one decode node."""
 
     def __init__(self, node: WorkerNode, work: Prepared, channel: grpc.aio.Channel, span: Span) -> None:
@@ -50,8 +49,8 @@ class Handoff:
         request, shared = self._request, self._work.shared_blocks
         reserve = ReserveRequest(request=request.proto, writer=self._node.endpoint.to_proto())
         reserve.request.timeout_s = request.time_left_s
-        turn = turn_to_proto(self._node.line.turn(request.key), time.monotonic())
-        reserve.request.placement.turn.CopyFrom(turn)
+        entry = queue_entry_to_proto(self._node.wait_queue.entry(request.key), time.monotonic())
+        reserve.request.placement.turn.CopyFrom(entry)
         reserve.superseded = self._work.grown_tail
         for pin in self._work.pinned:
             if pin.first < min(pin.end, shared):
@@ -97,15 +96,15 @@ class Handoff:
         if self._committing is not None:
             self._committing.cancel()
 
-    async def commit(self, pusher: Pusher, sequence: Sequence) -> None:
+    async def commit(self, pusher: Pusher, sequence: EngineSequence) -> None:
         """Hand the request over once every block has arrived and was verified there; push again what was not."""
         if not self.is_called_off:
             self._committing = asyncio.ensure_future(self._commit(pusher, sequence))
             with self._span.child("commit", "client", decode_node=self._decode.node_id):
-                await unless_called_off(self._committing)
+                await wait_unless_cancelled(self._committing)
             pusher.trace(self._span, peer=self._decode.node_id)
 
-    async def _commit(self, pusher: Pusher, sequence: Sequence) -> None:
+    async def _commit(self, pusher: Pusher, sequence: EngineSequence) -> None:
         assert self.reservation is not None
         request = self._request
         for _ in range(COMMIT_ROUNDS):
@@ -142,7 +141,7 @@ class Handoff:
             if reply.corrupt_blocks:
                 self.num_corrupt += len(reply.corrupt_blocks)
                 self._work.store_from = min(self._work.store_from, *reply.corrupt_blocks)
-                await self._node.pool.quarantine(self._work.pinned, reply.corrupt_blocks)
+                await self._node.kv_connector.quarantine(self._work.pinned, reply.corrupt_blocks)
         raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:

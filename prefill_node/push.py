@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from messenger import Peer, Priority, RemoteKey, TransferResult
 from telemetry.tracing import Span
-from worker.arrivals import KV_TAG
-from worker.engine_memory import EngineMemory
 from worker.errors import RequestFailed
+from worker.kv_receiver import KV_TAG
+from worker.slot_memory import EngineMemory
 
 
 class Pusher:

@@ -13,48 +13,48 @@ import grpc
 from messenger import RemoteKey
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
-from prefill_node.group import gathered
-from prefill_node.handoff import Handoff
-from prefill_node.helping import Helping
-from prefill_node.membership import Membership
-from prefill_node.places import Place, Places
+from prefill_node.group_head import form_group
+from prefill_node.group_helper import GroupHelper
+from prefill_node.group_member import GroupMember
+from prefill_node.handoff import PrefillHandoff
+from prefill_node.lookahead import LookaheadLimiter, LookaheadPermit
 from prefill_node.push import Pusher
 from rpc.control import open_channel
 from telemetry import tracing
 from telemetry.tracing import Span
-from worker.matchers import Matcher
+from worker.grammar_matching import GrammarMatcher
 from worker.node import WorkerNode
 from worker.prepare import Prepared, keep, load, prepared, reusable_blocks, sequence_of, trace_prompt
-from worker.request import Request, Sequence
-from worker.settle import both, settled
+from worker.request import EngineSequence, Request
+from worker.shielded_wait import run_both, shielded
 
 log = logging.getLogger(__name__)
 
 
-class Prefill:
+class PrefillService:
     """Takes a request from its prompt to its first token, and its KV to the decode node."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
         node.engine.on_layer(self._layer_written)
-        self._taps: dict[int, tuple[Pusher | Membership, ...]] = {}
+        self._taps: dict[int, tuple[Pusher | GroupMember, ...]] = {}
         self._push_threads = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._places = Places(node.config.prefill_lookahead, node.line)
+        self._places = LookaheadLimiter(node.config.prefill_lookahead, node.wait_queue)
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.helping = Helping(node, self._push_threads, self._tapped)
+        self.helper = GroupHelper(node, self._push_threads, self._tapped)
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
         self._push_threads.shutdown()
 
-    def _layer_written(self, layer: int, spans: list[tuple[Sequence, int, int]]) -> None:
+    def _layer_written(self, layer: int, spans: list[tuple[EngineSequence, int, int]]) -> None:
         for sequence, start, end in spans:
             for tap in self._taps.get(id(sequence), ()):
                 tap.layer_written(layer, start, end)
 
     @contextlib.contextmanager
-    def _tapped(self, sequence: Sequence, *taps: Pusher | Membership) -> Iterator[None]:
+    def _tapped(self, sequence: EngineSequence, *taps: Pusher | GroupMember) -> Iterator[None]:
         """Meanwhile these hear of every layer of the sequence that is written."""
         self._taps[id(sequence)] = taps
         try:
@@ -72,9 +72,9 @@ class Prefill:
         node.hold(request, remaining_prefill_tokens=len(request.prompt), decode_node=next_node)
         try:
             if self._places.must_wait:
-                node.pool.prefetch(request, reusable_blocks(request, node.config.block_tokens))
+                node.kv_connector.prefetch(request, reusable_blocks(request, node.config.block_tokens))
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
-            with node.in_line(request):
+            with node.queued(request):
                 async with (
                     self._places.take(request.key) as place,
                     prepared(node, request, peak_tokens=len(request.prompt)) as work,
@@ -83,12 +83,14 @@ class Prefill:
         finally:
             node.reporter.progress(request.request_id, request.attempt, PHASE_ENDED)
 
-    async def _prefill_and_hand_off(self, work: Prepared, place: Place, matcher: Matcher | None, span: Span) -> None:
+    async def _prefill_and_hand_off(
+        self, work: Prepared, place: LookaheadPermit, matcher: GrammarMatcher | None, span: Span
+    ) -> None:
         node, request = self.node, work.request
-        handoff = Handoff(node, work, self._channel(request.placement.decode.target), span)
+        handoff = PrefillHandoff(node, work, self._channel(request.placement.decode.target), span)
         pusher: Pusher | None = None
         try:
-            await both(load(node, work, span), handoff.reserve())
+            await run_both(load(node, work, span), handoff.reserve())
             work.elsewhere_tokens = handoff.push_from * node.config.block_tokens
             pusher = self._pusher(work, handoff)
             sequence = await self._prefill(work, place, matcher, pusher)
@@ -98,19 +100,19 @@ class Prefill:
                 return
             # An answer that its first token ends needs no decode node, but the next turn wants the prompt's KV.
             with node.jobs.ended_by(request, lambda _: handoff.call_off()):
-                await both(handoff.commit(pusher, sequence), keep(node, work, sequence, goes_on=True))
+                await run_both(handoff.commit(pusher, sequence), keep(node, work, sequence, goes_on=True))
             if handoff.is_called_off or handoff.num_corrupt:
                 await keep(node, work, sequence, goes_on=not handoff.is_called_off)
         finally:
-            await settled(asyncio.ensure_future(self._leave(handoff, pusher)))
+            await shielded(asyncio.ensure_future(self._leave(handoff, pusher)))
 
-    async def _leave(self, handoff: Handoff, pusher: Pusher | None) -> None:
+    async def _leave(self, handoff: PrefillHandoff, pusher: Pusher | None) -> None:
         """Once the last write is over, the decode node may use its slots again."""
         if pusher is not None:
             await pusher.stop()
         await handoff.abort()
 
-    def _pusher(self, work: Prepared, handoff: Handoff) -> Pusher:
+    def _pusher(self, work: Prepared, handoff: PrefillHandoff) -> Pusher:
         reply = handoff.reservation
         assert reply is not None
         request = work.request
@@ -132,10 +134,12 @@ class Prefill:
         pusher.push_blocks(range(push_from, work.reused_tokens // self.node.config.block_tokens))
         return pusher
 
-    async def _prefill(self, work: Prepared, place: Place, matcher: Matcher | None, pusher: Pusher) -> Sequence:
+    async def _prefill(
+        self, work: Prepared, place: LookaheadPermit, matcher: GrammarMatcher | None, pusher: Pusher
+    ) -> EngineSequence:
         """Compute the rest of the prompt and the first token, which goes to the frontend at once."""
         node, request = self.node, work.request
-        async with gathered(node, work, self._push_threads, self._stub, pusher.push_layer) as group:
+        async with form_group(node, work, self._push_threads, self._stub, pusher.push_layer) as group:
             sequence = sequence_of(node, work, matcher, prefill_only=True)
             node.reporter.progress(request.request_id, request.attempt, PHASE_PREFILL_STARTED)
             is_through = False

@@ -10,7 +10,7 @@ from worker.prepare import keep, load, prepared, sequence_of, trace_answer, trac
 from worker.request import Request
 
 
-class Whole:
+class AggregatedService:
     """Takes a request from prompt to last token."""
 
     def __init__(self, node: WorkerNode) -> None:
@@ -26,7 +26,7 @@ class Whole:
         held = node.hold(request, remaining_prefill_tokens=len(request.prompt))
         try:
             matcher = await node.matcher(request)  # while it holds nothing that others wait for
-            with node.in_line(request):
+            with node.queued(request):
                 async with prepared(node, request, peak_tokens=request.peak_tokens) as work:
                     held.committed_tokens = len(work.slots) * node.config.block_tokens
                     await load(node, work, span)

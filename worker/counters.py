@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 
-class Counters:
+class WorkerCounters:
     """Counts by name. `on_transfer(path, nbytes, seconds)` also hears of every KV transfer."""
 
     def __init__(self, on_transfer: Callable[[str, int, float], None] | None = None) -> None:

@@ -14,20 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
-from worker.chosen import append
-from worker.engines import StepRunner
+from worker.engine_interface import StepRunner
 from worker.errors import GroupLost
 from worker.policy import BatchLimits, PrefillChunk, plan_step
-from worker.request import Sequence
+from worker.request import EngineSequence
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GeneratedToken:
     """A token as it was generated: by the time it is sent, the sequence may have gone on."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     index: int
     token: int
     finish: Finish.ValueType
@@ -38,10 +37,10 @@ class Generated:
 class StepResult:
     """One step, or the removal of cancelled sequences."""
 
-    tokens: list[Generated] = field(default_factory=list)
-    left: list[Sequence] = field(
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    left: list[EngineSequence] = field(
         default_factory=list
-    )  # out of the loop: finished, handed over, cancelled or failed (`Sequence.error`)
+    )  # out of the loop: finished, handed over, cancelled or failed (`EngineSequence.error`)
     error: BaseException | None = None  # the step failed; `left` are its victims
     is_end: bool = False  # the thread has ended by that error: nothing more will be computed
     decode_batch: int = 0
@@ -50,7 +49,7 @@ class StepResult:
     seconds: float = 0.0
 
 
-LayerHook = Callable[[int, list[tuple[Sequence, int, int]]], None]
+LayerHook = Callable[[int, list[tuple[EngineSequence, int, int]]], None]
 
 
 class EngineLoop:
@@ -67,11 +66,11 @@ class EngineLoop:
         self._on_step = on_step
         self._on_layer: LayerHook | None = None
         self._wake = threading.Condition()
-        self._inbox: deque[Sequence] = deque()
+        self._inbox: deque[EngineSequence] = deque()
         self._closing = False
         self._ended_by: BaseException | None = None  # what ended the thread without being asked to
-        self._decoding: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
+        self._decoding: list[EngineSequence] = []
+        self._prefilling: list[EngineSequence] = []
         self._was_shared = False  # whether the last step was a chunk for a group
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
@@ -83,7 +82,7 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: EngineSequence) -> None:
         """Hand a sequence over; its slots belong to the loop until it is reported as left."""
         with self._wake:
             if self._ended_by is None:
@@ -92,15 +91,15 @@ class EngineLoop:
                 return
         self._on_step(StepResult(error=self._ended_by, left=[sequence], is_end=True))
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: EngineSequence) -> None:
         """Ask for a sequence to leave; it is reported as left after the running step."""
         with self._wake:
             sequence.cancelled = True
             self._wake.notify()
-        if sequence.share is not None:  # the running step may be its own, and wait for other nodes
-            sequence.share.lose("the request was cancelled")
+        if sequence.group_chunks is not None:  # the running step may be its own, and wait for other nodes
+            sequence.group_chunks.lose("the request was cancelled")
 
-    def extend(self, sequence: Sequence, slots: list[int]) -> None:
+    def extend(self, sequence: EngineSequence, slots: list[int]) -> None:
         """Give a sequence that decodes further slots."""
         with self._wake:
             sequence.extend(slots)
@@ -137,16 +136,18 @@ class EngineLoop:
             self._drop_cancelled()
             now_s = time.monotonic()
             # At every step: what is urgent goes first from its next chunk on, and what was computed of others stays.
-            self._prefilling.sort(key=lambda sequence: sequence.turn.rank(now_s))
+            self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._has_room(s)]
-            prompts = [s for s in self._prefilling if s.share is None or s.share.is_ready]
+            prompts = [s for s in self._prefilling if s.group_chunks is None or s.group_chunks.is_ready]
             # A chunk for a group may wait for other nodes, layer by layer: nothing else goes into its step, and those
             # that decode have every other one.
-            self._was_shared = bool(prompts and prompts[0].share is not None) and not (ready and self._was_shared)
+            self._was_shared = bool(prompts and prompts[0].group_chunks is not None) and not (
+                ready and self._was_shared
+            )
             if self._was_shared:
                 self._step_share(prompts[0])
                 continue
-            prompts = [s for s in prompts if s.share is None]
+            prompts = [s for s in prompts if s.group_chunks is None]
             plan = plan_step(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.prompt_len) for s in prompts],
@@ -166,12 +167,12 @@ class EngineLoop:
             return not self._closing
 
     def _can_prefill(self) -> bool:
-        return any(s.share is None or s.cancelled or s.share.is_ready for s in self._prefilling)
+        return any(s.group_chunks is None or s.cancelled or s.group_chunks.is_ready for s in self._prefilling)
 
     def _can_decode(self) -> bool:
         return any(sequence.cancelled or self._has_room(sequence) for sequence in self._decoding)
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _has_room(self, sequence: EngineSequence) -> bool:
         """Whether its last token, which the next step computes, has a slot: an answer may wait for more of them."""
         return sequence.num_tokens <= len(sequence.table) * self._limits.block_tokens
 
@@ -181,16 +182,16 @@ class EngineLoop:
             self._remove(gone)
             self._on_step(StepResult(left=gone))
 
-    def _remove(self, gone: list[Sequence]) -> None:
+    def _remove(self, gone: list[EngineSequence]) -> None:
         ids = {id(s) for s in gone}
         self._decoding = [s for s in self._decoding if id(s) not in ids]
         self._prefilling = [s for s in self._prefilling if id(s) not in ids]
 
-    def _step_share(self, sequence: Sequence) -> None:
-        assert sequence.share is not None
+    def _step_share(self, sequence: EngineSequence) -> None:
+        assert sequence.group_chunks is not None
         try:
-            sequence.share.wait(0)
-            span = sequence.share.next_span
+            sequence.group_chunks.wait(0)
+            span = sequence.group_chunks.next_span
             assert span is not None
         except GroupLost as error:
             sequence.error = error
@@ -199,7 +200,7 @@ class EngineLoop:
             return
         self._step([], [(sequence, PrefillChunk(0, *span, last=span[1] == sequence.prompt_len))])
 
-    def _step(self, decoding: list[Sequence], chunks: list[tuple[Sequence, PrefillChunk]]) -> None:
+    def _step(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
         try:
             result = self._run_batch(decoding, chunks)
         except GroupLost as error:  # of a chunk that had the step for itself
@@ -214,7 +215,9 @@ class EngineLoop:
         self._remove(result.left)
         self._on_step(result)
 
-    def _run_batch(self, decoding: list[Sequence], chunks: list[tuple[Sequence, PrefillChunk]]) -> StepResult:
+    def _run_batch(
+        self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]
+    ) -> StepResult:
         began = time.monotonic()
         for sequence, _ in chunks:
             sequence.first_step_at = sequence.first_step_at or began
@@ -228,8 +231,8 @@ class EngineLoop:
             def hook(layer: int) -> None:
                 report(layer, spans)
                 for sequence, _ in chunks:
-                    if sequence.share is not None:
-                        sequence.share.computed(layer)
+                    if sequence.group_chunks is not None:
+                        sequence.group_chunks.layer_computed(layer)
 
         chosen = self._steps.run(decoding, chunks, hook)
         ended = time.monotonic()
@@ -244,21 +247,25 @@ class EngineLoop:
             sequence.compute_s += result.seconds * (chunk.end - chunk.start) / result.prefill_tokens
         for sequence, row in zip(rows, chosen, strict=True):
             index = sequence.next_index
-            if row is not None and append(sequence, row.token):
+            if row is not None and sequence.try_append(row.token):
                 sequence.first_token_at = sequence.first_token_at or ended
-                result.tokens.append(Generated(sequence, index, row.token, sequence.finish, row.logprobs))
+                result.tokens.append(GeneratedToken(sequence, index, row.token, sequence.finish, row.logprobs))
         for sequence, chunk in chunks:
             if chunk.last and not sequence.prefill_only and not sequence.has_ended:
                 self._prefilling.remove(sequence)
                 self._decoding.append(sequence)
         result.left = [s for s in decoding if s.has_ended]
         for sequence, _ in chunks:
-            if sequence.share is not None:
-                sequence.share.over()
+            if sequence.group_chunks is not None:
+                sequence.group_chunks.chunk_computed()
         result.left += [s for s, c in chunks if s.has_ended or _has_left(s, c)]
         return result
 
 
-def _has_left(sequence: Sequence, chunk: PrefillChunk) -> bool:
+def _has_left(sequence: EngineSequence, chunk: PrefillChunk) -> bool:
     """Whether nothing more of it is computed here once this chunk is."""
-    return sequence.share.next_span is None if sequence.share is not None else chunk.last and sequence.prefill_only
+    return (
+        sequence.group_chunks.next_span is None
+        if sequence.group_chunks is not None
+        else chunk.last and sequence.prefill_only
+    )

@@ -10,6 +10,10 @@ WorkerError
 └── StartupError          the node cannot start with this configuration
 """
 
+import logging
+
+log = logging.getLogger(__name__)
+
 
 class WorkerError(Exception):
     """Base of all errors raised by a worker."""
@@ -53,3 +57,14 @@ class EngineBroken(WorkerError):
 
 class StartupError(WorkerError):
     """The node cannot start: the message says what was found, what was expected and what to do."""
+
+
+def sequence_error(error: Exception) -> WorkerError:
+    """Convert an exception that concerns one sequence of a batch into the error with which that sequence ends.
+
+    Grammar errors are final, since the sequence would fail in the same way on any node; all others may be retried.
+    """
+    if isinstance(error, GrammarError):
+        return RequestRefused("grammar", f"the answer cannot be held to its grammar any further: {error}")
+    log.error("a sequence failed alone", exc_info=error)
+    return RequestFailed("engine", f"its logits could not be used: {type(error).__name__}: {error}")

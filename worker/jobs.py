@@ -18,7 +18,7 @@ from moonpool_proto.v1.worker_pb2 import Failure
 from telemetry import logs
 from worker.errors import RequestFailed, RequestRefused
 from worker.request import Request
-from worker.settle import settled
+from worker.shielded_wait import shielded
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Job = asyncio.Task[None]
 OnFailure = Callable[[Request, Failure], None]
 
 
-class Jobs:
+class RequestJobs:
     """Lives on the event loop. `on_failure(request, failure)` and `on_over(request)` are called as each job ends."""
 
     def __init__(self, on_failure: OnFailure, on_over: Callable[[Request], None]) -> None:
@@ -174,4 +174,4 @@ async def _cancelled(jobs: Sequence[Job]) -> None:
     for job in jobs:
         job.cancel()
     if jobs:
-        await settled(asyncio.ensure_future(asyncio.wait(jobs)))
+        await shielded(asyncio.ensure_future(asyncio.wait(jobs)))

@@ -21,26 +21,25 @@ from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, Nod
 from moonpool_proto.v1.worker_pb2 import Timing
 from rpc.versions import own_software
 from telemetry import tracing
-from worker.arrivals import Arrivals
 from worker.config import WorkerConfig
-from worker.counters import Counters
+from worker.counters import WorkerCounters
+from worker.engine_interface import Engine
+from worker.engine_loading import load_engine
 from worker.engine_loop import EngineLoop, StepResult
-from worker.engines import Engine, load_engine
 from worker.errors import RequestFailed, WorkerError
-from worker.jobs import Jobs
-from worker.matchers import Matcher, Matchers
+from worker.grammar_matching import GrammarCompiler, GrammarMatcher
+from worker.jobs import RequestJobs
+from worker.kv_connector import KVConnector
+from worker.kv_receiver import KVReceiver
 from worker.node_slots import NodeSlots
-from worker.parity import Parity
+from worker.parity import ParityChecker
 from worker.policy import BatchLimits, EngineHealth
-from worker.policy.turns import Line
-from worker.pool_glue import PoolGlue
-from worker.reporter import Reporter
-from worker.request import Request
-from worker.request import Sequence as EngineSequence
+from worker.policy.scheduling_order import WaitQueue
+from worker.reporter import ConductorReporter
+from worker.request import EngineSequence, Request, queue_entry_to_proto
 from worker.role_switch import RoleSwitch
-from worker.settle import settled
+from worker.shielded_wait import shielded
 from worker.streams import TokenStreams
-from worker.turn_wire import turn_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +55,20 @@ class WorkerNode:
         self.incarnation = secrets.randbits(63)
         self.model: Engine = load_engine(config)
         own = self.model.config.max_model_len
-        self.matchers = Matchers(config.model_path, self.model.config.vocab_size, self.model.config.eos_token_ids)
+        self.grammars = GrammarCompiler(
+            config.model_path, self.model.config.vocab_size, self.model.config.eos_token_ids
+        )
         self.max_model_len = min(own, config.max_model_len or own, config.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
         self.memory = self.model.new_memory(
             self.messenger, num_slots=config.num_slots, block_tokens=config.block_tokens
         )
-        self.counters = Counters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
-        self.arrivals = Arrivals(self.memory, self.messenger, self.counters, incarnation=self.incarnation)
+        self.counters = WorkerCounters(lambda path, nbytes, seconds: self.reporter.transfer(path, nbytes, seconds))
+        self.kv_receiver = KVReceiver(self.memory, self.messenger, self.counters, incarnation=self.incarnation)
         self.stored, provenance = self.model.new_stored(self.memory, self.messenger)  # the slots as the pool has them
         self.namespace = kv_namespace(self.model.fingerprint, self.stored.spec, provenance)
-        self.pool = PoolGlue(
+        self.kv_connector = KVConnector(
             self.stored,
             self.messenger,
             self.namespace,
@@ -79,7 +80,7 @@ class WorkerNode:
             wait_s=config.kv_load_wait_s,
             counters=self.counters,
         )
-        self.parity = Parity(self.memory, config.kv_parity_sample)
+        self.parity = ParityChecker(self.memory, config.kv_parity_sample)
         self.streams = TokenStreams()
         limits = BatchLimits(config.max_batch, config.prefill_chunk_tokens, config.block_tokens)
         self.engine = EngineLoop(self.model.steps(self.memory), limits, self._on_step_thread)
@@ -88,7 +89,7 @@ class WorkerNode:
         self._health = EngineHealth()
         self.held: dict[str, Held] = {}
         self.timings: dict[int, Timing] = {}
-        self.jobs = Jobs(
+        self.jobs = RequestJobs(
             lambda request, failure: self.streams.send_failure(request.frontend_id, failure), self._job_over
         )
         self.role = RoleSwitch(
@@ -100,31 +101,31 @@ class WorkerNode:
         )
         self.target = ""  # where it is dialled, once it is started
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self.line = Line()  # of the requests that wait here for slots or for their first token
+        self.wait_queue = WaitQueue()  # of the requests that wait here for slots or for their first token
         self.slots = NodeSlots(
             config,
             (self.memory, self.stored),
-            self.line,
+            self.wait_queue,
             extend=self._extend,
             waits=lambda: self.counters.add("kv_growth_waits", 1),
         )
         self._loop = asyncio.get_running_loop()
         self._reporting: asyncio.Task[None] | None = None
-        self.reporter: Reporter
+        self.reporter: ConductorReporter
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, all kernels, so that the first request does not pay for it."""
         self.model.warm_up()
-        self.matchers.warm_up()
+        self.grammars.warm_up()
         digest.warm_up()
 
     async def start(self, target: str) -> None:
         """Start the engine and begin to join the conductor as the node that serves on `target`."""
         self.engine.start()
         self.slots.start()
-        await self.pool.meet()
+        await self.kv_connector.meet()
         self.target = target
-        self.reporter = Reporter(
+        self.reporter = ConductorReporter(
             self._description(), self.config.conductor_targets, self._fill_report, self._on_command
         )
         self._reporting = asyncio.create_task(self.reporter.run())
@@ -137,7 +138,7 @@ class WorkerNode:
             target=self.target,
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
-            pool_node_id=self.pool.own_node_id,
+            pool_node_id=self.kv_connector.own_node_id,
             model=self.config.served_model_name,
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
@@ -168,14 +169,14 @@ class WorkerNode:
             await asyncio.gather(self._reporting, return_exceptions=True)
         self.streams.close()
         await asyncio.to_thread(self.engine.close)
-        await asyncio.to_thread(self.matchers.close)
-        await self.pool.close()
+        await asyncio.to_thread(self.grammars.close)
+        await self.kv_connector.close()
         await self.slots.close()
         if self.stored is not self.memory:
             self.stored.close()
         self.memory.close()
         await asyncio.to_thread(self.messenger.close)
-        self.arrivals.close()
+        self.kv_receiver.close()
 
     def hold(
         self, request: Request, *, committed_tokens: int = 0, remaining_prefill_tokens: int = 0, decode_node: str = ""
@@ -199,13 +200,13 @@ class WorkerNode:
             del self.held[request.request_id]
 
     @contextlib.contextmanager
-    def in_line(self, request: Request) -> Iterator[None]:
+    def queued(self, request: Request) -> Iterator[None]:
         """The request waits here, for its first token at the longest, and is served when it is its turn."""
-        self.line.join(request.key, request.turn)
+        self.wait_queue.add(request.key, request.queue_entry)
         try:
             yield
         finally:
-            self.line.leave(request.key)
+            self.wait_queue.remove(request.key)
 
     def _extend(self, sequence: EngineSequence, slots: list[int]) -> None:
         self.engine.extend(sequence, slots)
@@ -217,11 +218,11 @@ class WorkerNode:
 
     def begin_grammar(self, request: Request) -> None:
         """Compile the request's grammar, if it has one, while the request waits for other things."""
-        self.matchers.begin(request.sampling.grammar)
+        self.grammars.begin(request.sampling.grammar)
 
-    async def matcher(self, request: Request) -> Matcher | None:
+    async def matcher(self, request: Request) -> GrammarMatcher | None:
         """Where the request's generated ids lead in its grammar. Raises RequestRefused; None without a grammar."""
-        return await self.matchers.matcher(request.sampling.grammar, request.generated_ids)
+        return await self.grammars.matcher(request.sampling.grammar, request.generated_ids)
 
     # Engine.
 
@@ -240,7 +241,7 @@ class WorkerNode:
         except asyncio.CancelledError:
             self.engine.cancel(sequence)
             with contextlib.suppress(asyncio.CancelledError, WorkerError):
-                await settled(leaving)
+                await shielded(leaving)
             raise
         finally:
             del self._leaving[id(sequence)]
@@ -304,7 +305,7 @@ class WorkerNode:
 
     def _report_prefill(self, sequence: EngineSequence, timing: Timing) -> None:
         request = sequence.request
-        self.line.leave(request.key)
+        self.wait_queue.remove(request.key)
         cached = timing.cached_tokens
         is_alone = sequence.computed_tokens == len(request.prompt) - cached  # else a group did: it tells of no one node
         # What a decode node computed beside its batch says nothing of what prefill nodes take either.
@@ -322,8 +323,8 @@ class WorkerNode:
         report.held.extend(self.held.values())
         now_s = time.monotonic()
         for held in report.held:
-            if (key := (held.request_id, held.attempt)) in self.line:
-                held.turn.CopyFrom(turn_to_proto(self.line.turn(key), now_s))
+            if (key := (held.request_id, held.attempt)) in self.wait_queue:
+                held.turn.CopyFrom(queue_entry_to_proto(self.wait_queue.entry(key), now_s))
         for name, value in self.counters.snapshot().items():
             report.counters[name] = value
         for name, value in self.model.counters().items():
@@ -342,10 +343,10 @@ class WorkerNode:
             "slots_quarantined": self.slots.pool.num_quarantined,
             "slot_waiters": self.slots.num_waiting,
             "growing": len(self.slots.growing),
-            "receiving": len(self.arrivals),
-            "in_line": len(self.line),
+            "receiving": len(self.kv_receiver),
+            "in_line": len(self.wait_queue),
             "engine_sequences": self.engine.num_sequences,
-            "leases": self.pool.num_pinned,
+            "leases": self.kv_connector.num_pinned,
             "held": len(self.held),
         }
         problems += [f"{name} = {count} at rest" for name, count in counts.items() if count]

@@ -14,11 +14,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from worker.engine_memory import EngineMemory
+from worker.slot_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Aside:
+class ParitySample:
     """What a pool gave of blocks [first, first + n) of a prompt."""
 
     first: int
@@ -27,7 +27,7 @@ class Aside:
     content: tuple[NDArray[np.uint8], ...]  # per group [n, slot_nbytes]
 
 
-class Parity:
+class ParityChecker:
     """Chooses requests, and compares."""
 
     def __init__(self, memory: EngineMemory, share: float) -> None:
@@ -45,12 +45,12 @@ class Parity:
             return None
         return int.from_bytes(chance[8:], "little") % num_blocks
 
-    def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> Aside:
+    def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> ParitySample:
         """Copy what was loaded into the slots of blocks `first` and on, before it is computed there. Blocking."""
         content = (self._memory.slot_bytes(g, slots) for g in range(self._memory.num_groups))
-        return Aside(first, tuple(slots), valid, tuple(content))
+        return ParitySample(first, tuple(slots), valid, tuple(content))
 
-    def wrong_blocks(self, aside: Aside) -> list[int]:
+    def wrong_blocks(self, aside: ParitySample) -> list[int]:
         """The places in the prompt of blocks that are not what was computed in their slots since. Blocking."""
         self._memory.to_host(aside.slots)
         wrong = np.zeros(len(aside.slots), dtype=bool)

@@ -13,13 +13,12 @@ import numpy as np
 
 from moonpool_proto.v1.worker_pb2 import Timing
 from telemetry.tracing import Span
-from worker.keeping import Kept
-from worker.matchers import Matcher
+from worker.grammar_matching import GrammarMatcher
 from worker.node import WorkerNode
-from worker.parity import Aside
-from worker.pinned import Pinned
-from worker.request import Request, Sequence
-from worker.settle import in_thread, settled
+from worker.parity import ParitySample
+from worker.prefix_blocks import PinnedBlocks, PrefixSave
+from worker.request import EngineSequence, Request
+from worker.shielded_wait import in_thread, shielded
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +30,12 @@ class Prepared:
     request: Request
     slots: list[int]
     local_blocks: int
-    pinned: list[Pinned]
+    pinned: list[PinnedBlocks]
     cut: int | None  # blocks from here on are computed, even if they could be reused, to be compared
     reused_tokens: int = 0  # the last prompt token is never one of them
     elsewhere_tokens: int = 0  # of the prompt, those that the decode node may reuse by itself
     store_from: int = 0  # blocks before it are in the pool
-    aside: Aside | None = None
+    aside: ParitySample | None = None
     load_s: float = 0.0
     is_superseding: bool = False  # a block is stored that contains the partial one that was reused
 
@@ -70,7 +69,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     cut = node.parity.cut(request.request_id, reusable)
     num_slots = -(-peak_tokens // block_tokens)
     if node.slots.must_wait(num_slots):
-        node.pool.prefetch(request, reusable)
+        node.kv_connector.prefetch(request, reusable)
     slots, num_shared = await node.slots.take(request.key, request.keys[: reusable if cut is None else cut], num_slots)
     # A task of its own: a cancelled caller must still learn of the leases that it was given.
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
@@ -80,7 +79,9 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         yield work
     finally:
         node.slots.give(slots)
-        await settled(asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding)))
+        await shielded(
+            asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
+        )
 
 
 def reusable_blocks(request: Request, block_tokens: int) -> int:
@@ -91,14 +92,14 @@ def reusable_blocks(request: Request, block_tokens: int) -> int:
     return 0 if request.scores_prompt else (len(request.prompt) - 1) // block_tokens
 
 
-async def _pin(node: WorkerNode, request: Request, reusable: int) -> list[Pinned]:
-    return [] if request.scores_prompt or len(request.prompt) == 1 else await node.pool.pin(request, reusable)
+async def _pin(node: WorkerNode, request: Request, reusable: int) -> list[PinnedBlocks]:
+    return [] if request.scores_prompt or len(request.prompt) == 1 else await node.kv_connector.pin(request, reusable)
 
 
-async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[Pinned]], *, superseded: bool) -> None:
+async def _unpin(node: WorkerNode, pinning: asyncio.Task[list[PinnedBlocks]], *, superseded: bool) -> None:
     await asyncio.wait([pinning])
     if pinning.exception() is None:
-        await node.pool.unpin(pinning.result(), superseded=superseded)
+        await node.kv_connector.unpin(pinning.result(), superseded=superseded)
 
 
 async def load(node: WorkerNode, work: Prepared, span: Span) -> None:
@@ -118,7 +119,7 @@ async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
     good = 0
     if wanted:
         with span.child("messenger load", "client", blocks=wanted):
-            good = await node.pool.load(work.pinned, work.slots[local : local + wanted], local)
+            good = await node.kv_connector.load(work.pinned, work.slots[local : local + wanted], local)
     work.store_from = pooled
     work.reused_tokens = (local + min(good, wanted - (tail is not None))) * block_tokens
     if good < wanted:
@@ -132,7 +133,7 @@ async def _load(node: WorkerNode, work: Prepared, span: Span) -> None:
     node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
 
 
-def trace_prompt(span: Span, sequence: Sequence, work: Prepared) -> None:
+def trace_prompt(span: Span, sequence: EngineSequence, work: Prepared) -> None:
     """Tell a span how the prompt came to its first token."""
     if span.is_on:
         queued_s = sequence.request.submitted, sequence.first_step_at
@@ -141,7 +142,7 @@ def trace_prompt(span: Span, sequence: Sequence, work: Prepared) -> None:
         span.past("compute", sequence.first_step_at, sequence.first_token_at, **computed)
 
 
-def trace_answer(span: Span, sequence: Sequence) -> None:
+def trace_answer(span: Span, sequence: EngineSequence) -> None:
     """Tell a span how the answer was generated, once it has left the engine."""
     if span.is_on and sequence.first_token_at:
         generated = sequence.num_tokens - sequence.prompt_len
@@ -159,11 +160,15 @@ async def _set_aside(node: WorkerNode, work: Prepared, num_loaded: int) -> None:
     work.aside = await in_thread(node.parity.set_aside, work.cut, slots, rows[skip:])
 
 
-def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, prefill_only: bool) -> Sequence:
+def sequence_of(
+    node: WorkerNode, work: Prepared, matcher: GrammarMatcher | None, *, prefill_only: bool
+) -> EngineSequence:
     """The engine's sequence for prepared work, with its timing noted for the first token."""
     cached = work.reused_tokens
-    sequence = Sequence.of(work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher)
-    sequence.turn = node.line.turn(work.request.key)
+    sequence = EngineSequence.of(
+        work.request, work.slots, num_computed=cached, prefill_only=prefill_only, matcher=matcher
+    )
+    sequence.queue_entry = node.wait_queue.entry(work.request.key)
     tiers = [pin.tokens_by_tier(cached) for pin in work.pinned]
     dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
     node.timings[id(sequence)] = Timing(
@@ -182,22 +187,22 @@ def sequence_of(node: WorkerNode, work: Prepared, matcher: Matcher | None, *, pr
     return sequence
 
 
-async def keep(node: WorkerNode, work: Prepared, sequence: Sequence, *, goes_on: bool = False) -> None:
+async def keep(node: WorkerNode, work: Prepared, sequence: EngineSequence, *, goes_on: bool = False) -> None:
     """Let later requests find what was computed: here, and, stored, everywhere.
 
     A sequence that `goes_on` elsewhere keeps its whole blocks; what is partial will have grown by its end.
     """
-    kept = Kept.of(sequence, node.config.block_tokens)
+    kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None
     if aside is not None:
         await _compare(node, work, aside)
     node.slots.index(work.slots, kept.keys, anew_from=work.cut)
     kept = kept.whole() if goes_on else kept
-    await node.pool.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
+    await node.kv_connector.store(kept, work.slots, work.store_from, token_s=sequence.token_s)
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 
 
-async def _compare(node: WorkerNode, work: Prepared, aside: Aside) -> None:
+async def _compare(node: WorkerNode, work: Prepared, aside: ParitySample) -> None:
     """What a pool gave against what was computed in its stead; blocks found wrong are taken out and stored again."""
     wrong = await in_thread(node.parity.wrong_blocks, aside)
     node.counters.add("parity_checked_blocks", len(aside.slots))
@@ -213,5 +218,5 @@ async def _compare(node: WorkerNode, work: Prepared, aside: Aside) -> None:
                     "computed wrongly, or damaged before they were taken; its key is %s in namespace %s",
                     *(block, pin.lease.endpoint.node_id, key, node.namespace.hex()),
                 )
-    await node.pool.quarantine(work.pinned, wrong)
+    await node.kv_connector.quarantine(work.pinned, wrong)
     work.store_from = min(work.store_from, wrong[0])

@@ -1,24 +1,27 @@
-"""A request as a worker sees it: the parsed Submit, and the sequence the engine works on."""
+"""Turns on the wire, where times are relative to when they are told: clocks of two hosts have nothing in common.
+
+A request as a worker sees it: the parsed Submit, and the sequence the engine works on.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
-from worker.errors import RequestRefused, WorkerError
-from worker.matchers import Matcher
-from worker.policy.turns import ALWAYS_NEXT, Key, Turn
-from worker.sampling import Sampling
-from worker.scores import PromptScores
-from worker.share import Share
+from worker.errors import RequestRefused, WorkerError, sequence_error
+from worker.grammar_matching import GrammarMatcher
+from worker.logprobs import PromptLogprobs
+from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
+from worker.sampling import SamplingParams
 from worker.steering import Steering
-from worker.turn_wire import turn_from_proto
 
 KEY_NBYTES = 16
 
@@ -34,7 +37,7 @@ class Request:
     generated: int
     keys: tuple[bytes, ...]  # chain key per full block of the prompt
     chain_seed: bytes
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int  # over all attempts
     vocab_size: int
     placement: Placement
@@ -42,7 +45,7 @@ class Request:
     deadline: float
     idle_s: float  # > 0: endless; once it has a token its deadline is that of the next one
     proto: Submit
-    turn: Turn
+    queue_entry: QueueEntry
 
     @classmethod
     def from_proto(cls, submit: Submit, *, vocab_size: int, max_model_len: int, block_tokens: int) -> Request:
@@ -84,7 +87,7 @@ class Request:
             generated=submit.generated,
             keys=keys,
             chain_seed=submit.chain_seed,
-            sampling=Sampling.from_proto(submit.sampling, vocab_size=vocab_size),
+            sampling=SamplingParams.from_proto(submit.sampling, vocab_size=vocab_size),
             max_tokens=min(submit.sampling.max_tokens, submit.generated + max_model_len - len(prompt)),
             vocab_size=vocab_size,
             placement=submit.placement,
@@ -92,11 +95,11 @@ class Request:
             deadline=now + (submit.timeout_s or 600.0),
             idle_s=submit.idle_s,
             proto=submit,
-            turn=turn_from_proto(submit.placement.turn, now),
+            queue_entry=queue_entry_from_proto(submit.placement.turn, now),
         )
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RequestKey:
         """What it goes by in line."""
         return self.request_id, self.attempt
 
@@ -141,8 +144,35 @@ def _check_times(submit: Submit) -> None:
             raise RequestRefused("bad_times", f"{name} is {seconds}; expected a finite number of seconds")
 
 
+class GroupChunks(Protocol):
+    """The chunks of a prompt that this node computes as a member of a prefill group, as the engine loop sees them.
+
+    Implemented by `prefill_node.group_member.MemberChunks`. All methods but `lose` are called on the engine thread.
+    """
+
+    @property
+    def next_span(self) -> tuple[int, int] | None:
+        """Prompt tokens [start, end) of the next chunk; None when this member has computed all of its chunks."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the first layer of the next chunk can be computed, or if the group is lost."""
+
+    def wait(self, layer: int) -> None:
+        """Block until this layer of all preceding blocks is present. Raises GroupLost."""
+
+    def layer_computed(self, layer: int) -> None:
+        """Record one layer of the next chunk as computed and wait for the input of the next layer. Raises GroupLost."""
+
+    def chunk_computed(self) -> None:
+        """Record that all layers of the next chunk are computed."""
+
+    def lose(self, why: str) -> None:
+        """Mark the group as lost and wake the engine thread if it waits. Any thread."""
+
+
 @dataclass(slots=True, eq=False)
-class Sequence:
+class EngineSequence:
     """The engine's working state of one request. Written by the engine thread while it is in the loop."""
 
     request: Request
@@ -152,19 +182,19 @@ class Sequence:
     num_computed: int
     prefill_only: bool  # leaves the loop with its first token
     steering: Steering | None = None  # None: tokens are drawn as the model gives them
-    prompt_scores: PromptScores | None = None
+    prompt_scores: PromptLogprobs | None = None
     table: NDArray[np.int32] = field(init=False)
     error: WorkerError | None = None  # why it left unfinished, when that was its own fault
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
-    share: Share | None = None  # of a prompt that a group computes: the chunks that are this node's
+    group_chunks: GroupChunks | None = None  # set while a prefill group computes the prompt
     compute_s: float = 0.0  # its share of the steps that computed its prompt
     computed_tokens: int = 0  # of its prompt, here
     is_beside_decodes: bool = False  # others decoded in some of those steps
     reused_tokens: int = field(init=False)  # of its prompt
     engine_state: object = None  # what the engine keeps of it
     kept_tokens: int | None = None  # prompt and answer as the next turn will hold them; None: all that is computed
-    turn: Turn = ALWAYS_NEXT  # among the prompts being computed
+    queue_entry: QueueEntry = ALWAYS_NEXT  # among the prompts being computed
     first_step_at: float = 0.0  # time.monotonic() instants
     first_token_at: float = 0.0  # of those generated here
     committed_at: float = 0.0  # handed over by a prefill node
@@ -182,8 +212,8 @@ class Sequence:
         *,
         num_computed: int,
         prefill_only: bool,
-        matcher: Matcher | None = None,
-    ) -> Sequence:
+        matcher: GrammarMatcher | None = None,
+    ) -> EngineSequence:
         """`matcher` stands where the request's generated ids lead in its grammar, if it has one."""
         n = len(request.prompt)
         tokens = np.zeros(n + request.max_tokens - request.generated, dtype=np.int32)
@@ -199,7 +229,7 @@ class Sequence:
                 matcher=matcher,
             )
         if request.scores_prompt and num_computed == 0:
-            sequence.prompt_scores = PromptScores(request.prompt, request.sampling.prompt_logprobs or 0)
+            sequence.prompt_scores = PromptLogprobs(request.prompt, request.sampling.prompt_logprobs or 0)
         return sequence
 
     def extend(self, slots: list[int]) -> None:
@@ -230,6 +260,14 @@ class Sequence:
         """Nothing more is generated: finished, or failed by its own fault."""
         return bool(self.finish) or self.error is not None
 
+    def try_append(self, token: int) -> bool:
+        """Append a generated token. Returns False and sets `error` if the sequence cannot continue with it."""
+        try:
+            self.append(token)
+        except Exception as error:
+            self.error = sequence_error(error)
+        return self.error is None
+
     def append(self, token: int) -> None:
         """Take a generated token and decide whether it ends the request. Raises GrammarError."""
         self.tokens[self.num_tokens] = token
@@ -242,3 +280,35 @@ class Sequence:
             self.finish = finish
         elif self.remaining <= 0:
             self.finish = FINISH_LENGTH
+
+
+def queue_entry_from_proto(message: conductor_pb2.Turn, now_s: float) -> QueueEntry:
+    """As told at `now_s`. A message that nobody filled in is the turn of one that has just come.
+
+    What is no time counts as none: among others' times it could not be put in order.
+    """
+    waited_s, due_in_s, ages_in_s = (
+        told if math.isfinite(told) else 0.0 for told in (message.waited_s, message.due_in_s, message.ages_in_s)
+    )
+    return QueueEntry(
+        arrived_s=now_s - waited_s,
+        due_s=now_s + due_in_s,
+        ages_s=now_s + ages_in_s,
+        level=message.level,
+        account=message.account,
+        start_ns=message.start_ns,
+        priority=message.priority,
+    )
+
+
+def queue_entry_to_proto(turn: QueueEntry, now_s: float) -> conductor_pb2.Turn:
+    """To be told at `now_s`."""
+    return conductor_pb2.Turn(
+        level=turn.level,
+        account=turn.account,
+        start_ns=turn.start_ns,
+        priority=turn.priority,
+        waited_s=now_s - turn.arrived_s,
+        due_in_s=turn.due_s - now_s,
+        ages_in_s=turn.ages_s - now_s,
+    )

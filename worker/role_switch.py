@@ -13,9 +13,7 @@ import logging
 from collections.abc import Callable
 
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, Role
-from worker.jobs import Jobs
-
-__all__ = ["RoleSwitch"]
+from worker.jobs import RequestJobs
 
 log = logging.getLogger(__name__)
 _CHANGING = frozenset({ROLE_PREFILL, ROLE_DECODE})
@@ -26,7 +24,13 @@ class RoleSwitch:
     """One worker's role. While `is_switching`, conductors give it nothing new; lives on the event loop."""
 
     def __init__(
-        self, role: Role.ValueType, jobs: Jobs, *, grace_s: float, news: Callable[[], None], done: Callable[[], None]
+        self,
+        role: Role.ValueType,
+        jobs: RequestJobs,
+        *,
+        grace_s: float,
+        news: Callable[[], None],
+        done: Callable[[], None],
     ) -> None:
         """`grace_s`: for what the old role asked for. `news()`: tell conductors that it switches; `done()`: what it
         is from now on."""

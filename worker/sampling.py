@@ -22,7 +22,7 @@ _LEAST_REPETITION_PENALTY = 1e-30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampling:
+class SamplingParams:
     """Checked parameters; ids are within the vocabulary."""
 
     temperature: float  # 0 = greedy
@@ -43,7 +43,7 @@ class Sampling:
     grammar: Grammar | None
 
     @classmethod
-    def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> Sampling:
+    def from_proto(cls, asked: SamplingProto, *, vocab_size: int) -> SamplingParams:
         """Raises RequestRefused naming the field, what was found and what was expected."""
         repetition = asked.repetition_penalty if asked.HasField("repetition_penalty") else 1.0
         _check_numbers(asked, repetition)

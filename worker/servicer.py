@@ -41,7 +41,7 @@ LAST_WRITE_S = 0.5
 Serve = Callable[[Request], Coroutine[Any, Any, None]]  # one request's work here, from Submit to its end
 
 
-class TakesOver(Protocol):
+class HandoffReceiver(Protocol):
     """The receiving side of a hand-over from prefill to decode."""
 
     async def reserve(self, request: Request, asked: ReserveRequest) -> ReserveReply:
@@ -54,8 +54,8 @@ class TakesOver(Protocol):
         """The writer has stopped."""
 
 
-class Helps(Protocol):
-    """The helping side of a prefill group."""
+class PrefillHelper(Protocol):
+    """The helper side of a prefill group."""
 
     async def serve(
         self,
@@ -67,19 +67,21 @@ class Helps(Protocol):
         """One call of a head, from its first message to its end. Raises RequestRefused, RequestFailed."""
 
 
-class WorkerFace(WorkerServicer):
+class WorkerService(WorkerServicer):
     """Does what a placement asks for: a node's role is a matter between it and the conductor.
 
     A request whose placement names a decode node is prefilled here and handed over, another one served to its end. Only
     a decode node hands nothing over: who holds pages for prompts waits for decode nodes, and those for nobody.
     """
 
-    def __init__(self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: TakesOver, helping: Helps) -> None:
+    def __init__(
+        self, node: WorkerNode, *, prefill: Serve, whole: Serve, decode: HandoffReceiver, helper: PrefillHelper
+    ) -> None:
         self.node = node
         self._prefill = prefill
         self._whole = whole
         self._decode = decode
-        self._helping = helping
+        self._helping = helper
         self._background: set[asyncio.Task[None]] = set()
 
     async def Attach(  # type: ignore[override]  # it writes instead of yielding: cut short, it is told at once

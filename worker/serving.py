@@ -10,7 +10,7 @@ from rpc.control import ControlServer, dialled
 from rpc.waiting import first_of
 from worker.errors import EngineBroken
 from worker.node import WorkerNode
-from worker.settle import in_thread
+from worker.shielded_wait import in_thread
 
 STOP_GRACE_S = 0.5
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from engine import Bias, LogitSteering, Penalties
 from moonpool_proto.v1.worker_pb2 import FINISH_NONE, Finish
-from worker.matchers import Matcher
-from worker.sampling import Sampling
+from worker.grammar_matching import GrammarMatcher
+from worker.sampling import SamplingParams
 
 
 class SeenTokens:
@@ -54,13 +54,13 @@ class Steering:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         prompt: NDArray[np.int32],
         generated: int,
         *,
         capacity: int,
         vocab_size: int,
-        matcher: Matcher | None,
+        matcher: GrammarMatcher | None,
     ) -> None:
         """The last `generated` of the ids in `prompt` were generated before, and the matcher has taken them."""
         self._sampling = sampling
@@ -76,7 +76,7 @@ class Steering:
             self._seen = SeenTokens(own, prompt[split:], capacity=capacity, vocab_size=vocab_size)
 
     @staticmethod
-    def is_wanted(sampling: Sampling) -> bool:
+    def is_wanted(sampling: SamplingParams) -> bool:
         """Whether anything steers the tokens of such a request."""
         return bool(
             sampling.has_penalties or len(sampling.bias_ids) or sampling.min_tokens or sampling.grammar is not None

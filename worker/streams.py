@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 from moonpool_proto.v1.worker_pb2 import Failure, Timing, Token, WorkerMessage
-from worker.engine_loop import Generated
+from worker.engine_loop import GeneratedToken
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class TokenStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def send_tokens(self, tokens: Iterable[Generated], timing: dict[str, Timing]) -> None:
+    def send_tokens(self, tokens: Iterable[GeneratedToken], timing: dict[str, Timing]) -> None:
         """Send one step's tokens; `timing` by request id goes with an attempt's first token."""
         by_frontend: dict[str, WorkerMessage] = defaultdict(WorkerMessage)
         for generated in tokens:

@@ -1,29 +1,129 @@
-"""The engine that computes: a loaded model behind the workers' seam."""
+"""What an engine computes on, in words: so that costs measured on one machine are not taken for another's.
+
+From a step's logits to its tokens. A row that fails, fails alone.
+
+The engine that computes: a loaded model behind the workers' seam.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine import EngineError, ForwardBatch, Model, PagedCache, SequenceChunk, load_model
+from engine import (
+    EngineError,
+    ForwardBatch,
+    LogitSteering,
+    Model,
+    PagedCache,
+    SamplingError,
+    SamplingRow,
+    SequenceChunk,
+    load_model,
+    sample,
+    steer,
+)
 from kvpool import Provenance
 from messenger import Messenger
-from worker.choosing import choose, score_prompts
-from worker.chosen import Chosen
-from worker.engine_memory import EngineMemory
-from worker.engines import Engine, OnLayer
-from worker.errors import StartupError
-from worker.hardware import hardware_name
-from worker.kv_memory import KvMemory
+from worker.engine_interface import Engine, OnLayer, SampledToken
+from worker.errors import StartupError, sequence_error
+from worker.kv_memory import KvMemory, QuantisedMemory
+from worker.logprobs import score_tokens
 from worker.policy import PrefillChunk
-from worker.quantised import QuantisedMemory
-from worker.request import Request, Sequence
-from worker.slot_memory import SlotMemory
+from worker.request import EngineSequence, Request
+from worker.slot_memory import EngineMemory, SlotMemory
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
+
+
+def hardware_name(device: torch.device, threads: int) -> str:
+    """A GPU's name, or the CPU's and how many threads compute on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+@cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found and found[0] else platform.processor() or platform.machine() or "unknown CPU"
+
+
+def score_prompts(
+    logits: torch.Tensor, num_decoding: int, chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
+) -> torch.Tensor:
+    """Let prompts that are to be scored take their rows of a step's logits, which begin with those of the decoding
+    sequences. The rows that tokens are chosen from are left."""
+    if all(sequence.prompt_scores is None for sequence, _ in chunks):
+        return logits
+    chosen_from = list(range(num_decoding))
+    begin = num_decoding
+    for sequence, chunk in chunks:
+        end = begin + (chunk.last if sequence.prompt_scores is None else chunk.end - chunk.start)
+        if sequence.prompt_scores is not None:
+            try:
+                sequence.prompt_scores.take(logits[begin:end], chunk.start)
+            except Exception as error:
+                sequence.error = sequence_error(error)
+        if chunk.last:
+            chosen_from.append(end - 1)
+        begin = end
+    return logits[chosen_from]
+
+
+def sample_tokens(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[SampledToken | None]:
+    """One token per row of logits [B, V]; None for a sequence that cannot go on, whose `error` says why."""
+    if not sequences:
+        return []
+    tokens = _sampled(steer(logits, [_steering(s) for s in sequences]), sequences)
+    scores = score_tokens(logits, tokens, [s.request.sampling.logprobs if s.error is None else None for s in sequences])
+    return [
+        SampledToken(token, score) if sequence.error is None else None
+        for sequence, token, score in zip(sequences, tokens.tolist(), scores, strict=True)
+    ]
+
+
+def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArray[np.int64]:
+    """One id per row; any id for a sequence whose logits are damaged. Raises SamplingError if those of all are."""
+    rows = [_row(sequence) for sequence in sequences]
+    try:
+        return sample(logits, rows)
+    except SamplingError as error:
+        sound = logits.amax(dim=1).isfinite().nonzero()[:, 0].tolist()
+        if not 0 < len(sound) < len(rows):
+            raise
+        for i in set(range(len(rows))).difference(sound):
+            sequences[i].error = sequences[i].error or sequence_error(error)
+    tokens = np.zeros(len(rows), np.int64)
+    tokens[sound] = sample(logits[sound], [rows[i] for i in sound])
+    return tokens
+
+
+def _steering(sequence: EngineSequence) -> LogitSteering | None:
+    if sequence.steering is None:
+        return None
+    try:
+        return sequence.steering.row(sequence.next_index)
+    except Exception as error:
+        sequence.error = sequence_error(error)
+        return None
+
+
+def _row(sequence: EngineSequence) -> SamplingRow:
+    s = sequence.request.sampling
+    return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, sequence.next_index, s.min_p)
 
 
 class ModelSteps:
@@ -35,17 +135,20 @@ class ModelSteps:
 
     @torch.inference_mode()
     def run(
-        self, decoding: Rows[Sequence], chunks: Rows[tuple[Sequence, PrefillChunk]], on_layer: OnLayer | None
-    ) -> list[Chosen | None]:
+        self,
+        decoding: Sequence[EngineSequence],
+        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
+        on_layer: OnLayer | None,
+    ) -> list[SampledToken | None]:
         batch = ForwardBatch(
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
         )
         logits = self._model.forward(batch, self._cache, on_layer)
         rows = [*decoding, *(s for s, c in chunks if c.last)]
-        return choose(score_prompts(logits, len(decoding), chunks), rows)
+        return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
 
-    def _chunk(self, sequence: Sequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
+    def _chunk(self, sequence: EngineSequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
         used = -(-end // self._cache.block_tokens)
         return SequenceChunk(
             token_ids=sequence.tokens[start:end],

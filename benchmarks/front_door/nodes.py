@@ -18,7 +18,7 @@ from typing import Any
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from moonpool_proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from rpc.control import run, start_server
-from worker.join_stream import JoinStream
+from worker.reporter import JoinStream
 
 _FIRST_ID, _IDS = 500, 100
 _CAPACITY_TOKENS = 1 << 30

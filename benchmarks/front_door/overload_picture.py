@@ -41,11 +41,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         goodput.set_title("goodput, requests/s")
         goodput.set_yticks(range(len(modes)), list(modes))
         goodput.invert_yaxis()
-        shares = [
+        assign_chunks = [
             (name, colour, [100 * row["ends"].get(name, 0) / row["requests"] for row in modes.values()])
             for name, colour in ENDS.items()
         ]
-        _stack(ends, [share for share in shares if any(share[2])])
+        _stack(ends, [share for share in assign_chunks if any(share[2])])
         ends.set_title("what became of the requests, %")
         tokens = [(row["computed_prompt_tokens"] / 1e3, row["wasted_prompt_tokens"] / 1e3) for row in modes.values()]
         useful = ("useful", USEFUL, [computed - wasted for computed, wasted in tokens])

@@ -150,7 +150,7 @@ class NodeLost:
 @quick
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When a request is served among those that wait on its node (`worker.policy.turns`), as of this moment."""
+    """Scheduling order of a waiting request on its node, as of this moment (`worker.policy.scheduling_order`)."""
 
     level: int = 0  # of its class: lower goes first
     account: str = ""  # token of the one who is charged

@@ -4,7 +4,7 @@ Formulas are those of `cost_formulas`, in the same order of operations, so that 
 it is made. Nothing here checks its arguments.
 
 The compiled loops over those that wait for a prefill: which ticket a newcomer uses, and the work that goes before it
-at each node. The order is that of `worker.policy.turns`. They only compute, and check no arguments.
+at each node. The order is that of `worker.policy.scheduling_order`. They only compute, and check no arguments.
 
 The compiled first half of a plan, in one go: what is placed, what pool nodes hold, who goes first, Algorithm 1.
 
@@ -330,7 +330,7 @@ def line_up(
 
 def share(table: Any, turns: Any, rows: Any, row: Any) -> None:
     """Of the account's requests of this class in line at the row's prefill node, the first uses the smallest ticket,
-    the next the next, as on the node (`worker.policy.turns.Line`)."""
+    the next the next, as on the node (`worker.policy.scheduling_order.WaitQueue`)."""
     slot, account, level = table[PREFILL_NODE, row], turns[ACCOUNT, row], turns[LEVEL, row]
     group = np.empty(rows, np.int64)
     count = 0

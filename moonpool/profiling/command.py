@@ -120,7 +120,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[Point], li
     from engine import EngineError, load_model
     from moonpool.profiling.measuring import EngineRun
     from moonpool.role_configs import choose_device
-    from worker.hardware import hardware_name
+    from worker.transformer import hardware_name
 
     console, settings, repeats = Console(stderr=True), work.settings, work.repeats
     try:

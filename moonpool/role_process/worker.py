@@ -3,15 +3,15 @@
 import asyncio
 from collections.abc import Callable
 
-from decode_node.server import Decode
+from decode_node.server import DecodeService
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL
 from moonpool_proto.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from prefill_node.server import Prefill
+from prefill_node.server import PrefillService
 from rpc.control import start_server
-from worker.aggregated import Whole
+from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
-from worker.servicer import WorkerFace
+from worker.servicer import WorkerService
 from worker.serving import serve_until
 
 _ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "aggregated": ROLE_AGGREGATED}
@@ -21,8 +21,10 @@ async def serve_worker(config: WorkerConfig, role: str, stop: asyncio.Event, on_
     """Run a worker that begins as "prefill", "decode" or "aggregated" until `stop`, or until it is drained: whether it
     was."""
     node = WorkerNode(config, _ROLES[role])
-    prefill, decode = Prefill(node), Decode(node)
-    face = WorkerFace(node, prefill=prefill.serve, whole=Whole(node).serve, decode=decode, helping=prefill.helping)
+    prefill, decode = PrefillService(node), DecodeService(node)
+    face = WorkerService(
+        node, prefill=prefill.serve, whole=AggregatedService(node).serve, decode=decode, helper=prefill.helper
+    )
     server = await start_server(config.listen, lambda s: add_WorkerServicer_to_server(face, s))
     try:
         return await serve_until(node, server, stop, on_ready)

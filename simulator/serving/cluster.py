@@ -23,7 +23,7 @@ from simulator.serving.prefill import PrefillNode
 from simulator.serving.requests import End, Job, Work, Workload
 from simulator.serving.settings import ServingSettings, Truth
 from worker.policy.cost_profile import CostProfile
-from worker.policy.turns import Turn
+from worker.policy.scheduling_order import QueueEntry
 
 MODEL = "simulated"
 _FRONTEND = "frontend"
@@ -188,7 +188,7 @@ class Cluster:
         work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
         work.asks_again = place.asks_again
         now_s, turn = self.clock.now_ns / NS, place.turn
-        work.turn = Turn(
+        work.queue_entry = QueueEntry(
             arrived_s=now_s - turn.waited_s,
             due_s=now_s + turn.due_in_s,
             ages_s=now_s + turn.ages_in_s,

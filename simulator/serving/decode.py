@@ -14,7 +14,7 @@ from simulator.serving.reporter import Reporter
 from simulator.serving.requests import Work
 from simulator.serving.settings import ServingSettings, Truth
 from worker.policy import BatchLimits, BatchPlan, plan_step
-from worker.policy.turns import Line
+from worker.policy.scheduling_order import WaitQueue
 
 _MOST_STEPS = 32  # taken at once, so that the growing context is felt
 
@@ -45,7 +45,7 @@ class DecodeNode:
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._over = over
         self._prefilled = prefilled
-        self._line = Line()  # of those that wait for pages
+        self._wait_queue = WaitQueue()  # of those that wait for pages
         self._waiting: list[tuple[Work, Callable[[Work], None]]] = []
         self._holding: dict[str, Work] = {}
         self._joining: list[Work] = []
@@ -65,7 +65,7 @@ class DecodeNode:
 
     def reserve(self, work: Work, ready: Callable[[Work], None]) -> None:
         """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
-        self._line.join(work.key, work.turn)
+        self._wait_queue.add(work.key, work.queue_entry)
         self._waiting.append((work, ready))
         self._serve_waiting()
 
@@ -98,12 +98,12 @@ class DecodeNode:
     def _serve_waiting(self) -> None:
         while self._waiting:
             now_s = self._clock.now_ns / NS
-            work, ready = first = min(self._waiting, key=lambda waiter: self._line.rank(waiter[0].key, now_s))
+            work, ready = first = min(self._waiting, key=lambda waiter: self._wait_queue.rank(waiter[0].key, now_s))
             need = peak_tokens(work.job.prompt_tokens, self._settings.max_new_tokens, self._block_tokens)
             if need > self.free_tokens:
                 return
             self._waiting.remove(first)
-            self._line.leave(work.key)
+            self._wait_queue.remove(work.key)
             self.free_tokens -= need
             work.committed_tokens = need
             self._holding[work.job.name] = work
@@ -117,7 +117,7 @@ class DecodeNode:
         self._running += self._joining
         self._joining = []
         self._run += 1
-        self._prompts.sort(key=lambda work: work.turn.rank(now_ns / NS))
+        self._prompts.sort(key=lambda work: work.queue_entry.rank(now_ns / NS))
         plan = plan_step(
             [work.job.output_tokens - work.generated for work in self._running],
             [(work.computed, work.job.prompt_tokens) for work in self._prompts],

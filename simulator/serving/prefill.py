@@ -11,7 +11,7 @@ from simulator.serving.reporter import Reporter
 from simulator.serving.requests import Work
 from simulator.serving.settings import ServingSettings, Truth
 from worker.policy import BatchLimits, BatchPlan, plan_step
-from worker.policy.turns import Key, Line
+from worker.policy.scheduling_order import RequestKey, WaitQueue
 
 
 class PrefillNode:
@@ -46,9 +46,9 @@ class PrefillNode:
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._prefilled = prefilled
         self._held_works: dict[str, Work] = {}
-        self._line = Line()  # of those that wait for their first token
-        self._waiting: dict[Key, Work] = {}
-        self._ahead: set[Key] = set()  # being loaded or computed
+        self._wait_queue = WaitQueue()  # of those that wait for their first token
+        self._waiting: dict[RequestKey, Work] = {}
+        self._ahead: set[RequestKey] = set()  # being loaded or computed
         self._computing: list[Work] = []
         self._shared: list[tuple[Group, int]] = []  # chunks of prompts that several nodes compute
         self._is_stepping = False
@@ -56,7 +56,7 @@ class PrefillNode:
     def submit(self, work: Work) -> None:
         """Take a placed request."""
         self._held_works[work.job.name] = work
-        self._line.join(work.key, work.turn)
+        self._wait_queue.add(work.key, work.queue_entry)
         self._waiting[work.key] = work
         self._fill_places()
 
@@ -75,7 +75,7 @@ class PrefillNode:
 
     def _fill_places(self) -> None:
         now_s, places = self._clock.now_ns / NS, self._settings.lookahead
-        while first := self._line.next_ahead(self._waiting, self._ahead, places, now_s):
+        while first := self._wait_queue.next_ahead(self._waiting, self._ahead, places, now_s):
             self._ahead.add(first)
             self._prepare(self._waiting.pop(first))
 
@@ -188,7 +188,7 @@ class PrefillNode:
         if self._share_step():
             return
         now_s = self._clock.now_ns / NS
-        self._computing.sort(key=lambda work: work.turn.rank(now_s))
+        self._computing.sort(key=lambda work: work.queue_entry.rank(now_s))
         plan = plan_step((), [(work.computed, work.job.prompt_tokens) for work in self._computing], self._limits)
         self._is_stepping = not plan.is_empty
         if plan.is_empty:
@@ -223,7 +223,7 @@ class PrefillNode:
     def _end_prefill(self, work: Work) -> None:
         work.first_token_ns = self._clock.now_ns
         work.generated = 1
-        self._line.leave(work.key)
+        self._wait_queue.remove(work.key)
         self._ahead.discard(work.key)
         job = work.job
         new = job.prompt_tokens - work.reused_tokens

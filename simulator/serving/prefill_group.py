@@ -1,17 +1,17 @@
 """A prefill group in virtual time: one prompt's chunks in a pipeline over the members' layers (docs/prefill-groups.md).
 
-What is computed and by whom is the live nodes' (`worker.policy.shares`). A layer of a chunk waits for the same layer of
-all chunks before it, which travels to the members that need it while the next one is computed; layers of a chunk take
-equally long. So only a chunk's first and last layer can be late.
+Chunks are assigned as on the live nodes (`prefill_node.chunk_assignment`). A layer of a chunk waits for the same layer
+of all chunks before it, which travels to the members that need it while the next one is computed; layers of a chunk
+take equally long. So only a chunk's first and last layer can be late.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from prefill_node.chunk_assignment import MIN_CHUNKS, TokenSpan, assign_chunks
 from simulator.serving.clock import NS, Clock, Link, send
 from simulator.serving.requests import Work
 from simulator.serving.settings import ServingSettings, Truth
-from worker.policy.shares import MIN_CHUNKS, Span, shares
 
 
 class Member(Protocol):
@@ -34,11 +34,11 @@ class Group:
     def __init__(
         self,
         work: Work,
-        chunks: Sequence[tuple[Member, Span]],
+        chunks: Sequence[tuple[Member, TokenSpan]],
         clock: Clock,
         truth: Truth,
         settings: ServingSettings,
-        pushed: Callable[[Span, int], None],
+        pushed: Callable[[TokenSpan, int], None],
     ) -> None:
         """`chunks` in the prompt's order, the last one the head's. `pushed(span, ready_ns)`: the head has, or computes,
         these tokens' KV until then and can pass it on."""
@@ -84,7 +84,7 @@ class Group:
         self.work.computed = self._chunks[number][1][1]
         return number == len(self._chunks) - 1
 
-    def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: Member, span: Span) -> None:
+    def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: Member, span: TokenSpan) -> None:
         """What the member computes from `begin_ns` to `end_ns` goes, layer by layer, to the others that need it."""
         self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
         self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
@@ -108,9 +108,9 @@ class Group:
 
 def form(
     work: Work, members: Sequence[Member], settings: ServingSettings, block_tokens: int
-) -> list[tuple[Member, Span]]:
+) -> list[tuple[Member, TokenSpan]]:
     """Who computes which chunk, in the prompt's order; [] where there is nothing to share. The head comes first."""
-    parts = shares(
+    parts = assign_chunks(
         work.reused_tokens,
         work.job.prompt_tokens,
         chunk_tokens=settings.chunk_tokens,

@@ -16,7 +16,7 @@ from conductor.policy.decisions import Holder
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
 from traces import Trace, TraceRow, family_keys
-from worker.policy.turns import ALWAYS_NEXT, Key, Turn
+from worker.policy.scheduling_order import ALWAYS_NEXT, QueueEntry, RequestKey
 
 _HISTORY_S = 1200.0  # conversations that began so long before the run go on in it; what they said then is in the pool
 _ANY = 1 << 40
@@ -136,7 +136,7 @@ class Work:
     """A request as the nodes know it. Times are virtual ns, 0 = not yet."""
 
     job: Job
-    turn: Turn = ALWAYS_NEXT
+    queue_entry: QueueEntry = ALWAYS_NEXT
     prefill_node: str = ""
     decode_node: str = ""
     holders: tuple[Holder, ...] = ()
@@ -160,7 +160,7 @@ class Work:
     intervals: list[tuple[int, int]] = field(default_factory=list)  # (ns between two tokens, how often in a row)
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RequestKey:
         """What it goes by in line."""
         return self.job.name, 0
 

@@ -38,8 +38,8 @@ from conductor.policy.requests import (
     PRIORITY,
     TICKET,
 )
-from worker.policy import turns
-from worker.policy.turns import Line
+from worker.policy import scheduling_order
+from worker.policy.scheduling_order import WaitQueue
 
 AGING_S = 30.0
 RECORD = {
@@ -63,11 +63,11 @@ def request(name: str, prompt: int = 1000, **fields: object) -> RequestArrived:
     return RequestArrived(name, 0, "f", "m", prompt, 8, **fields)  # type: ignore[arg-type]
 
 
-def stands(turn: Turn, now_ns: int) -> turns.Turn:
+def stands(turn: Turn, now_ns: int) -> scheduling_order.QueueEntry:
     """As a worker whose clock is the conductor's takes it."""
     now_s = now_ns / NS
     times = now_s - turn.waited_s, now_s + turn.due_in_s, now_s + turn.ages_in_s
-    return turns.Turn(*times, turn.level, turn.account, turn.start_ns, turn.priority)
+    return scheduling_order.QueueEntry(*times, turn.level, turn.account, turn.start_ns, turn.priority)
 
 
 arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
@@ -91,7 +91,7 @@ steps = st.lists(
 @given(steps)
 def test_the_predicted_wait_is_the_work_that_the_node_will_do_first(history: list) -> None:  # type: ignore[type-arg]
     conductor, now_ns = conductor_of("prefill-0", "prefill-1"), 0
-    lines = {"prefill-0": Line(), "prefill-1": Line()}
+    lines = {"prefill-0": WaitQueue(), "prefill-1": WaitQueue()}
     at: dict[str, str] = {}
     for number, (gap_ms, step) in enumerate(history):
         now_ns += gap_ms * 1_000_000
@@ -104,15 +104,15 @@ def test_the_predicted_wait_is_the_work_that_the_node_will_do_first(history: lis
             mine = stands(place.turn, now_ns)
             for score in place.considered.prefill:
                 line = copy.deepcopy(lines[score.node_id])
-                line.join((name, 0), mine)
+                line.add((name, 0), mine)
                 assert score.queue_s == pytest.approx(work_before(conductor, line, at, name, now_ns))
-            lines[place.prefill].join((name, 0), mine)
+            lines[place.prefill].add((name, 0), mine)
         elif at:
             name = min(at, key=lambda one: lines[at[one]].rank((one, 0), now_ns / NS))
             if step == "start":
                 conductor.on_event(now_ns, NodeReported(at[name], progress=(Progress(name, 0, "prefill_started"),)))
             else:
-                lines[at[name]].leave((name, 0))
+                lines[at[name]].remove((name, 0))
                 over: NodeReported | RequestCompleted = RequestCompleted(name, 0, "cancelled")
                 if step == "end":
                     over = NodeReported(at[name], progress=(Progress(name, 0, "prefill_ended"),))
@@ -121,7 +121,7 @@ def test_the_predicted_wait_is_the_work_that_the_node_will_do_first(history: lis
     assert conductor.validate()[0] == []
 
 
-def work_before(conductor: Conductor, line: Line, at: dict[str, str], name: str, now_ns: int) -> float:
+def work_before(conductor: Conductor, line: WaitQueue, at: dict[str, str], name: str, now_ns: int) -> float:
     """Seconds of compute left of those in line before `name`, which is not in the ledger there."""
     table, total_ns = conductor._state.requests, 0
     for other in at:
@@ -162,9 +162,9 @@ def test_a_tenant_of_weight_three_has_three_requests_served_for_one_of_another(c
     for i in range(12):
         cluster.ask(f"a{i}", tenant="a")
         cluster.ask(f"b{i}", tenant="b")
-    line = Line()
+    line = WaitQueue()
     for name, turn in cluster.turns.items():
-        line.join((name, 0), stands(turn, cluster.now_ns))
+        line.add((name, 0), stands(turn, cluster.now_ns))
     order = sorted(cluster.turns, key=lambda name: line.rank((name, 0), cluster.now_ns / NS))
     assert [name[0] for name in order[:12]].count("b") == 9
 

@@ -17,7 +17,7 @@ from engine import Model, load_model
 from engine.random_model import write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_STOP, Submit
-from worker.request import Request, Sequence
+from worker.request import EngineSequence, Request
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 VOCAB, BLOCK, END = 2048, 8, 1
@@ -59,7 +59,7 @@ async def in_one_engine(pair: Any, submit: Submit) -> list[int]:
     request = Request.from_proto(submit, vocab_size=VOCAB, max_model_len=512, block_tokens=BLOCK)
     slots, _ = await node.slots.take(request.key, (), -(-request.peak_tokens // BLOCK))
     matcher = await node.matcher(request)
-    sequence = Sequence.of(request, slots, num_computed=0, prefill_only=False, matcher=matcher)
+    sequence = EngineSequence.of(request, slots, num_computed=0, prefill_only=False, matcher=matcher)
     await node.run_in_engine(sequence)
     node.slots.give(slots)
     answer: list[int] = sequence.tokens[sequence.prompt_len : sequence.num_tokens].tolist()
@@ -178,7 +178,7 @@ async def test_a_row_out_of_range_is_refused_before_it_meets_others(start_pair: 
 async def test_requests_whose_grammars_take_long_to_compile_hold_up_no_others(start_pair: Start) -> None:
     pair = await start_pair()
     may_go_on = threading.Event()
-    pair.prefill.node.matchers._thread.submit(may_go_on.wait, 60)
+    pair.prefill.node.grammars._thread.submit(may_go_on.wait, 60)
     try:
         slow = [
             await pair.frontend.submit(controlled(pair, f"g{i}", PROMPT, **CONTROLS["grammar"]))

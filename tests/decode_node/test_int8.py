@@ -53,7 +53,7 @@ async def test_what_the_decode_node_alone_could_read_is_told_as_approximate(
     async def nothing(*_: Any) -> int:
         return 0
 
-    monkeypatch.setattr(pair.prefill.node.pool, "load", nothing)
+    monkeypatch.setattr(pair.prefill.node.kv_connector, "load", nothing)
     timing = await timing_of(pair, prompt(40), "warm")
     assert (timing.cached_tokens, timing.approximate_tokens) == (0, 32)
 

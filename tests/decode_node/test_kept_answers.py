@@ -49,7 +49,7 @@ async def test_a_plain_cancel_that_follows_frees_everything_at_once(start_pair: 
         storing.set()
         await never.wait()
 
-    pair.decode.node.pool.store = store
+    pair.decode.node.kv_connector.store = store
     await pair.frontend.cancel("decode", "r", 1, keep_kv=True)
     async with asyncio.timeout(20):
         await storing.wait()
@@ -64,7 +64,7 @@ async def test_an_answer_ended_by_its_first_token_leaves_the_prompt_in_the_pool(
     pair = await start_pair(pool=True)
     committing, cancelled, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
     node = pair.prefill.node
-    real_store, real_cancel = node.pool.store, node.jobs.cancel
+    real_store, real_cancel = node.kv_connector.store, node.jobs.cancel
 
     async def missing_blocks(reservation: Reservation) -> list[int]:
         committing.set()
@@ -80,7 +80,7 @@ async def test_an_answer_ended_by_its_first_token_leaves_the_prompt_in_the_pool(
         cancelled.set()
 
     monkeypatch.setattr(Reservation, "missing_blocks", missing_blocks)
-    node.pool.store, node.jobs.cancel = store, cancel
+    node.kv_connector.store, node.jobs.cancel = store, cancel
     request = await pair.frontend.submit(pair.submit(prompt(64), "r", max_tokens=300))
     async with asyncio.timeout(20):
         await request.reaches(1)

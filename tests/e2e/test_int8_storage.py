@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import KvSpec, PoolClient
-from worker.quantised import quantised_spec
+from worker.kv_memory import quantised_spec
 
 Start = Callable[..., AbstractContextManager[Any]]
 NANO = Path(__file__).parents[1] / "data" / "nano-model"

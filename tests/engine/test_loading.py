@@ -19,7 +19,7 @@ from engine import (
     ForwardBatch,
     InvalidBatch,
     KvGroupShape,
-    ModelNotFound,
+    ModelFolderMissing,
     TensorMismatch,
     TokenizerMissing,
     UnsupportedModel,
@@ -48,13 +48,13 @@ def rewrite_tensors(folder, change):
 
 
 def test_a_missing_folder_config_or_weights_is_named(folder, tmp_path):
-    with pytest.raises(ModelNotFound, match="nowhere does not exist"):
+    with pytest.raises(ModelFolderMissing, match="nowhere does not exist"):
         load_model(tmp_path / "nowhere")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFound, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ModelFolderMissing, match=r"neither model\.safetensors nor"):
         load_model(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+    with pytest.raises(ModelFolderMissing, match=r"no config\.json"):
         load_model(folder)
 
 
@@ -180,7 +180,7 @@ def test_shards_load_like_a_single_file(folder, model_folder):
 def test_a_missing_shard_or_broken_index_is_named(folder):
     shard(folder)
     (folder / "b.safetensors").unlink()
-    with pytest.raises(ModelNotFound, match=r"b\.safetensors"):
+    with pytest.raises(ModelFolderMissing, match=r"b\.safetensors"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text('{"weights": 1}')
     with pytest.raises(CheckpointDamaged, match="not a weight index"):

@@ -32,7 +32,7 @@ def test_many_rows_are_looked_at_in_slices(monkeypatch):
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
     ids = np.arange(50)
     whole = log_probs(logits, ids, 5)
-    monkeypatch.setattr("engine.distribution._SLICE_VALUES", 700)
+    monkeypatch.setattr("engine.logprobs._SLICE_VALUES", 700)
     sliced = log_probs(logits, ids, 5)
     for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
         assert np.array_equal(getattr(whole, name), getattr(sliced, name))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import SamplingError, SamplingRow, exact_math, noisy_scores, sample
-from engine.philox import philox4x32
+from engine.exact_math import philox4x32
 from engine.sampling import draw_by_tensors, draw_compiled, gumbel_noise
 
 # From Random123's kat_vectors: philox4x32 10 <counter> <key> <expected>

@@ -14,7 +14,7 @@ from kvpool import chain_keys, chain_seed
 from messenger import MessengerConfig
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, Submit, WorkerMessage
-from worker.aggregated import Whole
+from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
 from worker.request import Request
@@ -56,7 +56,7 @@ async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: P
         request = Request.from_proto(
             submit, vocab_size=node.model.config.vocab_size, max_model_len=node.max_model_len, block_tokens=BLOCK
         )
-        node.jobs.run(request, Whole(node).serve(request))
+        node.jobs.run(request, AggregatedService(node).serve(request))
         told = WorkerMessage()
         async for message in stream.messages():
             told.MergeFrom(message)

@@ -18,11 +18,11 @@ from engine import Model, PagedCache, SamplingError, SamplingRow, load_model, no
 from engine.random_model import write_random_model
 from moonpool_proto.v1.common_pb2 import Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
-from worker.engine_loop import EngineLoop, Generated, StepResult
+from worker.engine_loop import EngineLoop, GeneratedToken, StepResult
 from worker.errors import GrammarError, RequestFailed, RequestRefused
-from worker.matchers import Matcher, Matchers
+from worker.grammar_matching import GrammarCompiler, GrammarMatcher
 from worker.policy import BatchLimits, SlotPool
-from worker.request import Request, Sequence
+from worker.request import EngineSequence, Request
 from worker.transformer import ModelSteps
 
 BUNDLED = Path(__file__).parents[2] / "moonpool" / "data" / "model"
@@ -63,24 +63,24 @@ class Worker:
     """An engine loop and what prepares sequences for it."""
 
     def __init__(self, folder: Path, model: Model) -> None:
-        self.matchers = Matchers(folder, VOCAB, (END,))
+        self.grammars = GrammarCompiler(folder, VOCAB, (END,))
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(256)
         self.cache = PagedCache(model.kv_groups, (256,) * len(model.kv_groups), block_tokens=BLOCK)
         self.loop = EngineLoop(ModelSteps(model, self.cache), BatchLimits(8, 24, BLOCK), self.steps.put)
         self.loop.start()
 
-    def sequence(self, ids: NDArray[np.int32], generated: int = 0, **sampling: Any) -> Sequence:
+    def sequence(self, ids: NDArray[np.int32], generated: int = 0, **sampling: Any) -> EngineSequence:
         """A request whose last `generated` ids are an earlier attempt's."""
         submit = Submit(request_id="r", prompt_ids=ids.astype("<i4").tobytes(), generated=generated)
         submit.chain, submit.chain_seed = bytes(16 * (len(ids) // BLOCK)), bytes(16)
         submit.sampling.MergeFrom(type(submit.sampling)(**({"top_p": 1.0, "max_tokens": 24} | sampling)))
         request = Request.from_proto(submit, vocab_size=VOCAB, max_model_len=512, block_tokens=BLOCK)
-        matcher = asyncio.run(self.matchers.matcher(request.sampling.grammar, request.generated_ids))
+        matcher = asyncio.run(self.grammars.matcher(request.sampling.grammar, request.generated_ids))
         slots = self.slots.allocate(-(-request.peak_tokens // BLOCK))
-        return Sequence.of(request, slots, num_computed=0, prefill_only=False, matcher=matcher)
+        return EngineSequence.of(request, slots, num_computed=0, prefill_only=False, matcher=matcher)
 
-    def run(self, *sequences: Sequence) -> list[StepResult]:
+    def run(self, *sequences: EngineSequence) -> list[StepResult]:
         for sequence in sequences:
             self.loop.submit(sequence)
         seen: list[StepResult] = []
@@ -96,10 +96,10 @@ def worker(folder: Path, model: Model) -> Iterator[Worker]:
     one = Worker(folder, model)
     yield one
     one.loop.close()
-    one.matchers.close()
+    one.grammars.close()
 
 
-def answer(sequence: Sequence) -> list[int]:
+def answer(sequence: EngineSequence) -> list[int]:
     ids: list[int] = sequence.tokens[sequence.prompt_len : sequence.num_tokens].tolist()
     return ids
 
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_the_reference_and_go_on_from_any_of_them(worker: Wo
     controls = CONTROLS[name]
 
     def allowed_after(ids: list[int]) -> Any:
-        matcher = asyncio.run(worker.matchers.matcher(GRAMMAR, np.array(ids, np.int32)))
+        matcher = asyncio.run(worker.grammars.matcher(GRAMMAR, np.array(ids, np.int32)))
         assert matcher is not None
         return matcher.allowed()
 
@@ -174,7 +174,7 @@ def test_log_probabilities_are_of_the_model_before_controls(worker: Worker, mode
     controlled = worker.sequence(PROMPT, logprobs=5, **CONTROLS["presence"])
     other = worker.sequence(PROMPT[:30], logprobs=0)
     silent = worker.sequence(PROMPT[:20])
-    told: dict[int, list[Generated]] = {id(s): [] for s in (controlled, other, silent)}
+    told: dict[int, list[GeneratedToken]] = {id(s): [] for s in (controlled, other, silent)}
     for step in worker.run(controlled, other, silent):
         for generated in step.tokens:
             told[id(generated.sequence)].append(generated)
@@ -221,10 +221,10 @@ def test_prompts_are_scored_chunk_by_chunk(worker: Worker, model: Model) -> None
         np.testing.assert_allclose(top, np.take_along_axis(expected, order[:, :num_top], axis=1), atol=1e-3)
 
 
-class Broken(Matcher):
+class Broken(GrammarMatcher):
     """Fails at its third token, in the one or the other call."""
 
-    def __init__(self, inner: Matcher, call: str, error: Exception) -> None:
+    def __init__(self, inner: GrammarMatcher, call: str, error: Exception) -> None:
         super().__init__(inner._inner, inner._vocabulary)
         self._call, self._error, self._num = call, error, 0
 
@@ -262,7 +262,7 @@ def test_a_sequence_whose_grammar_fails_leaves_alone(
     assert (beside.finish, beside.error) == (FINISH_LENGTH, None)
 
 
-def with_damaged_kv(worker: Worker, **sampling: Any) -> Sequence:
+def with_damaged_kv(worker: Worker, **sampling: Any) -> EngineSequence:
     """Its first two blocks are said to be computed, and hold no numbers."""
     sequence = worker.sequence(PROMPT, **sampling)
     sequence.num_computed = 2 * BLOCK

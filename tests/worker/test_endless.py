@@ -7,7 +7,7 @@ import pytest
 
 from moonpool_proto.v1.common_pb2 import Sampling
 from moonpool_proto.v1.worker_pb2 import Failure, Submit
-from worker.jobs import Jobs
+from worker.jobs import RequestJobs
 from worker.request import Request
 
 IDLE_S = 0.2
@@ -29,7 +29,7 @@ def request(timeout_s: float, idle_s: float) -> Request:
 @pytest.mark.parametrize("idle_s", [IDLE_S, 0.0])
 async def test_each_token_gives_an_endless_request_time_for_the_next_and_no_other(idle_s: float) -> None:
     failures: list[Failure] = []
-    jobs = Jobs(lambda _, failure: failures.append(failure), lambda _: None)
+    jobs = RequestJobs(lambda _, failure: failures.append(failure), lambda _: None)
     one, loop = request(30.0, idle_s), asyncio.get_running_loop()
 
     async def work() -> None:
@@ -53,7 +53,7 @@ async def test_each_token_gives_an_endless_request_time_for_the_next_and_no_othe
 
 async def test_an_endless_request_that_goes_on_has_no_deadline() -> None:
     failures: list[Failure] = []
-    jobs = Jobs(lambda _, failure: failures.append(failure), lambda _: None)
+    jobs = RequestJobs(lambda _, failure: failures.append(failure), lambda _: None)
     one, tokens = request(0.1, 60.0), 0
 
     async def work() -> None:

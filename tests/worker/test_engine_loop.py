@@ -14,8 +14,8 @@ from engine import Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.policy import BatchLimits, SlotPool
-from worker.policy.turns import Turn
-from worker.request import Request, Sequence
+from worker.policy.scheduling_order import QueueEntry
+from worker.request import EngineSequence, Request
 from worker.transformer import ModelSteps
 
 BLOCK = 8
@@ -35,7 +35,7 @@ class Harness:
             self.loop.on_layer(hook)
         self.loop.start()
 
-    def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
+    def sequence(self, prompt: list[int], max_tokens: int, **options: object) -> EngineSequence:
         submit = Submit(request_id=str(prompt[:3]), prompt_ids=np.array(prompt, dtype="<i4").tobytes())
         submit.chain, submit.chain_seed = bytes(16 * (len(prompt) // BLOCK)), bytes(16)
         submit.sampling.max_tokens = max_tokens
@@ -43,7 +43,7 @@ class Harness:
         submit.sampling.stop_token_ids.extend(options.get("stop", ()))  # type: ignore[arg-type]
         request = Request.from_proto(submit, vocab_size=256, max_model_len=512, block_tokens=BLOCK)
         slots = self.slots.allocate(-(-(len(prompt) + max_tokens) // BLOCK))
-        return Sequence.of(request, slots, num_computed=0, prefill_only=bool(options.get("prefill_only")))
+        return EngineSequence.of(request, slots, num_computed=0, prefill_only=bool(options.get("prefill_only")))
 
     def run(self, count: int) -> list[StepResult]:
         """Steps until `count` sequences have left."""
@@ -255,7 +255,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_its_chunks(
     chunks: list[tuple[int, int]] = []
     begun, go_on = threading.Event(), threading.Event()
 
-    def hook(layer: int, spans: list[tuple[Sequence, int, int]]) -> None:
+    def hook(layer: int, spans: list[tuple[EngineSequence, int, int]]) -> None:
         if layer == 0:
             chunks.extend((sequence.prompt_len, end - start) for sequence, start, end in spans)
             begun.set()
@@ -264,7 +264,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_its_chunks(
     h = harness(hook)
     long, short = prompts()[2], prompts()[0]
     patient, urgent = (h.sequence(prompt, 3, prefill_only=True) for prompt in (long, short))
-    patient.turn, urgent.turn = Turn(ages_s=math.inf, level=1), Turn(ages_s=math.inf, level=0)
+    patient.queue_entry, urgent.queue_entry = QueueEntry(ages_s=math.inf, level=1), QueueEntry(ages_s=math.inf, level=0)
     h.loop.submit(patient)
     assert begun.wait(60)
     h.loop.submit(urgent)

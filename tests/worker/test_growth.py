@@ -4,13 +4,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from worker.policy.growth import GrowthBook
+from worker.policy.growth import GrowthLedger
 
 SLOTS = 24
 
 
 def test_an_answer_that_could_keep_another_from_ending_does_not_begin() -> None:
-    book = GrowthBook(10)
+    book = GrowthLedger(10)
     assert book.begin("a", [0, 1, 2, 3], 4)
     assert book.begin("b", [4, 5], 4)  # a can take 4 and end, then b has more than enough
     assert not book.begin("c", [6], 4)  # three would be left, and nobody could end with those
@@ -18,7 +18,7 @@ def test_an_answer_that_could_keep_another_from_ending_does_not_begin() -> None:
 
 
 def test_slots_that_two_hold_come_back_with_the_second() -> None:
-    book = GrowthBook(10)
+    book = GrowthLedger(10)
     assert book.begin("a", [0, 1, 2, 3, 4, 5], 2)
     assert book.begin("b", [0, 1, 2, 3, 4, 6], 4)
     assert not book.may_extend("b", 2)  # one left: a cannot end, nor b
@@ -26,7 +26,7 @@ def test_slots_that_two_hold_come_back_with_the_second() -> None:
 
 
 def test_what_is_granted_is_wanted_no_more() -> None:
-    book = GrowthBook(4)
+    book = GrowthLedger(4)
     assert book.begin("a", [0], 3)
     assert book.may_extend("a", 3)
     book.extend("a", [1, 2, 3])
@@ -35,12 +35,12 @@ def test_what_is_granted_is_wanted_no_more() -> None:
     assert book.wants("a") == len(book) == 0
 
 
-class Growing(RuleBasedStateMachine):
+class GrowingAnswers(RuleBasedStateMachine):
     """A node's slots: some sequences grow, some hold what they have for a while; slots may be shared."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = GrowthBook(SLOTS)
+        self.book = GrowthLedger(SLOTS)
         self.held: dict[int, list[int]] = {}
         self.fixed: list[list[int]] = []  # of those that do not grow
         self.names = 0
@@ -90,7 +90,7 @@ class Growing(RuleBasedStateMachine):
     @invariant()
     def all_can_end(self) -> None:
         """By granting slot after slot to whoever may have it, and asking nobody to want less, all end."""
-        book, held = GrowthBook(SLOTS), {name: list(slots) for name, slots in self.held.items()}
+        book, held = GrowthLedger(SLOTS), {name: list(slots) for name, slots in self.held.items()}
         for name, slots in held.items():
             assert book.begin(name, slots, self.book.wants(name))
         while held:
@@ -106,5 +106,5 @@ class Growing(RuleBasedStateMachine):
             held[name] += free[:1]
 
 
-TestGrowing = Growing.TestCase
+TestGrowing = GrowingAnswers.TestCase
 TestGrowing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

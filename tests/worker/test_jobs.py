@@ -10,7 +10,7 @@ import pytest
 
 from moonpool_proto.v1.worker_pb2 import Failure, Submit
 from worker.errors import RequestFailed, RequestRefused
-from worker.jobs import Jobs
+from worker.jobs import RequestJobs
 from worker.request import Request
 
 
@@ -20,7 +20,7 @@ class Book:
     def __init__(self) -> None:
         self.failures: list[Failure] = []
         self.over: list[int] = []
-        self.jobs = Jobs(lambda _, failure: self.failures.append(failure), lambda r: self.over.append(r.attempt))
+        self.jobs = RequestJobs(lambda _, failure: self.failures.append(failure), lambda r: self.over.append(r.attempt))
 
 
 def request(attempt: int = 0, timeout_s: float = 60) -> Request:

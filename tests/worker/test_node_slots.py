@@ -11,8 +11,8 @@ import numpy as np
 from moonpool_proto.v1.worker_pb2 import Submit
 from worker.config import WorkerConfig
 from worker.node_slots import NodeSlots
-from worker.policy.turns import Line
-from worker.request import Request, Sequence
+from worker.policy.scheduling_order import WaitQueue
+from worker.request import EngineSequence, Request
 
 BLOCK = 8
 
@@ -28,17 +28,17 @@ def slots_of(num_slots: int) -> NodeSlots:
         block_tokens=BLOCK,
         capacity_tokens=num_slots * BLOCK,
     )
-    return NodeSlots(config, (), Line(), extend=Sequence.extend, waits=lambda: None)
+    return NodeSlots(config, (), WaitQueue(), extend=EngineSequence.extend, waits=lambda: None)
 
 
-async def answer(name: str, slots: NodeSlots, count: int, wants: int) -> Sequence:
+async def answer(name: str, slots: NodeSlots, count: int, wants: int) -> EngineSequence:
     """One that runs and has filled its slots but the last one."""
     taken, _ = await slots.take((name, 0), (), count, wants)
     prompt = np.zeros((count - 1) * BLOCK + 1, "<i4")
     submit = Submit(request_id=name, prompt_ids=prompt.tobytes(), chain=bytes(16 * (count - 1)), chain_seed=bytes(16))
     submit.sampling.top_p, submit.sampling.max_tokens = 1.0, (wants + 1) * BLOCK
     request = Request.from_proto(submit, vocab_size=10, max_model_len=512, block_tokens=BLOCK)
-    return Sequence.of(request, taken, num_computed=len(prompt), prefill_only=False)
+    return EngineSequence.of(request, taken, num_computed=len(prompt), prefill_only=False)
 
 
 async def soon(work: Awaitable[tuple[list[int], int]]) -> list[int]:

@@ -26,7 +26,7 @@ from worker.paced.pace import Pace
 from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens, states_after
 from worker.policy import BatchLimits, PrefillChunk, SlotPool
-from worker.request import Request, Sequence
+from worker.request import EngineSequence, Request
 
 FOLDER = Path(__file__).parents[2] / "moonpool" / "data" / "model"
 MODEL = read_config(FOLDER)
@@ -50,19 +50,19 @@ class Worker:
         self.loop.on_layer(self._on_layer)
         self.loop.start()
 
-    def _on_layer(self, layer: int, chunks: list[tuple[Sequence, int, int]]) -> None:
+    def _on_layer(self, layer: int, chunks: list[tuple[EngineSequence, int, int]]) -> None:
         for sequence, _, end in chunks:
             states = sequence.engine_state.states(sequence, end)  # type: ignore[attr-defined]
             whole = self.memory.wrong_blocks(sequence, states, end) == []
             self.layers.append((layer, end, whole))
 
-    def sequence(self, ids: list[int], max_tokens: int, *, computed: int = 0, **options: Any) -> Sequence:
+    def sequence(self, ids: list[int], max_tokens: int, *, computed: int = 0, **options: Any) -> EngineSequence:
         sequence = sequence_of(ids, max_tokens, self.slots, computed=computed, **options)
         if computed:  # as another node's push would have left it
             self.memory.write(sequence, states_after(sequence.tokens), 0, computed, None)
         return sequence
 
-    def run(self, *sequences: Sequence) -> list[StepResult]:
+    def run(self, *sequences: EngineSequence) -> list[StepResult]:
         for sequence in sequences:
             self.loop.submit(sequence)
         seen: list[StepResult] = []
@@ -85,13 +85,13 @@ def sequence_of(
     generated: int = 0,
     prefill_only: bool = False,
     **sampling: Any,
-) -> Sequence:
+) -> EngineSequence:
     submit = Submit(request_id="r", prompt_ids=np.array(ids, "<i4").tobytes(), generated=generated)
     submit.chain, submit.chain_seed = bytes(16 * (len(ids) // BLOCK)), bytes(16)
     submit.sampling.MergeFrom(type(submit.sampling)(**({"top_p": 1.0, "max_tokens": max_tokens} | sampling)))
     request = Request.from_proto(submit, vocab_size=MODEL.vocab_size, max_model_len=512, block_tokens=BLOCK)
     taken = slots.allocate(-(-request.peak_tokens // BLOCK))
-    return Sequence.of(request, taken, num_computed=computed, prefill_only=prefill_only)
+    return EngineSequence.of(request, taken, num_computed=computed, prefill_only=prefill_only)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def answer_of(sequence: Sequence) -> list[int]:
+def answer_of(sequence: EngineSequence) -> list[int]:
     return [int(token) for token in sequence.tokens[sequence.prompt_len : sequence.num_tokens]]
 
 

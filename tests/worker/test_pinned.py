@@ -9,12 +9,12 @@ import pytest
 
 from kvpool import Lease, PoolClient, Tail
 from messenger import Endpoint
-from worker.pinned import Pinned
+from worker.prefix_blocks import PinnedBlocks
 
 BLOCK = 4
 
 
-def pinned(first: int, num_blocks: int, *, ssd: int = 0, tail: int = 0, is_own: bool = True) -> Pinned:
+def pinned(first: int, num_blocks: int, *, ssd: int = 0, tail: int = 0, is_own: bool = True) -> PinnedBlocks:
     offsets = np.arange(2 * num_blocks, dtype=np.int64).reshape(2, num_blocks)
     digests = [np.arange(num_blocks * layers, dtype=np.uint64).reshape(num_blocks, layers) for layers in (3, 1)]
     chain = np.arange(16 * num_blocks, dtype=np.uint8).reshape(num_blocks, 16)
@@ -24,7 +24,7 @@ def pinned(first: int, num_blocks: int, *, ssd: int = 0, tail: int = 0, is_own: 
     )
     last = Tail(b"t" * 16, tail, np.array([90, 91]), [np.full(3, 7, np.uint64), np.full(1, 8, np.uint64)])
     client = PoolClient("unix:/nowhere", owner="me", owner_incarnation=1)
-    return Pinned(first, lease, client, is_own, BLOCK, last if tail else None, tail)
+    return PinnedBlocks(first, lease, client, is_own, BLOCK, last if tail else None, tail)
 
 
 def test_a_tail_is_the_row_after_the_blocks() -> None:

@@ -16,8 +16,7 @@ from moonpool_proto.v1.conductor_pb2_grpc import ConductorServicer, add_Conducto
 from rpc.control import ControlServer, admit_by, start_server
 from rpc.join_tokens import JoinTokens
 from worker.errors import StartupError
-from worker.join_stream import FIRST_DECODES, MAX_SAMPLES, JoinStream
-from worker.reporter import Reporter
+from worker.reporter import FIRST_DECODES, MAX_SAMPLES, ConductorReporter, JoinStream
 
 
 class Conductor(ConductorServicer):
@@ -56,8 +55,8 @@ async def _serve(folder: Path, name: str = "conductor", refuses: str = "") -> tu
     return conductor, server
 
 
-def _reporter(*targets: str) -> Reporter:
-    return Reporter(Node(node_id="n"), targets, lambda report: None, lambda command: None)
+def _reporter(*targets: str) -> ConductorReporter:
+    return ConductorReporter(Node(node_id="n"), targets, lambda report: None, lambda command: None)
 
 
 def _stream(target: str) -> JoinStream:
@@ -184,7 +183,7 @@ async def test_a_node_goes_on_with_the_conductors_that_take_it_in_and_gives_up_w
 
 async def test_of_many_decode_steps_the_usual_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("worker.join_stream.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("worker.reporter.time.monotonic", lambda: clock[0])
     stream = _stream(f"unix:{tmp_path}/nobody.sock")
     for i in range(FIRST_DECODES):
         stream.decode(1, i, 0.01)

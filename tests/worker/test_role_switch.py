@@ -9,7 +9,7 @@ import pytest
 
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, ROLE_DECODE, ROLE_PREFILL, Role, Sampling
 from moonpool_proto.v1.worker_pb2 import Submit
-from worker.jobs import Jobs
+from worker.jobs import RequestJobs
 from worker.request import Request
 from worker.role_switch import RoleSwitch
 
@@ -21,7 +21,7 @@ class Worker:
         self.told: list[tuple[bool, Role.ValueType]] = []  # whether it switches, its role
         self.announced: list[Role.ValueType] = []
         self.news = asyncio.Event()
-        self.jobs = Jobs(lambda *_: None, lambda _: None)
+        self.jobs = RequestJobs(lambda *_: None, lambda _: None)
         self.work = asyncio.Event()
         self.role = RoleSwitch(role, self.jobs, grace_s=grace_s, news=self._tell, done=self._announce)
 
@@ -42,7 +42,7 @@ class Worker:
     async def _serve(self) -> None:
         await self.work.wait()
 
-    async def settled(self) -> None:
+    async def shielded(self) -> None:
         async with asyncio.timeout(60):
             while self.role.is_switching:
                 self.news.clear()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +18,8 @@ from engine.config import ModelConfig, read_config
 from kvpool import Provenance
 from kvpool.errors import SpecError
 from messenger import Messenger
-from worker.chosen import Chosen, named
-from worker.engine_memory import EngineMemory, spec_of
-from worker.engines import Engine, OnLayer
-from worker.errors import ProfileError, RequestFailed, RequestRefused, StartupError
+from worker.engine_interface import Engine, OnLayer, SampledToken
+from worker.errors import ProfileError, RequestFailed, RequestRefused, StartupError, sequence_error
 from worker.paced.kernels import kernels
 from worker.paced.memory import PacedMemory
 from worker.paced.pace import Pace
@@ -30,8 +27,8 @@ from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens, states_after
 from worker.policy import PrefillChunk
 from worker.policy.cost_profile import CostProfile
-from worker.request import Request, Sequence
-from worker.slot_memory import SlotMemory
+from worker.request import EngineSequence, Request
+from worker.slot_memory import EngineMemory, SlotMemory, spec_of
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -132,7 +129,7 @@ def _small_groups(config: ModelConfig, kv_bytes: int) -> tuple[KvGroupShape, ...
 class _Course:
     """What the engine keeps of one sequence: states of its tokens, and the draws of its answer."""
 
-    def __init__(self, sequence: Sequence, tokens: PacedTokens) -> None:
+    def __init__(self, sequence: EngineSequence, tokens: PacedTokens) -> None:
         sampling, prompt = sequence.request.sampling, sequence.request.prompt
         self.draw = Draw(sampling.seed, sampling.temperature, sampling.choice)
         self._states = np.empty(len(sequence.tokens), np.uint64)
@@ -143,7 +140,7 @@ class _Course:
         length = tokens.length(int(self._states[own - 1]), self.draw) if self.end is not None else 0
         self.last_index = max(length, sampling.min_tokens + 1) - 1 if length else -1
 
-    def states(self, sequence: Sequence, count: int) -> NDArray[np.uint64]:
+    def states(self, sequence: EngineSequence, count: int) -> NDArray[np.uint64]:
         """Of all tokens, known up to `count`."""
         if count > self._known:
             before = int(self._states[self._known - 1]) if self._known else 0
@@ -173,8 +170,11 @@ class PacedSteps:
         }
 
     def run(
-        self, decoding: Rows[Sequence], chunks: Rows[tuple[Sequence, PrefillChunk]], on_layer: OnLayer | None
-    ) -> list[Chosen | None]:
+        self,
+        decoding: Sequence[EngineSequence],
+        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
+        on_layer: OnLayer | None,
+    ) -> list[SampledToken | None]:
         self._pace.begin()
         seconds = self.cost_s(decoding, chunks)
         for sequence in (*decoding, *(s for s, _ in chunks)):
@@ -188,7 +188,9 @@ class PacedSteps:
         self._pace.end(seconds)
         return chosen
 
-    def cost_s(self, decoding: Rows[Sequence], chunks: Rows[tuple[Sequence, PrefillChunk]]) -> float:
+    def cost_s(
+        self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
+    ) -> float:
         """What the profile says of this step: its decode step, and the share of each prompt that the chunks are."""
         seconds = 0.0
         if decoding:
@@ -201,7 +203,7 @@ class PacedSteps:
         return seconds
 
     def _fill_layers(
-        self, chunks: Rows[tuple[Sequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
+        self, chunks: Sequence[tuple[EngineSequence, PrefillChunk]], seconds: float, on_layer: OnLayer | None
     ) -> None:
         """Layer after layer at its time, so that their pushes go out as a model's would."""
         for done, layer in enumerate(self._layers, 1):
@@ -211,13 +213,13 @@ class PacedSteps:
                 self._pace.wait(seconds * done / len(self._layers))
                 on_layer(layer)
 
-    def _take_up(self, sequence: Sequence) -> None:
+    def _take_up(self, sequence: EngineSequence) -> None:
         """A sequence comes to this engine: the KV that it brings, from wherever, must be that of its ids."""
         if sequence.engine_state is None:
             course = sequence.engine_state = _Course(sequence, self._tokens)
             self._verify(sequence, course, sequence.num_computed)
 
-    def _verify(self, sequence: Sequence, course: _Course, end: int) -> bool:
+    def _verify(self, sequence: EngineSequence, course: _Course, end: int) -> bool:
         """Whether tokens [0, end) have the KV that is theirs; the sequence's error says otherwise."""
         if not end:
             return True
@@ -231,10 +233,10 @@ class PacedSteps:
             log.error("%s", sequence.error, extra=sequence.request.said)
         return not wrong
 
-    def _write(self, sequence: Sequence, start: int, end: int, layer: int | None) -> None:
+    def _write(self, sequence: EngineSequence, start: int, end: int, layer: int | None) -> None:
         self._memory.write(sequence, _course(sequence).states(sequence, end), start, end, layer)
 
-    def _choose(self, sequence: Sequence) -> Chosen | None:
+    def _choose(self, sequence: EngineSequence) -> SampledToken | None:
         if sequence.error is not None:
             return None
         course = _course(sequence)
@@ -243,7 +245,7 @@ class PacedSteps:
             try:
                 choices = self._tokens.choices(sequence.steering.row(index))
             except Exception as error:
-                sequence.error = named(error)
+                sequence.error = sequence_error(error)
                 return None
         if index == course.last_index and choices is None:
             assert course.end is not None
@@ -253,9 +255,9 @@ class PacedSteps:
             token = self._tokens.token(state, course.draw, index, choices)
         # An answer's slots are given away at its end: what was written there while it ran must not have touched it.
         ends = sequence.remaining == 1 or token == course.end
-        return None if ends and not self._verify(sequence, course, sequence.num_computed) else Chosen(token)
+        return None if ends and not self._verify(sequence, course, sequence.num_computed) else SampledToken(token)
 
 
-def _course(sequence: Sequence) -> _Course:
+def _course(sequence: EngineSequence) -> _Course:
     assert isinstance(sequence.engine_state, _Course)
     return sequence.engine_state

@@ -13,8 +13,6 @@ from numba import types
 
 from jit.compiling import compiled
 
-__all__ = ["Kernels", "kernels", "mixed"]
-
 _GAMMA, _M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 # Of any float of 2 or 4 bytes this leaves a number, never an infinity.
@@ -22,7 +20,7 @@ _NUMBERS = np.uint32(0x3F3F3F3F)
 _MASK = (1 << 64) - 1
 
 
-class Kernels(NamedTuple):
+class PacedKernels(NamedTuple):
     """Compiled without the GIL.
 
     states(tokens i32[n], before u64, out u64[n]): of n tokens after one with that state.
@@ -38,14 +36,14 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels() -> Kernels:
+def kernels() -> PacedKernels:
     """Compiled, or loaded, at the first call."""
     i64, u64 = types.int64, types.uint64
     tokens, states = types.Array(types.int32, 1, "C", readonly=True), types.Array(u64, 1, "C", readonly=True)
     words, given = types.Array(types.uint32, 1, "C"), types.Array(types.uint32, 1, "C", readonly=True)
     slots, layers = types.Array(i64, 1, "C", readonly=True), types.Array(i64, 2, "C", readonly=True)
     place = (slots, i64, layers, i64, i64, states, i64, i64)
-    return Kernels(
+    return PacedKernels(
         compiled(_states, types.void(tokens, u64, types.Array(u64, 1, "C"))),
         compiled(_fill, types.void(words, *place)),
         compiled(_check, types.void(given, *place, types.Array(types.boolean, 1, "C"))),

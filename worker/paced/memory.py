@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from kvpool import KvSpec
 from messenger import Messenger
-from worker.engine_memory import EngineMemory
 from worker.paced.kernels import kernels
-from worker.request import Sequence
+from worker.request import EngineSequence
+from worker.slot_memory import EngineMemory
 
 _WORD_NBYTES = 4
 
@@ -38,7 +38,9 @@ class PacedMemory(EngineMemory):
     def to_device(self, slots: object, layer: int | None = None) -> None:
         return
 
-    def write(self, sequence: Sequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None) -> None:
+    def write(
+        self, sequence: EngineSequence, states: NDArray[np.uint64], start: int, end: int, layer: int | None
+    ) -> None:
         """The KV of tokens [start, end), of one layer or of all. `states` of all of the sequence's tokens up to end."""
         for group in range(self.num_groups):
             layers = self._layers[group]
@@ -49,7 +51,7 @@ class PacedMemory(EngineMemory):
                 layers = layers[index : index + 1]
             kernels().fill(self._words, *self._place(group, layers, sequence.table, states, start, end))
 
-    def wrong_blocks(self, sequence: Sequence, states: NDArray[np.uint64], end: int) -> list[int]:
+    def wrong_blocks(self, sequence: EngineSequence, states: NDArray[np.uint64], end: int) -> list[int]:
         """The sequence's blocks whose tokens [0, end) have other KV here than `write` would give them."""
         table = sequence.table  # which may be replaced by a longer one meanwhile
         wrong = np.zeros(len(table), np.bool_)

@@ -1,15 +1,14 @@
 """The workers' pure decisions: slots, steps, whom not to ask, when the engine is past hope. No I/O, clock or torch."""
 
 from worker.policy.batch import BatchLimits, BatchPlan, PrefillChunk, plan_step
-from worker.policy.breaker import Breaker
-from worker.policy.health import MAX_FAILED_STEPS, EngineHealth
+from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
 from worker.policy.slots import OutOfSlots, SlotPool
 
 __all__ = [
     "MAX_FAILED_STEPS",
     "BatchLimits",
     "BatchPlan",
-    "Breaker",
+    "CircuitBreaker",
     "EngineHealth",
     "OutOfSlots",
     "PrefillChunk",

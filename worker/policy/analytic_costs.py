@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost
 
-__all__ = ["MOONCAKE_SETTING", "Setting", "analytic_profile"]
-
 
 @dataclass(frozen=True)
-class Setting:
+class AnalyticSetting:
     """A model, a machine and the shares of the machine's data sheet that are assumed to be reached."""
 
     name: str
@@ -38,7 +36,7 @@ class Setting:
     notes: tuple[str, ...]
 
 
-def analytic_profile(setting: Setting) -> CostProfile:
+def analytic_profile(setting: AnalyticSetting) -> CostProfile:
     """The profile that follows from a setting."""
     layers, d = setting.num_layers, setting.hidden_size
     flops_per_s = setting.flops_per_s * setting.compute_share
@@ -76,7 +74,7 @@ def analytic_profile(setting: Setting) -> CostProfile:
     )
 
 
-MOONCAKE_SETTING = Setting(
+MOONCAKE_SETTING = AnalyticSetting(
     name="mooncake-70b-8xa800",
     model="dense 70B, GQA (80 layers, d 8192, 8 KV heads of 128, 16-bit)",
     hardware="8 x A800-SXM4-80GB, 4 x 200 Gbps RDMA (analytic: nothing here was measured)",

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GrowthBook"]
-
 
 @dataclass(slots=True)
 class _Growing:
@@ -33,7 +31,7 @@ class _Sums:
     free: int  # or so once those have ended that do not grow
 
 
-class GrowthBook:
+class GrowthLedger:
     """The sequences that may need more slots than they hold, of a node with `num_slots`."""
 
     def __init__(self, num_slots: int) -> None:

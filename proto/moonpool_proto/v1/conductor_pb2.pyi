@@ -620,7 +620,7 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Turn(_message.Message):
-    """when it is served among those that wait on a node; worker/policy/turns.py has the order"""
+    """when it is served among those that wait on a node; worker/policy/scheduling_order.py has it"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

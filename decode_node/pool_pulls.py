@@ -1,0 +1,96 @@
+"""Reused KV that a decode node pulls from pool nodes, under the prefill node's lease. Verified before use."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_node.reservation import Reservation
+from kvpool import KvPoolError, Lease
+from messenger import Priority
+from moonpool_proto.v1.worker_pb2 import PullRange
+from rpc.errors import NetworkError
+from telemetry.tracing import Span
+from worker.node import WorkerNode
+from worker.shielded_wait import in_thread, shielded
+
+log = logging.getLogger(__name__)
+
+
+class PoolPuller:
+    """What one decode node reads for its reservations."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self._node = node
+
+    async def pull(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
+        """Read reused blocks that are not held here from their pool nodes, under the prefill node's lease, as parts of
+        `span`.
+
+        What cannot be read, or is not right, stays missing: the prefill node is then asked to push it, but not before
+        the last range is done with, since a push and a pull of one block must never overlap.
+        """
+        reservation.announce()
+        try:
+            await self._pull_ranges(reservation, pulls, span)
+        finally:
+            reservation.over()
+
+    async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
+        for proto in pulls:
+            try:
+                lease = Lease.from_pull_range(proto, self._node.stored.spec)
+            except (KvPoolError, NetworkError) as error:
+                log.error("a range of reused blocks makes no sense, the prefill node will push it: %s", error)
+                continue
+            if proto.first_block + lease.num_blocks > reservation.num_blocks:
+                log.error("a range of reused blocks is longer than the prompt of %d blocks", reservation.num_blocks)
+                continue
+            skip = max(0, reservation.held_blocks - proto.first_block)
+            if skip >= lease.num_blocks:
+                continue
+            peer, blocks = lease.endpoint.node_id, lease.num_blocks - skip
+            with span.child("messenger pull", "client", peer=peer, blocks=blocks):
+                await self._pull_range(reservation, lease, proto.first_block, skip)
+
+    async def _pull_range(self, reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
+        memory = self._node.stored
+        blocks = np.arange(first + skip, first + lease.num_blocks, dtype=np.int64)
+        slots = reservation.slots[first + skip : first + lease.num_blocks]
+        remote = [lease.offsets[g, skip:] for g in range(memory.num_groups)]
+        right = np.zeros(len(blocks), dtype=bool)
+        began = time.perf_counter()
+        reservation.announce()
+        try:
+            peer = self._node.messenger.connect(lease.endpoint)
+            done = await shielded(
+                peer.read(
+                    lease.key,
+                    memory.region,
+                    memory.slot_slices(slots, remote),
+                    deadline_s=min(self._node.config.lease_s, max(0.1, reservation.request.time_left_s)),
+                    priority=Priority.URGENT,
+                )
+            )
+            self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
+            right = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
+            if memory is not self._node.memory:  # what has landed is not yet what the engine reads
+                await in_thread(memory.to_device, [slot for slot, ok in zip(slots, right, strict=True) if ok])
+            if not right.all():
+                reservation.corrupt_blocks.update(blocks[~right].tolist())
+                self._node.counters.add("digest_mismatches", int((~right).sum()))
+                log.error("%d blocks pulled from %s failed verification", int((~right).sum()), lease.endpoint.node_id)
+        except NetworkError as error:
+            log.warning("reused blocks could not be pulled, the prefill node will push them: %s", error)
+        finally:
+            reservation.landed(list(self._node.memory.place_of_layer), blocks, right)
+
+    def _rows_right(self, slots: list[int], expected: list[NDArray[np.uint64]]) -> NDArray[np.bool_]:
+        valid = np.full(len(slots), self._node.config.block_tokens, dtype=np.int32)
+        right = np.ones(len(slots), dtype=bool)
+        for group, want in enumerate(expected):
+            right &= (self._node.stored.slot_digests(group, slots, valid) == want).all(axis=1)
+        return right

@@ -1,0 +1,256 @@
+"""The head's side of a prefill group: enlist helpers, share the chunks out, go on alone when the group is lost.
+
+The head is the node that the request was placed on. It has its own slots before it asks anybody, computes the last
+chunk, ends with the whole prompt's KV, and alone speaks to the decode node, the pool and the frontend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from moonpool_proto.v1.conductor_pb2 import NodeRef
+from moonpool_proto.v1.worker_pb2 import (
+    BeginShare,
+    Enlist,
+    Enlisted,
+    HelpRequest,
+    Member,
+)
+from moonpool_proto.v1.worker_pb2 import Span as SpanMessage
+from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
+from prefill_node.chunk_assignment import MIN_CHUNKS, TokenSpan, assign_chunks
+from prefill_node.group_member import GroupMember
+from rpc.control import ControlError, Refused, call
+from worker.errors import GroupLost
+from worker.node import WorkerNode
+from worker.prepare import Prepared
+from worker.request import EngineSequence, queue_entry_to_proto
+from worker.shielded_wait import shielded
+
+log = logging.getLogger(__name__)
+
+ENLIST_S = 2.0  # a helper that has not answered by then is not waited for
+_LOOK_S = 0.5  # how often silence is looked for
+
+
+class _HelperCall:
+    """One helper's call, from `enlist` to its end."""
+
+    def __init__(self, ref: NodeRef, stub: WorkerStub, timeout_s: float) -> None:
+        self.node_id = ref.node_id
+        self._target = ref.target
+        self._call: Any = stub.Help(timeout=timeout_s)  # type: ignore[call-arg]  # messages are written one by one
+
+    async def enlist(self, enlist: Enlist) -> Enlisted:
+        """Raises ControlError, and has left then."""
+        await self._step(self._call.write, HelpRequest(enlist=enlist))
+        reply = await self._step(self._call.read)
+        if reply is grpc.aio.EOF:
+            raise self._refused("it ended the call")
+        enlisted: Enlisted = reply.enlisted
+        return enlisted
+
+    async def begin(self, begin: BeginShare) -> None:
+        """Raises ControlError, and has left then."""
+        await self._step(self._call.write, HelpRequest(begin=begin))
+
+    async def ended(self) -> str:
+        """Returns once the helper has ended the call: why, or nothing when it has done its part."""
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return ""
+
+    def leave(self) -> None:
+        """It gives back what it had. Idempotent."""
+        self._call.cancel()
+
+    async def _step(self, step: Callable[..., Any], *message: HelpRequest) -> Any:
+        try:
+            return await call(step(*message), what="Worker.Help", target=self._target, deadline_s=ENLIST_S)
+        except asyncio.InvalidStateError as error:  # the call has ended already
+            raise self._refused(str(error)) from error
+        except BaseException:
+            self.leave()
+            raise
+
+    def _refused(self, why: str) -> Refused:
+        self.leave()
+        return Refused(why, what="Worker.Help", target=self._target, code="ABORTED")
+
+
+class PrefillGroup:
+    """The members of one prompt's prefill. `form_group` makes and ends it."""
+
+    def __init__(
+        self,
+        node: WorkerNode,
+        membership: GroupMember,
+        helpers: list[tuple[_HelperCall, Enlisted]],
+        spans: list[list[TokenSpan]],
+    ) -> None:
+        """`spans`: the head's, then each helper's."""
+        self._node = node
+        self._helpers = helpers
+        self._spans = spans
+        self.membership = membership
+        self._watching: list[asyncio.Future[None]] = []
+
+    async def run(self, sequence: EngineSequence) -> bool:
+        """Whether the group has computed the prompt. Otherwise the sequence stands where the head can go on alone,
+        once the group has been closed."""
+        node, chunks = self._node, self.membership.chunks
+        sequence.group_chunks = chunks
+        timing = node.timings[id(sequence)]
+        try:
+            await self._begin()
+            await node.run_in_engine(sequence)
+            return True
+        except GroupLost as lost:
+            log.warning("its group is lost, the request goes on alone: %s", lost)
+        node.counters.add("lost_groups", 1)
+        node.timings[id(sequence)] = timing
+        sequence.group_chunks = sequence.error = None
+        sequence.num_computed = chunks.leading_tokens
+        return False
+
+    async def _begin(self) -> None:
+        membership, chunks = self.membership, self.membership.chunks
+        told = [membership.enlisted(), *(enlisted for _, enlisted in self._helpers)]
+        members = [_member(each, spans[-1][0]) for each, spans in zip(told, self._spans, strict=True)]
+        membership.begin(self._spans[0], members[1:], reused_blocks=membership.held_blocks)
+        begins = [
+            helper.begin(
+                BeginShare(
+                    spans=[SpanMessage(start=start, end=end) for start, end in self._spans[i]],
+                    others=[member for k, member in enumerate(members) if k != i],
+                )
+            )
+            for i, (helper, _) in enumerate(self._helpers, 1)
+        ]
+        for failed in await asyncio.gather(*begins, return_exceptions=True):
+            if isinstance(failed, ControlError):
+                chunks.lose(str(failed))
+        self._watching = [asyncio.ensure_future(self._watch(helper)) for helper, _ in self._helpers]
+        self._watching.append(asyncio.ensure_future(self._notice_silence()))
+
+    async def _watch(self, helper: _HelperCall) -> None:
+        why = await helper.ended()
+        if why:
+            self.membership.chunks.lose(f"helper {helper.node_id}: {why}")
+
+    async def _notice_silence(self) -> None:
+        patience_s, chunks = self._node.config.push_timeout_s, self.membership.chunks
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if chunks.idle_s > patience_s:
+                chunks.lose(f"no helper has sent anything for {patience_s:g} s")
+
+    async def close(self) -> None:
+        """Let the helpers go. When this returns, nobody else can write into the request's slots."""
+        for helper, _ in self._helpers:
+            helper.leave()
+        for watch in self._watching:
+            watch.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self.membership.close()
+
+
+@contextlib.asynccontextmanager
+async def form_group(
+    node: WorkerNode,
+    work: Prepared,
+    executor: ThreadPoolExecutor,
+    stub: Callable[[str], WorkerStub],
+    forward: Callable[[int, list[int]], None],
+) -> AsyncIterator[PrefillGroup | None]:
+    """Enlists the helpers that the placement names, and shares the prompt out among those that can. None: the node
+    computes alone.
+
+    `forward(layer, blocks)` is told what helpers computed, once it is here and right. Reused tokens of a block that
+    is not whole are computed again, by whoever has the first chunk.
+    """
+    config, prompt_len = node.config, len(work.request.prompt)
+    start = work.reused_tokens // config.block_tokens * config.block_tokens
+
+    def chunks(members: int) -> list[list[TokenSpan]]:
+        return assign_chunks(
+            start, prompt_len, chunk_tokens=config.prefill_chunk_tokens, block_tokens=config.block_tokens,
+            members=members,
+        )  # fmt: skip
+
+    # What is to be compared or scored is all computed here.
+    is_whole = work.cut is not None or work.request.scores_prompt
+    if not work.request.placement.helpers or is_whole or sum(map(len, chunks(1))) < MIN_CHUNKS:
+        yield None
+        return
+    reused_blocks, num_blocks = start // config.block_tokens, (prompt_len - 1) // config.block_tokens
+    helpers = await _enlisted(node, work, reused_blocks, num_blocks, stub)
+    spans = chunks(1 + len(helpers))
+    for helper, _ in helpers[sum(map(bool, spans)) - 1 :]:
+        helper.leave()
+    spans = [each for each in spans if each]
+    if len(spans) == 1:
+        yield None
+        return
+    work.reused_tokens = start
+    slots = work.slots[:num_blocks]
+    membership = GroupMember(
+        node, work.request, executor, slots, num_blocks=num_blocks, held_blocks=reused_blocks, forward=forward
+    )
+    node.counters.add("prefill_groups", 1)
+    group = PrefillGroup(node, membership, helpers[: len(spans) - 1], spans)
+    try:
+        yield group
+    finally:
+        await shielded(asyncio.ensure_future(group.close()))
+
+
+async def _enlisted(
+    node: WorkerNode, work: Prepared, reused_blocks: int, num_blocks: int, stub: Callable[[str], WorkerStub]
+) -> list[tuple[_HelperCall, Enlisted]]:
+    """Those that have taken slots."""
+    request = work.request
+    enlist = Enlist(
+        request=request.proto, kv_namespace=node.namespace, reused_blocks=reused_blocks, num_blocks=num_blocks
+    )
+    enlist.request.timeout_s = request.time_left_s
+    enlist.request.placement.turn.CopyFrom(queue_entry_to_proto(node.wait_queue.entry(request.key), time.monotonic()))
+    helpers = [_HelperCall(ref, stub(ref.target), request.time_left_s) for ref in request.placement.helpers]
+    try:
+        answers = await asyncio.gather(*(helper.enlist(enlist) for helper in helpers), return_exceptions=True)
+    except asyncio.CancelledError:
+        for helper in helpers:
+            helper.leave()
+        raise
+    found: list[tuple[_HelperCall, Enlisted]] = []
+    for helper, answer in zip(helpers, answers, strict=True):
+        if isinstance(answer, Enlisted):
+            found.append((helper, answer))
+        elif isinstance(answer, ControlError):
+            log.info("computed without %s: %s", helper.node_id, answer)
+            node.counters.add("helpers_refused", 1)
+        else:
+            raise answer
+    return found
+
+
+def _member(enlisted: Enlisted, until: int) -> Member:
+    return Member(
+        endpoint=enlisted.endpoint,
+        epoch=enlisted.epoch,
+        key=enlisted.key,
+        held_blocks=enlisted.held_blocks,
+        until=until,
+        groups=enlisted.groups,
+    )

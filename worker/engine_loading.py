@@ -1,0 +1,17 @@
+"""Selection of the configured engine implementation. Imports it on demand: the paced engine never loads torch."""
+
+from __future__ import annotations
+
+from worker.config import WorkerConfig
+from worker.engine_interface import Engine
+
+
+def load_engine(config: WorkerConfig) -> Engine:
+    """Return the engine that `config.engine` names. Raises StartupError."""
+    if config.engine == "paced":
+        from worker.paced.engine import PacedEngine
+
+        return PacedEngine.of(config)
+    from worker.transformer import Transformer
+
+    return Transformer.of(config)

@@ -1,0 +1,182 @@
+"""Grammars at work: compiled for this model's tokenizer, and followed token by token.
+
+Compiled on a thread of their own, neither the event loop's nor the engine's, once per grammar as long as it is
+remembered; each sequence gets a copy. Masks are computed on the engine's thread, for the rows that have a grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
+
+from engine import TokenizerMissing, find_tokenizer
+from moonpool_proto.v1.common_pb2 import Grammar
+from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, FINISH_NONE, FINISH_STOP, Finish
+from worker.errors import GrammarError, RequestRefused
+from worker.grammar import LIMITS, on_deep_stack, to_llguidance, told
+
+MAX_COMPILED = 64
+
+Bools = NDArray[np.bool_]
+
+
+class GrammarVocabulary:
+    """A model's tokens as the grammars' library sees them."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Raises GrammarError when this tokenizer's tokens cannot be held to a grammar."""
+        try:
+            tokenizer = Tokenizer.from_file(str(find_tokenizer(folder)))
+        except TokenizerMissing as error:
+            raise GrammarError(str(error)) from error
+        except Exception as error:  # the library raises nothing narrower
+            raise GrammarError(f"the tokenizer of {folder} cannot be read: {error}") from error
+        self.size = vocab_size
+        self.end_ids = frozenset(i for i in end_ids if i < vocab_size)
+        # A grammar's end must be some token's. A model that has none gets one that is never allowed.
+        self.mock_end: int | None = None
+        ends = sorted(self.end_ids)
+        if not ends:
+            tokenizer.add_special_tokens([AddedToken("<|end of grammar|>", special=True)])
+            self.mock_end = tokenizer.get_vocab_size() - 1
+            ends = [self.mock_end]
+        try:
+            self.tokens = LLTokenizer(
+                tokenizer.to_str(),
+                n_vocab=max(vocab_size, ends[-1] + 1),
+                eos_token=ends,
+            )
+        except Exception as error:
+            raise GrammarError(f"this model's tokenizer cannot be held to a grammar: {told(str(error))}") from error
+
+
+class GrammarMatcher:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, inner: LLMatcher, vocabulary: GrammarVocabulary) -> None:
+        self._inner = inner
+        self._vocabulary = vocabulary
+        self.finish: Finish.ValueType = FINISH_NONE
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end any grammar."""
+        return self._vocabulary.end_ids
+
+    def allowed(self) -> Bools:
+        """bool [V]: the ids that may come next; only end tokens, once there is nothing else. Raises GrammarError."""
+        packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        self._raise_if_failed()
+        allowed = np.unpackbits(packed, bitorder="little")[: self._vocabulary.size].view(np.bool_)
+        if self._vocabulary.mock_end is not None:
+            allowed[self._vocabulary.mock_end :] = False
+        if not allowed.any():
+            raise GrammarError("the grammar has come to where this model has no token that goes on")
+        return allowed
+
+    def take(self, token: int) -> None:
+        """Raises GrammarError for a token that is not allowed, and beyond the library's limits."""
+        self._inner.consume_token(token)
+        self._raise_if_failed()
+        if token in self._vocabulary.end_ids:
+            self.finish = FINISH_STOP
+        elif not self._vocabulary.end_ids and self._inner.is_stopped():
+            self.finish = FINISH_COMPLETE
+
+    def _raise_if_failed(self) -> None:
+        if self._inner.is_error():
+            raise GrammarError(told(self._inner.get_error()))
+
+
+class GrammarCompiler:
+    """A node's compiled grammars. Lives on the event loop."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._folder, self._vocab_size, self._end_ids = folder, vocab_size, end_ids
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._vocabulary: GrammarVocabulary | GrammarError | None = None
+        self._compiled: OrderedDict[tuple[int, str], asyncio.Future[LLMatcher]] = OrderedDict()
+
+    def warm_up(self) -> None:
+        """Read the tokenizer now rather than with the first grammar. Blocks."""
+        self._thread.submit(self._try_vocabulary).result()
+
+    def close(self) -> None:
+        """Ends the thread; blocks for as long as a compile may take."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def begin(self, grammar: Grammar | None) -> None:
+        """Start to compile in the background, for a `matcher` that will be asked for."""
+        if grammar is not None:
+            self._compile(grammar)
+
+    async def matcher(self, grammar: Grammar | None, generated: NDArray[np.int32]) -> GrammarMatcher | None:
+        """At the place in the grammar where the `generated` ids lead. Raises RequestRefused. None for no grammar."""
+        if grammar is None:
+            return None
+        try:
+            compiled = await asyncio.shield(self._compile(grammar))
+            started = asyncio.get_running_loop().run_in_executor(self._thread, self._start, compiled, generated)
+            return await started
+        except GrammarError as error:
+            raise RequestRefused("bad_grammar", str(error)) from error
+
+    def _compile(self, grammar: Grammar) -> asyncio.Future[LLMatcher]:
+        key = (grammar.kind, grammar.source)
+        found = self._compiled.get(key)
+        if found is None:
+            loop = asyncio.get_running_loop()
+            found = loop.run_in_executor(self._thread, self._compile_now, grammar.kind, grammar.source)
+            self._compiled[key] = found
+            found.add_done_callback(lambda future: self._keep_if_final(key, future))
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return found
+
+    def _keep_if_final(self, key: tuple[int, str], future: asyncio.Future[LLMatcher]) -> None:
+        """That a grammar is none is remembered; that it could not be compiled just now is not."""
+        final = not future.cancelled() and isinstance(future.exception(), GrammarError | type(None))
+        if not final and self._compiled.get(key) is future:
+            del self._compiled[key]
+
+    # On the thread.
+
+    def _compile_now(self, kind: Grammar.Kind.ValueType, source: str) -> LLMatcher:
+        vocabulary = self._try_vocabulary()
+        if isinstance(vocabulary, GrammarError):
+            raise vocabulary
+        form = to_llguidance(kind, source)
+        matcher = on_deep_stack(lambda: LLMatcher(vocabulary.tokens, form, log_level=0, limits=LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # its copies begin with the automata of the first token
+        if matcher.is_error():
+            raise GrammarError(told(matcher.get_error()))
+        return matcher
+
+    def _start(self, compiled: LLMatcher, generated: NDArray[np.int32]) -> GrammarMatcher:
+        vocabulary = self._try_vocabulary()
+        assert isinstance(vocabulary, GrammarVocabulary)
+        matcher = GrammarMatcher(compiled.deep_copy(), vocabulary)
+        try:
+            for token in generated.tolist():
+                matcher.take(token)
+        except GrammarError as error:
+            raise GrammarError(f"the tokens generated before do not follow the grammar: {error}") from error
+        return matcher
+
+    def _try_vocabulary(self) -> GrammarVocabulary | GrammarError:
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = GrammarVocabulary(self._folder, self._vocab_size, self._end_ids)
+            except GrammarError as error:
+                self._vocabulary = error
+        return self._vocabulary

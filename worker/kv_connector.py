@@ -1,0 +1,391 @@
+"""Between the engine's slots and the pool: prefetch, pin and load reused blocks, verify them, store new ones.
+
+Two-phase puts: take slots at a pool node, write blocks there from the engine's, seal them with their digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool import KvPoolError, Lease, PoolClient, PutTicket
+from messenger import DeadlineExceeded, Messenger, MessengerError, Priority
+from moonpool_proto.v1.conductor_pb2 import NodeRef
+from rpc.control import ControlError
+from rpc.errors import NetworkError
+from worker.counters import WorkerCounters
+from worker.local_pool import LocalPoolAccess
+from worker.policy import CircuitBreaker
+from worker.prefix_blocks import PinnedBlocks, PrefixSave, find_tail, key_array, names_of_tails
+from worker.request import Request
+from worker.shielded_wait import in_thread, shielded
+from worker.slot_memory import SlotMemory
+
+log = logging.getLogger(__name__)
+
+# A pool node that hangs costs each call its deadline. The first pause is as long as the conductor takes to suspect a
+# node; the longest keeps what a node that came back can give from being missed for long.
+_HOLD_OFF_S, _LONGEST_HOLD_OFF_S = 5.0, 30.0
+
+
+class KVConnector:
+    """One worker's way to its own pool node and, when told where, to others."""
+
+    def __init__(
+        self,
+        memory: SlotMemory,
+        messenger: Messenger,
+        kv_namespace: bytes,
+        *,
+        own_target: str,
+        owner: str,
+        incarnation: int,
+        lease_s: float,
+        put_ttl_s: float,
+        wait_s: float,
+        counters: WorkerCounters,
+    ) -> None:
+        """`wait_s`: how long a request waits for its blocks that are on SSD; what has not come then is computed."""
+        self._memory = memory
+        self._messenger = messenger
+        self._namespace = kv_namespace
+        self._owner, self._incarnation = owner, incarnation
+        self._lease_s, self._wait_s = lease_s, wait_s
+        self._counters = counters
+        self._own_target = own_target
+        self._has_ssd = False
+        self._clients: dict[str, PoolClient] = {}
+        self._breaker = CircuitBreaker(_HOLD_OFF_S, _LONGEST_HOLD_OFF_S)
+        self._now_s = time.monotonic
+        self._prefetching: set[asyncio.Task[None]] = set()
+        self._local_pool = LocalPoolAccess(memory, messenger, kv_namespace, owner=owner, incarnation=incarnation)
+        self._writer = PoolWriter(memory, messenger, kv_namespace, ttl_s=put_ttl_s, counters=counters)
+        self.own_node_id = ""
+        self.num_pinned = 0
+
+    def client(self, target: str) -> PoolClient:
+        if target not in self._clients:
+            self._clients[target] = PoolClient(target, owner=self._owner, owner_incarnation=self._incarnation)
+        return self._clients[target]
+
+    async def meet(self) -> None:
+        """Learn who this host's pool node is: asked until it answers, since all roles start at once."""
+        while self._own_target:
+            try:
+                description = await self.client(self._own_target).describe()
+            except Exception as error:
+                log.info("waiting for the pool node at %s: %s", self._own_target, error)
+                await asyncio.sleep(0.1)
+            else:
+                self.own_node_id, self._has_ssd = description.node_id, description.ssd_bytes > 0
+                return
+
+    async def close(self) -> None:
+        for task in self._prefetching:
+            task.cancel()
+        await asyncio.gather(*self._prefetching, return_exceptions=True)
+        await self._local_pool.close()
+        for client in self._clients.values():
+            await client.close()
+
+    def prefetch(self, request: Request, num_blocks: int) -> None:
+        """A request has to wait: pool nodes that have some of its first blocks on SSD may bring them to DRAM meanwhile.
+
+        Returns at once; nobody waits for it.
+        """
+        others = [h for h in request.placement.holders if h.ssd_blocks and h.pool.node_id != self.own_node_id]
+        asked = [(self._own_target, 0, num_blocks)] if self._own_target and self._has_ssd else []
+        asked += [(h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks)) for h in others]
+        for target, first, end in asked:
+            if first < end:
+                task = asyncio.ensure_future(
+                    self._prefetch(target, request.keys[first:end], self._tail_keys(request, num_blocks))
+                )
+                self._prefetching.add(task)
+                task.add_done_callback(self._prefetching.discard)
+
+    async def _prefetch(self, target: str, keys: Sequence[bytes], tail_keys: bytes) -> None:
+        if self._may_ask(target):
+            try:
+                await self.client(target).prefetch(self._namespace, key_array(keys), tail_keys=tail_keys)
+                self._note(target)
+            except PoolErrors as error:
+                self._note(target, error)
+                log.info("pool at %s did not take a hint of what is needed soon: %s", target, error)
+
+    def _tail_keys(self, request: Request, num_blocks: int) -> bytes:
+        """Of partial blocks that are looked for where the conductor expects the run to end."""
+        expected = min(num_blocks, request.placement.reuse_blocks)
+        return names_of_tails(request, expected, self._memory.block_tokens)
+
+    async def pin(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
+        """Lease the longest leading run of the request's first `num_blocks` blocks that this host's pool and the
+        placement's holders have, and the partial block after it, if one holds the prompt's next tokens.
+
+        A pool that cannot be reached only shortens the run: what is missing is computed.
+        """
+        chain = key_array(request.keys[:num_blocks])
+        tail_keys = self._tail_keys(request, num_blocks)
+        targets = [(self._own_target, 0, num_blocks)]
+        targets += [
+            (h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks))
+            for h in request.placement.holders
+            if h.pool.node_id != self.own_node_id
+        ]
+        pinned: list[PinnedBlocks] = []
+        have = 0
+        for i, (target, first, end) in enumerate(targets):
+            is_own = i == 0  # asked for partial blocks even where there is no whole one
+            if not target or first > have or (end <= have and not is_own) or not self._may_ask(target):
+                continue
+            lease = await self._pin(target, chain[have:end], tail_keys, request.time_left_s)
+            if lease is not None:
+                pinned.append(PinnedBlocks(have, lease, self.client(target), is_own, self._memory.block_tokens))
+                have += lease.num_blocks
+                self.num_pinned += 1
+        for pin in pinned:
+            # A holder that has lost its blocks offers tails of its own: the right one may be before it.
+            found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
+            if found is not None:
+                pinned.remove(pin)
+                pinned.append(replace(pin, tail=found[0], tail_tokens=found[1]))
+                break
+        return pinned
+
+    async def _pin(self, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float) -> Lease | None:
+        wait_s = max(0.0, min(self._wait_s, time_left_s))
+        try:
+            lease = await self.client(target).pin(
+                self._namespace, chain, lease_s=self._lease_s, wait_s=wait_s, tails=True, tail_keys=tail_keys
+            )
+        except PoolErrors as error:
+            self._note(target, error)
+            log.warning("pool at %s cannot be used for reuse: %s", target, error)
+            return None
+        self._note(target)
+        return lease
+
+    async def unpin(self, pinned: Sequence[PinnedBlocks], *, superseded: bool = False) -> None:
+        """Give leases back; one that cannot be given back expires. `superseded`: the partial block that was used is
+        part of a longer one by now, and may be removed."""
+        for pin in pinned:
+            self.num_pinned -= 1
+            if not self._may_ask(pin.client.target):
+                continue
+            old = pin.tail.key if superseded and pin.tail is not None else b""
+            try:
+                await pin.client.unpin(pin.lease, kv_namespace=self._namespace, superseded=old)
+                self._note(pin.client.target)
+            except PoolErrors as error:
+                self._note(pin.client.target, error)
+                log.warning("lease %s was not given back and will expire: %s", pin.lease.lease_id, error)
+
+    async def load(self, pinned: Sequence[PinnedBlocks], slots: Sequence[int], first: int) -> int:
+        """Read leased blocks from `first` on, the partial one included, into `slots` and verify every layer of them.
+
+        Returns how many leading ones are now in the slots and right; each Pinned knows its own. A block that fails
+        verification ends the run, is taken out of the pool and counted.
+        """
+        good = 0
+        for pin in pinned:
+            skip = max(0, first + good - pin.first)
+            count = min(pin.num_rows - skip, len(slots) - good)
+            if count <= 0 or pin.first > first + good:
+                continue
+            rows = slice(skip, skip + count)
+            part = slots[good : good + count]
+            began = time.perf_counter()
+            try:
+                right = await self._read(pin, rows, part)
+            except NetworkError as error:
+                self._note(pin.client.target, error)
+                log.warning("reused blocks could not be read and will be computed: %s", error)
+                break
+            nbytes = count * self._memory.spec.block_nbytes
+            self._counters.add_transfer("load" if pin.is_own else "fetch", nbytes, time.perf_counter() - began)
+            pin.right = range(skip, skip + right)
+            good += right
+            if right < count:
+                bad = pin.first + skip + right
+                self._counters.add("digest_mismatches", 1)
+                log.error("block %d of a reused prefix at %s failed verification", bad, pin.lease.endpoint.node_id)
+                await self.quarantine(pinned, [bad])
+                break
+        if good:
+            await in_thread(self._memory.to_device, slots[:good])
+        return good
+
+    async def _read(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int:
+        """Read leased blocks into slots: how many leading ones are right. Raises NetworkError."""
+        right = await self._local_pool.load(pin, rows, slots) if pin.is_own else None
+        if right is not None:
+            return right
+        slices = self._memory.slot_slices(slots, list(pin.offsets[:, rows]))
+        peer = self._messenger.connect(pin.lease.endpoint)
+        await shielded(peer.read(pin.lease.key, self._memory.region, slices, deadline_s=self._lease_s))
+        expected = [each[rows] for each in pin.digests]
+        return await in_thread(self._count_right, slots, expected, pin.valid[rows])
+
+    async def quarantine(self, pinned: Sequence[PinnedBlocks], blocks: Sequence[int]) -> None:
+        """Have leased blocks, by their places in the prompt, taken out of their pools: they are not what they should
+        be. At the end of the request they are stored again."""
+        for pin in pinned:
+            rows = [block - pin.first for block in blocks if 0 <= block - pin.first < pin.num_rows]
+            if not rows:
+                continue
+            try:
+                await pin.client.quarantine(self._namespace, pin.keys[rows])
+            except PoolErrors as error:
+                log.warning("a corrupt block could not be reported to its pool: %s", error)
+
+    async def store(
+        self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
+    ) -> None:
+        """Put blocks from `first` on into `pool`, or this host's, from their slots; `token_s` as in `PoolWriter.put`.
+
+        A failure is logged and counted: the pool only loses a chance of reuse.
+        """
+        target = self._target_of(pool)
+        if first >= kept.num_blocks or not target or not self._may_ask(target):
+            return
+        try:
+            await self._put(target, kept, slots, first, token_s)
+            self._note(target)
+        except PoolErrors as error:
+            self._note(target, error)
+            self._counters.add("store_failures", 1)
+            log.warning("blocks were not stored in the pool: %s", error)
+        except Exception:
+            self._counters.add("store_failures", 1)
+            log.exception("blocks were not stored in the pool")
+
+    async def _put(self, target: str, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> None:
+        client, began = self.client(target), time.perf_counter()
+        if target == self._own_target:
+            stored = await self._local_pool.put(client, kept, slots, first, token_s)
+            if stored is not None:
+                nbytes = stored * self._memory.spec.block_nbytes
+                self._counters.add_transfer("store", nbytes, time.perf_counter() - began)
+                return
+        await self._writer.put(client, kept, slots, first, token_s=token_s)
+
+    async def drop(self, superseded: bytes, pool: NodeRef) -> None:
+        """Remove a partial block (its key, or nothing) that one stored since contains, unless somebody reads it."""
+        target = self._target_of(pool)
+        if not superseded or not target or not self._may_ask(target):
+            return
+        try:
+            await self.client(target).evict(self._namespace, key_array([superseded]))
+            self._note(target)
+        except PoolErrors as error:
+            self._note(target, error)
+            log.info("a partial block that is of no use any more stays at %s: %s", target, error)
+
+    def _target_of(self, pool: NodeRef | None) -> str:
+        """Where to call a pool node; this host's own by its own address, and where none is named."""
+        elsewhere = pool is not None and pool.target and pool.node_id != self.own_node_id
+        return pool.target if pool is not None and elsewhere else self._own_target
+
+    def _may_ask(self, target: str) -> bool:
+        """Whether to call the pool node now; what is not asked of it is computed, not stored, or left to expire."""
+        return self._breaker.try_pass(target, self._now_s())
+
+    def _note(self, target: str, error: Exception | None = None) -> None:
+        """A call has ended; only a deadline that passed tells that the node hangs."""
+        if isinstance(error, DeadlineExceeded):
+            self._breaker.failed(target, self._now_s())
+        else:
+            self._breaker.succeeded(target)
+
+    def _count_right(
+        self, slots: Sequence[int], expected: Sequence[NDArray[np.uint64]], valid: NDArray[np.int32]
+    ) -> int:
+        """Leading slots whose bytes match the expected layer digests (one array [n, layers] per group)."""
+        right = len(slots)
+        for group, want in enumerate(expected):
+            wrong = (self._memory.slot_digests(group, slots, valid) != want).any(axis=1).nonzero()[0]
+            if len(wrong):
+                right = min(right, int(wrong[0]))
+        return right
+
+
+log = logging.getLogger(__name__)
+
+PoolErrors = (KvPoolError, ControlError, MessengerError)
+
+
+class PoolWriter:
+    """Moves blocks out of one worker's slots. Raises PoolErrors; a put that fails or is cancelled leaves nothing."""
+
+    def __init__(
+        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, ttl_s: float, counters: WorkerCounters
+    ) -> None:
+        self._memory = memory
+        self._messenger = messenger
+        self._namespace = kv_namespace
+        self._ttl_s = ttl_s
+        self._counters = counters
+
+    async def put(
+        self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, *, token_s: float = 0.0
+    ) -> None:
+        """Store blocks [first, kept.num_blocks) from their slots, as far as they are not there.
+
+        `token_s`: what computing one token took, so that the pool knows what is lost with a block.
+        """
+        keys, parents, partial = kept.names(first)
+        valid = np.array([tokens or self._memory.block_tokens for tokens in partial], np.int32)
+        # A task of its own: a cancelled caller must still learn of the slots that it was given.
+        allocating = asyncio.ensure_future(
+            client.allocate(
+                self._namespace,
+                self._memory.spec,
+                key_array(keys),
+                key_array(parents),
+                ttl_s=self._ttl_s,
+                num_tokens=partial if any(partial) else (),
+                compute_s=token_s * int(valid.sum()),
+            )
+        )
+        try:
+            ticket = await shielded(allocating)
+            if ticket.new_blocks:
+                await self._fill(
+                    client, ticket, [slots[first + i] for i in ticket.new_blocks], valid[ticket.new_blocks]
+                )
+        except BaseException:
+            if not allocating.cancelled() and allocating.exception() is None:
+                await shielded(asyncio.ensure_future(self._abort(client, allocating.result())))
+            raise
+
+    async def _fill(
+        self, client: PoolClient, ticket: PutTicket, slots: Sequence[int], valid: NDArray[np.int32]
+    ) -> None:
+        remote = [ticket.offsets[g] for g in range(self._memory.num_groups)]
+        began = time.perf_counter()
+        await in_thread(self._memory.to_host, slots)
+        digests = await in_thread(self._digests, slots, valid)
+        peer = self._messenger.connect(ticket.endpoint)
+        assert ticket.key is not None
+        slices = self._memory.slot_slices(slots, remote)
+        writing = peer.write(
+            ticket.key, self._memory.region, slices, deadline_s=self._ttl_s, priority=Priority.BACKGROUND
+        )
+        done = await shielded(writing)
+        await client.seal(ticket, digests)
+        self._counters.add_transfer("store", done.nbytes, time.perf_counter() - began)
+
+    async def _abort(self, client: PoolClient, ticket: PutTicket) -> None:
+        try:
+            await client.abort_put(ticket)
+        except PoolErrors as error:
+            log.warning("put %s was not aborted and will expire: %s", ticket.put_id, error)
+
+    def _digests(self, slots: Sequence[int], valid: NDArray[np.int32]) -> list[NDArray[np.uint64]]:
+        return [self._memory.slot_digests(g, slots, valid) for g in range(self._memory.num_groups)]

@@ -1,0 +1,136 @@
+"""This host's pool without messages: leased blocks straight from its mapped arena, puts in one round trip.
+
+Where there is no door (another host or container, tcp alone), or it has closed, callers take the messenger; a door is
+tried again now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpool import PoolClient
+from kvpool.errors import DoorClosed, KvPoolError
+from kvpool.local import LocalPool, PutStatus
+from messenger import Messenger
+from rpc.control import ControlError
+from worker.prefix_blocks import PinnedBlocks, PrefixSave, key_array
+from worker.shielded_wait import in_thread
+from worker.slot_memory import SlotMemory
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 5.0  # after which a door that could not be entered is tried again
+_ANSWER_S = 5.0  # longest wait for an answer through it
+
+
+class LocalPoolAccess:
+    """One worker's way through the door of its host's pool node."""
+
+    def __init__(
+        self, memory: SlotMemory, messenger: Messenger, kv_namespace: bytes, *, owner: str, incarnation: int
+    ) -> None:
+        self._memory = memory
+        self._messenger = messenger
+        self._namespace = kv_namespace
+        self._owner, self._incarnation = owner, incarnation
+        self._pool: LocalPool | None = None
+        self._region_id = 0
+        self._next_try_s = 0.0
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await in_thread(pool.close)
+
+    async def load(self, pin: PinnedBlocks, rows: slice, slots: Sequence[int]) -> int | None:
+        """Copy leased blocks, `rows` of them, into slots, and verify them. Returns how many leading ones are right.
+
+        None: not to be had by this way.
+        """
+        pool = await self._entered(pin.client)
+        if pool is None or pool.incarnation != pin.lease.endpoint.incarnation:
+            return None
+        digests = np.ascontiguousarray(np.concatenate([each[rows] for each in pin.digests], axis=1))
+        lengths = pin.valid[rows].astype(np.uint32)
+        spec, memory = self._memory.spec, self._memory.region.array
+        try:
+            right = await in_thread(
+                pool.read_leased, spec, pin.offsets[:, rows], digests, memory, self._memory.all_offsets(slots), lengths
+            )
+        except DoorClosed as error:
+            log.info("leased blocks are read through the messenger: %s", error)
+            return None
+        return int(right.argmin()) if not right.all() else len(right)
+
+    async def put(
+        self, client: PoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float
+    ) -> int | None:
+        """As `PoolWriter.put`. Returns how many blocks were stored; None: not to be done by this way."""
+        pool = await self._entered(client)
+        if pool is None:
+            return None
+        try:
+            return await in_thread(self._put, pool, kept, slots, first, token_s)
+        except DoorClosed as error:
+            log.info("blocks are stored through the messenger: %s", error)
+            return None
+
+    def _put(self, pool: LocalPool, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> int:
+        keys, parents, partial = kept.names(first)
+        chain = key_array(keys)
+        known = pool.match(self._namespace, chain)
+        pool.touch(self._namespace, chain[:known])
+        if known == len(keys):
+            return 0
+        lengths = np.array(partial[known:], np.uint32)
+        tokens = int(np.where(lengths, lengths, self._memory.block_tokens).sum())
+        part = slots[first + known : first + len(keys)]
+        self._memory.to_host(part)
+        offsets = self._memory.all_offsets(part)
+        status = pool.put(
+            self._namespace,
+            self._memory.spec,
+            chain[known:],
+            key_array(parents[known:]),
+            self._region_id,
+            offsets,
+            pool.digests(self._memory.spec, self._region_id, offsets, lengths),
+            num_tokens=lengths,
+            compute_s=token_s * tokens,
+        )
+        if (status == PutStatus.WRONG).any():
+            raise KvPoolError("the pool node copied other bytes than were digested here, and stored none of them")
+        return int(np.count_nonzero(status == PutStatus.STORED))
+
+    async def _entered(self, client: PoolClient) -> LocalPool | None:
+        """The way in, if there is one now."""
+        if self._pool is not None and self._pool.alive:
+            return self._pool
+        if time.monotonic() < self._next_try_s:
+            return None
+        self._next_try_s = time.monotonic() + _AGAIN_S
+        await self.close()
+        try:
+            told = await client.describe(deadline_s=_ANSWER_S)
+            if told.door and told.endpoint.host_id == self._messenger.endpoint.host_id:
+                pool = await in_thread(self._enter, told.door)
+                if (pool.node_id, pool.incarnation) == (told.node_id, told.incarnation):
+                    self._pool = pool
+                else:
+                    pool.close()
+        except (KvPoolError, ControlError) as error:
+            log.info("this host's pool is reached through the messenger: %s", error)
+        return self._pool
+
+    def _enter(self, door: str) -> LocalPool:
+        pool = LocalPool(door, owner=self._owner, owner_incarnation=self._incarnation, deadline_s=_ANSWER_S)
+        try:
+            self._region_id = pool.offer(self._memory.region.memory)
+        except BaseException:
+            pool.close()
+            raise
+        return pool

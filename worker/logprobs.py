@@ -1,0 +1,69 @@
+"""Log-probabilities on their way to the client: of generated tokens, and of a prompt chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+import engine
+from moonpool_proto.v1.worker_pb2 import LogProbs, PromptLogProbs
+
+if TYPE_CHECKING:
+    import torch
+
+# What computes is taken from `engine` when it is called: an engine that gives no logits never loads torch.
+
+
+def score_tokens(
+    logits: torch.Tensor, tokens: NDArray[np.int64], num_top: Sequence[int | None]
+) -> list[LogProbs | None]:
+    """Of the model's own logits [B, V], about the token chosen in each row; None where none were asked for."""
+    wanted = [i for i, number in enumerate(num_top) if number is not None]
+    told: list[LogProbs | None] = [None] * len(num_top)
+    if not wanted:
+        return told
+    found = engine.log_probs(logits[wanted], tokens[wanted], max(number or 0 for number in num_top))
+    for place, i in enumerate(wanted):
+        number = num_top[i]
+        told[i] = LogProbs(
+            logprob=float(found.logprobs[place]),
+            rank=int(found.ranks[place]),
+            top_ids=found.top_ids[place, :number].tolist(),
+            top_logprobs=found.top_logprobs[place, :number].tolist(),
+        )
+    return told
+
+
+class PromptLogprobs:
+    """What the model thought of a prompt; filled in as its chunks are computed."""
+
+    def __init__(self, prompt: NDArray[np.int32], num_top: int) -> None:
+        count = len(prompt) - 1
+        self._prompt = prompt
+        self._num_top = num_top
+        self._logprobs = np.zeros(count, np.float32)
+        self._ranks = np.zeros(count, np.uint32)
+        self._top_ids = np.zeros((count, num_top), np.int32)
+        self._top_logprobs = np.zeros((count, num_top), np.float32)
+
+    def take(self, logits: torch.Tensor, start: int) -> None:
+        """The logits after prompt tokens `start` and on, [n, V]; those after the last one are about the answer."""
+        followers = self._prompt[start + 1 : start + 1 + len(logits)]
+        found = engine.log_probs(logits[: len(followers)], followers, self._num_top)
+        at = slice(start, start + len(followers))
+        self._logprobs[at] = found.logprobs
+        self._ranks[at] = found.ranks
+        self._top_ids[at] = found.top_ids
+        self._top_logprobs[at] = found.top_logprobs
+
+    def to_proto(self) -> PromptLogProbs:
+        return PromptLogProbs(
+            num_top=self._num_top,
+            logprobs=self._logprobs.astype("<f4").tobytes(),
+            ranks=self._ranks.astype("<u4").tobytes(),
+            top_ids=self._top_ids.astype("<i4").tobytes(),
+            top_logprobs=self._top_logprobs.astype("<f4").tobytes(),
+        )

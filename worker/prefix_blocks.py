@@ -1,0 +1,148 @@
+"""What of a sequence's KV is kept for later requests and found by them: whole blocks, and the partial one after them.
+
+Pure: keys and counts. A partial block is found by its tokens: a pool node offers those that follow a run of blocks, and
+the reader takes one whose key is that of its own next tokens.
+
+What a request has leased at one pool node, as arrays to read and verify by, and what came of reading it. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool import Lease, PoolClient, Tail, chain_keys, tail_key, tail_keys
+from worker.request import EngineSequence, Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSave:
+    """The blocks of a sequence as far as it was computed, prompt and answer."""
+
+    keys: tuple[bytes, ...]  # chain key per whole block
+    tail_key: bytes = b""  # of the partial block after them; empty where there is none
+    tail_tokens: int = 0
+
+    @classmethod
+    def of(cls, sequence: EngineSequence, block_tokens: int) -> PrefixSave:
+        """All that was computed so far. A sequence's last token is never fed back, so its KV does not exist; what the
+        engine went on to compute after an answer's end is not worth a place."""
+        request, computed = sequence.request, sequence.num_computed
+        if sequence.kept_tokens is not None:
+            computed = min(computed, sequence.kept_tokens)
+        keys = list(request.keys[: computed // block_tokens])
+        rest = np.ascontiguousarray(sequence.tokens[len(keys) * block_tokens : computed])
+        more = chain_keys(request.chain_seed, rest, block_tokens, parent=keys[-1] if keys else None)
+        keys += [row.tobytes() for row in more]
+        last = rest[len(more) * block_tokens :]
+        if not len(last):
+            return cls(tuple(keys))
+        return cls(tuple(keys), tail_key(request.chain_seed, keys[-1] if keys else None, last), len(last))
+
+    def whole(self) -> PrefixSave:
+        """Without the partial block."""
+        return PrefixSave(self.keys)
+
+    @property
+    def num_blocks(self) -> int:
+        """With the partial one."""
+        return len(self.keys) + bool(self.tail_tokens)
+
+    def num_tokens(self, block_tokens: int) -> int:
+        return len(self.keys) * block_tokens + self.tail_tokens
+
+    def names(self, first: int) -> tuple[list[bytes], list[bytes], list[int]]:
+        """(keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on."""
+        keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
+        parents = [keys[i - 1] if i else bytes(16) for i in range(first, len(keys))]
+        partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]
+        return keys[first:], parents, partial
+
+
+def names_of_tails(request: Request, num_blocks: int, block_tokens: int) -> bytes:
+    """Keys of all partial blocks that hold just the prompt's tokens after its first `num_blocks` blocks, the longest
+    first."""
+    start = num_blocks * block_tokens
+    rest = request.prompt[start : start + block_tokens - 1]
+    parent = request.keys[num_blocks - 1] if num_blocks else None
+    return tail_keys(request.chain_seed, parent, rest)[::-1].tobytes()
+
+
+def find_tail(request: Request, num_blocks: int, tails: Sequence[Tail], block_tokens: int) -> tuple[Tail, int] | None:
+    """(the offered partial block that holds most of the prompt's tokens after its first `num_blocks` blocks, how many).
+
+    All tokens of a tail must be the prompt's; the prompt's last token is computed even where the tail has its KV.
+    """
+    start = num_blocks * block_tokens
+    rest = request.prompt[start : start + block_tokens]
+    usable = len(request.prompt) - 1 - start
+    parent = request.keys[num_blocks - 1] if num_blocks else None
+    offered = {(tail.key, tail.num_tokens): tail for tail in tails if usable > 0 and 0 < tail.num_tokens <= len(rest)}
+    for count in sorted({num_tokens for _, num_tokens in offered}, reverse=True):
+        tail = offered.get((tail_key(request.chain_seed, parent, rest[:count]), count))
+        if tail is not None:
+            return tail, min(count, usable)
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class PinnedBlocks:
+    """Leased blocks of a prompt: whole ones from block `first` on, then, if `tail` is set, the partial one after them.
+
+    The arrays have a row per block, the partial one included.
+    """
+
+    first: int
+    lease: Lease
+    client: PoolClient
+    is_own: bool  # at this host's pool node
+    block_tokens: int
+    tail: Tail | None = None
+    tail_tokens: int = 0  # of them, those that the prompt can use
+    offsets: NDArray[np.int64] = field(init=False)  # [groups, n], in the pool's region
+    digests: list[NDArray[np.uint64]] = field(init=False)  # per group [n, layers], over the valid tokens
+    keys: NDArray[np.uint8] = field(init=False)  # [n, 16]
+    valid: NDArray[np.int32] = field(init=False)  # [n] tokens
+    right: range = range(0)  # of the rows, those that were read and are right
+
+    def __post_init__(self) -> None:
+        lease, tail = self.lease, self.tail
+        self.offsets, self.digests, self.keys = lease.offsets, lease.digests, lease.chain
+        self.valid = np.full(lease.num_blocks, self.block_tokens, np.int32)
+        if tail is not None:
+            self.offsets = np.concatenate([self.offsets, tail.offsets[:, None]], axis=1)
+            self.digests = [np.concatenate([a, b[None]]) for a, b in zip(self.digests, tail.digests, strict=True)]
+            self.keys = np.concatenate([self.keys, np.frombuffer(tail.key, np.uint8)[None]])
+            self.valid = np.append(self.valid, np.int32(tail.num_tokens))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.valid)
+
+    @property
+    def end(self) -> int:
+        """The place in the prompt after the last whole block."""
+        return self.first + self.lease.num_blocks
+
+    def tokens_by_tier(self, num_tokens: int) -> tuple[int, int, int]:
+        """(from this host's DRAM, from its SSD, from another host) of the prompt's first `num_tokens`, as read here.
+
+        A run's blocks that had to come from SSD are taken for its last ones: what is used less follows what is used
+        more, and leaves DRAM first.
+        """
+        begins = (self.first + np.arange(self.num_rows)) * self.block_tokens
+        used = np.clip(num_tokens - begins, 0, self.valid)
+        used = used[self.right.start : self.right.stop]
+        if not self.is_own:
+            return 0, 0, int(used.sum())
+        ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block is not among them
+        ssd = int(used[max(0, ssd_end - self.lease.ssd_blocks) : ssd_end].sum())
+        return int(used.sum()) - ssd, ssd, 0
+
+
+def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Keys as the pool's client takes them: uint8 [n, 16]."""
+    return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 16)
