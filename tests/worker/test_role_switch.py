@@ -42,7 +42,7 @@ class Worker:
     async def _serve(self) -> None:
         await self.work.wait()
 
-    async def shielded(self) -> None:
+    async def finished(self) -> None:
         async with asyncio.timeout(60):
             while self.role.is_switching:
                 self.news.clear()
@@ -74,7 +74,7 @@ async def test_it_changes_once_its_work_is_done_and_tells_so_before_and_after(wo
     await one.news.wait()
     assert (one.told, one.role.role) == ([(True, ROLE_PREFILL)], ROLE_PREFILL)
     one.work.set()
-    await one.settled()
+    await one.finished()
     assert (one.told[-1], one.announced) == ((False, ROLE_DECODE), [ROLE_DECODE])
 
 
@@ -89,7 +89,7 @@ async def test_prompts_that_do_not_end_keep_it_what_it_is_and_answers_do_not(
     one = worker(was, grace_s)
     one.take()
     one.role.begin(asked)
-    await one.settled()
+    await one.finished()
     assert (one.role.role, len(one.jobs)) == (becomes, 1)
     assert one.announced == [becomes]  # whoever asked learns that it is over
 
