@@ -68,6 +68,7 @@ async def measure_selector(rounds: int, per_round: int, live: int, peer_path: st
         },
     }
     for number in range(4 if service is not None else 0):
+        assert service is not None
         worker = {
             "worker_id": number,
             "model_name": "m",
@@ -81,6 +82,7 @@ async def measure_selector(rounds: int, per_round: int, live: int, peer_path: st
     found: dict[str, list[tuple[float, float]]] = {"decide": [], "schedule": [], "tokens": [], "hashes": []}
 
     async def theirs(kind: str) -> None:
+        assert service is not None
         for _ in range(per_round):
             await service.select(asked[kind])
 

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,8 @@ class Transformers:
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-            return out.logits[:, -1].argmax(dim=-1)
+            tokens: torch.Tensor = out.logits[:, -1].argmax(dim=-1)
+            return tokens
 
 
 def alternate(ours: Callable[[], object], theirs: Callable[[], object], repetitions: int) -> tuple[float, float]:
@@ -98,8 +100,8 @@ def measure(
         first = ours.prefill(prompts)
         theirs.prefill(prompts)
         seconds = alternate(
-            lambda e=ours, t=first: e.decode(t, CONTEXT, steps),
-            lambda e=theirs, t=first: e.decode(t, CONTEXT, steps),
+            partial(ours.decode, first, CONTEXT, steps),
+            partial(theirs.decode, first, CONTEXT, steps),
             repetitions,
         )
         yield f"decode_b{batch}", batch * steps / seconds[0], batch * steps / seconds[1]
@@ -123,11 +125,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or (BUNDLED if (BUNDLED / "config.json").is_file() else None)
         if folder is None:
-            shape = {"layers": 8, "hidden": 128, "heads": 4, "kv_heads": 2, "intermediate": 384, "vocab": 2048}
-            folder = write_random_model(scratch, **shape, scale=2.0)
+            folder = write_random_model(
+                scratch, layers=8, hidden=128, heads=4, kv_heads=2, intermediate=384, vocab=2048, scale=2.0
+            )
             print("no bundled model: random weights of its shape", flush=True)
         model = load_model(folder, device="cpu", dtype="float32", threads=arguments.threads)
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        reference.eval()  # type: ignore[no-untyped-call]
         result: dict[str, float | int | str] = {"threads": arguments.threads, "model": folder.name}
         for name, ours, theirs in measure(model, reference, arguments.steps, arguments.repetitions):
             print(

@@ -332,8 +332,7 @@ def main() -> None:
     if args.mooncake_python is None:
         print("Mooncake Store is left out: name a Python that has it with --mooncake-python")
     if args.ssd_dir is not None:
-        sys.path.insert(1, str(HERE))
-        import kvpool_ssd
+        from benchmarks import kvpool_ssd
 
         ssd = kvpool_ssd.measure(args.ssd_dir, min(args.rounds, 5), args.sizes)
         result |= {key: value for key, value in ssd.items() if key.startswith("ssd_")} | {"ssd": ssd}

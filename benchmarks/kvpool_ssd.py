@@ -119,7 +119,8 @@ class _Case:
         return {kind: _summary(rates[kind], engines.get(kind)) for kind in KINDS}
 
     def _chosen(self) -> Sequence[int]:
-        return self._rng.permutation(self._num_blocks)[: self._round_blocks].tolist()
+        chosen: list[int] = self._rng.permutation(self._num_blocks)[: self._round_blocks].tolist()
+        return chosen
 
     def _array(self, i: int) -> Any:
         return self._memory[i * self._size : (i + 1) * self._size]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def fill(directory: Directory, blocks: int, nodes: int, block_tokens: int, longe
         for i, keys in enumerate(chains):
             tier = Tier.SSD if i % 4 == 3 else Tier.DRAM
             message = PoolEvents(1, 0, i == 0, i == len(chains) - 1, stored=stored(keys, tier))
-            assert longest.time("snapshot_part", lambda n=node, m=message: directory.apply(name(n), m))
+            assert longest.time("snapshot_part", partial(directory.apply, name(node), message))
     return count
 
 
@@ -78,11 +79,11 @@ def measure_directory(directory: Directory, longest: Longest) -> dict[str, Any]:
     for i in range(events):
         run = stored(mixed((1 << 41) + i // 2 * 16, 16))
         message = PoolEvents(1, i + 1, stored=run) if i % 2 == 0 else PoolEvents(1, i + 1, removed=run)
-        assert longest.time("event", lambda m=message: directory.apply(name(0), m))
+        assert longest.time("event", partial(directory.apply, name(0), message))
     burst = PoolEvents(1, events + 1, stored=stored(mixed(1 << 42, 100_000)))
     assert longest.time("event_of_100k_blocks", lambda: directory.apply(name(0), burst))
     for node in range(1, 11):
-        longest.time("drop_node", lambda n=node: directory.drop_node(name(n)))
+        longest.time("drop_node", partial(directory.drop_node, name(node)))
     while longest.time("purge_slice", directory.purge):
         pass
     parts = directory.dump(frozenset(node.number for node in directory.begin_dump()))

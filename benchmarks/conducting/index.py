@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def measure_index(rounds: int, peer_path: str) -> dict[str, Any]:
                 assert {name(worker): depth for (worker, _), depth in scores.items()} == want
         repeats = max(1, 400 // len(arrays))
         calls: dict[str, tuple[Callable[[Any], Any], Sequence[Any]]] = {
-            "ours": (lambda keys, d=ours: d.match(NAMESPACE, keys), arrays),
+            "ours": (partial(ours.match, NAMESPACE), arrays),
             "dict": (plain.match, lists),
         }
         if tree is not None:

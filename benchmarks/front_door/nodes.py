@@ -24,7 +24,7 @@ _FIRST_ID, _IDS = 500, 100
 _CAPACITY_TOKENS = 1 << 30
 
 
-class ScriptedNode(WorkerServicer):
+class ScriptedNode(WorkerServicer):  # the calls that it does not answer stay unimplemented
     """One node's Attach streams and its stream to the conductor."""
 
     def __init__(self, node: conductor_pb2.Node, conductor: str) -> None:
@@ -124,7 +124,9 @@ async def main(conductor: str, run_dir: str, model: str, max_len: int, block_tok
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     nodes = [
-        ScriptedNode(described(name, role, run_dir, model, max_len, block_tokens), conductor)
+        ScriptedNode(  # type: ignore[abstract]
+            described(name, role, run_dir, model, max_len, block_tokens), conductor
+        )
         for name, role in (("prefill-0", common_pb2.ROLE_PREFILL), ("decode-0", common_pb2.ROLE_DECODE))
     ]
     nodes[0].decoder = nodes[1]

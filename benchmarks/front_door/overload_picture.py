@@ -30,7 +30,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     modes = result["modes"]
     with plt.rc_context({"svg.hashsalt": "overload-live", "font.size": 9.0, "axes.titlelocation": "left"}):
         figure = plt.figure(figsize=(10.0, 3.9 + 0.45 * len(modes)), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=(1.5 + 0.45 * len(modes), 2.4))
+        halves: Any = figure.subfigures(2, 1, height_ratios=(1.5 + 0.45 * len(modes), 2.4))  # typed as a single one
+        above, below = halves
         goodput, ends, prefill = above.subplots(1, 3, sharey=True, width_ratios=(1, 1.3, 1))
         _over_time(below.subplots(), modes, result["uncounted_s"])
         rates = [row["goodput_rps"] for row in modes.values()]
