@@ -44,7 +44,7 @@ from kvpool import (  # noqa: E402
     chain_seed,
     kv_namespace,
 )
-from kvpool.local import LocalPool, PutStatus  # noqa: E402
+from kvpool.local import LocalPoolClient, PutStatus  # noqa: E402
 from kvpool.server import serve_pool_node  # noqa: E402
 from messenger import MessengerConfig, SharedMemory  # noqa: E402
 from rpc.control import run  # noqa: E402
@@ -71,7 +71,7 @@ class Ours:
             if self._process.poll() is not None:
                 raise SystemExit("the pool node did not start")
         door = next(Path(self._folder.name).glob("d-*.sock"))
-        self.pool = LocalPool(str(door), owner="benchmark", owner_incarnation=1, deadline_s=60)
+        self.pool = LocalPoolClient(str(door), owner="benchmark", owner_incarnation=1, deadline_s=60)
         self.memory = SharedMemory.create(BUFFER_NBYTES, "benchmark")
         self.memory.array[:] = np.random.default_rng(0).integers(0, 256, BUFFER_NBYTES, np.uint8)
         self._region = self.pool.offer(self.memory)
@@ -137,7 +137,7 @@ class Ours:
             seconds.append(time.perf_counter() - began)
             if done != 1:
                 raise SystemExit("a block was not found")
-        self.pool.tell_touches()
+        self.pool.send_touches()
         return seconds
 
     def memcpy(self, count: int) -> list[float]:

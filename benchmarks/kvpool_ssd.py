@@ -35,8 +35,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from kvpool import KvGroup, KvSpec  # noqa: E402
 from kvpool.ssd import SsdConfig, SsdEntry, SsdRead, SsdStore, SsdWrite  # noqa: E402
 from kvpool.ssd.disk import (  # noqa: E402
-    Batch,
     Disk,
+    IoBatch,
     IoThreads,
 )
 from kvpool.ssd.records import Run  # noqa: E402
@@ -191,7 +191,7 @@ class _BareFile:
         self._disk.allocate(self._fd, FILE_NBYTES)
 
     def write(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> None:
-        batch = Batch(offsets, memory, FILE_NBYTES)
+        batch = IoBatch(offsets, memory, FILE_NBYTES)
         outcome = self._disk.start(self._threads, batch, np.array([self._fd], np.int32), write=True).finish()
         assert not outcome.status.any()
 

@@ -50,7 +50,7 @@ class PutLost(KvPoolError):
     """The put is gone: nothing of it became visible, and its slots must not be written any more."""
 
 
-class DoorClosed(KvPoolError):
+class LocalPoolUnavailable(KvPoolError):
     """The pool node behind a door is gone, was never there, or sent the caller away. Its memory must not be read."""
 
 

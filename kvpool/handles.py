@@ -21,7 +21,7 @@ class PoolDescription:
     endpoint: Endpoint
     arena_bytes: int
     ssd_bytes: int = 0  # 0: no SSD tier
-    door: str = ""  # unix socket where processes of this host get the arena mapped; empty: none
+    local_socket: str = ""  # unix socket where processes of this host get the arena mapped; empty: none
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from kvpool.errors import PoolRefused
 from kvpool.handles import Verified
 from kvpool.node import PoolNode
 from kvpool.policy import Block, LoadOutcome
-from kvpool.policy.records import DRAM, SSD, Copy
-from kvpool.verified_io import read_elsewhere, right_at
+from kvpool.policy.records import DRAM, SSD, BlockCopy
+from kvpool.verified_io import check_on_ssd, verify_digests
 
 _BATCH_NBYTES = 4 << 20
 _NUM_AT_ONCE = 4096  # blocks, that the event loop is not held up
@@ -31,12 +31,12 @@ async def verify(node: PoolNode, kv_namespace: bytes) -> AsyncIterator[Verified]
     checked = corrupt = 0
     yield Verified(0, len(copies), 0)
     for batch in _batches(copies):
-        corrupt += len({id(copy.block) for copy in await take_out_corrupt(node, batch)})
+        corrupt += len({id(copy.block) for copy in await quarantine_corrupt(node, batch)})
         checked += len(batch)
         yield Verified(checked, len(copies), corrupt)
 
 
-async def take_out_corrupt(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]:
+async def quarantine_corrupt(node: PoolNode, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
     """Those of the copies whose bytes are wrong, counted and their blocks quarantined.
 
     A copy that the SSD cannot read is not known to be wrong, and stays.
@@ -49,15 +49,15 @@ async def take_out_corrupt(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]
         _log.error("block %s was corrupt %s and is taken out", copy.block.chain_key.hex(), _where(copy))
     for copy in wrong:
         node.core.quarantine(copy.block.kv_namespace, [copy.block.chain_key])
-    node.tell()
+    node.publish_changes()
     return wrong
 
 
-async def _copies(node: PoolNode, kv_namespace: bytes) -> list[Copy]:
+async def _copies(node: PoolNode, kv_namespace: bytes) -> list[BlockCopy]:
     """All complete ones, of one namespace or of all, collected a few at a time."""
     index = node.core.store.index
     keys = [key for key in index.addresses() if key.startswith(kv_namespace)]
-    copies: list[Copy] = []
+    copies: list[BlockCopy] = []
     for start in range(0, len(keys), _NUM_AT_ONCE):
         blocks = [block for key in keys[start : start + _NUM_AT_ONCE] if (block := index.get(key)) is not None]
         copies += [copy for block in blocks for copy in block.copies if copy is not None and copy.ready]
@@ -65,30 +65,30 @@ async def _copies(node: PoolNode, kv_namespace: bytes) -> list[Copy]:
     return copies
 
 
-async def _wrong_in_dram(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]:
+async def _wrong_in_dram(node: PoolNode, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
     mine = [copy for copy in copies if copy.tier == DRAM and not copy.gone]
     blocks, offsets = [copy.block for copy in mine], [copy.offsets for copy in mine]
-    right = await asyncio.to_thread(right_at, node.memory.array, blocks, offsets)
+    right = await asyncio.to_thread(verify_digests, node.memory.array, blocks, offsets)
     return [copy for copy, fine in zip(mine, right, strict=True) if not fine]
 
 
-async def _wrong_on_ssd(node: PoolNode, copies: Sequence[Copy]) -> list[Copy]:
+async def _wrong_on_ssd(node: PoolNode, copies: Sequence[BlockCopy]) -> list[BlockCopy]:
     mine = [copy for copy in copies if copy.tier == SSD and not copy.gone]
     if node.ssd is None or not mine:
         return []
     blocks, at = [copy.block for copy in mine], [copy.offsets[0] for copy in mine]
-    outcomes = await asyncio.to_thread(read_elsewhere, node.ssd.store, blocks, at)
+    outcomes = await asyncio.to_thread(check_on_ssd, node.ssd.store, blocks, at)
     there = [(copy, outcome) for copy, outcome in zip(mine, outcomes, strict=True) if not copy.gone]
     node.counters["ssd_read_errors"] += sum(outcome is LoadOutcome.IO_ERROR for _, outcome in there)
     return [copy for copy, outcome in there if outcome is LoadOutcome.CORRUPT]
 
 
-def _where(copy: Copy) -> str:
+def _where(copy: BlockCopy) -> str:
     return "in memory" if copy.tier == DRAM else "on the SSD"
 
 
-def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    batch: list[Copy] = []
+def _batches(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    batch: list[BlockCopy] = []
     nbytes = 0
     for copy in copies:
         batch.append(copy)
@@ -119,21 +119,21 @@ async def inspect(node: PoolNode, kv_namespace: bytes, key_prefix: bytes) -> lis
     now_ns = time.monotonic_ns()
     described = {block: _describe(block) for block in found}
     tiers = {copy: _describe_copy(copy, now_ns) for _, copy in copies}
-    wrong = await take_out_corrupt(node, [copy for _, copy in copies])
+    wrong = await quarantine_corrupt(node, [copy for _, copy in copies])
     for block, copy in copies:
         described[block]["tiers"][_NAMES[copy.tier]] = tiers[copy] | {"right": copy not in wrong}
     return list(described.values())
 
 
 def _describe(block: Block) -> dict[str, Any]:
-    following = [place.block for place in block.place.children() if place.block is not None]
+    following = [prefix_node.block for prefix_node in block.prefix_node.children() if prefix_node.block is not None]
     return {
         "key": block.chain_key.hex(),
         "kv_namespace": block.kv_namespace.hex(),
         "state": "sealed" if block.sealed else "being written",
         "tokens": block.num_tokens or block.spec.block_tokens,
         "parent": block.parent[16:].hex(),
-        "depth": block.place.depth,
+        "depth": block.prefix_node.depth,
         "children": [each.chain_key.hex() for each in following if not each.num_tokens],
         "tails": [{"key": each.chain_key.hex(), "tokens": each.num_tokens} for each in following if each.num_tokens],
         "leases": block.num_leases,
@@ -145,7 +145,7 @@ def _describe(block: Block) -> dict[str, Any]:
     }
 
 
-def _describe_copy(copy: Copy, now_ns: int) -> dict[str, Any]:
+def _describe_copy(copy: BlockCopy, now_ns: int) -> dict[str, Any]:
     return {
         "offsets": list(copy.offsets),
         "nbytes": copy.nbytes,

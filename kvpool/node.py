@@ -19,7 +19,7 @@ from kvpool.config import PoolNodeConfig
 from kvpool.errors import PoolConfigError, PutLost
 from kvpool.events import PoolEvents
 from kvpool.local.shared_index import SharedIndex
-from kvpool.policy import Allocation, LeaseGrant, PoolCore
+from kvpool.policy import LeaseGrant, PoolCore, PutAllocation
 from kvpool.spec import KvSpec
 from kvpool.ssd_tier import SsdState, SsdTier
 from messenger import Endpoint, Messenger, RemoteKey, SharedMemory
@@ -40,13 +40,13 @@ class PoolNode:
         self.ssd: SsdTier | None = None
         self.counters: defaultdict[str, float] = defaultdict(float)  # of the shell; the core has its own
         self.index: SharedIndex | None = None  # of the arena, for processes of this host; None: there is no door
-        self.door = ""  # the socket at which they get arena and index
+        self.local_socket = ""  # the socket at which they get arena and index
         self.closing = False
         self.draining = asyncio.Event()  # set from outside: serve on as long as somebody reads or writes, then leave
         self._keys: dict[str, RemoteKey] = {}  # of puts, until revoked
         self._own_reads: dict[str, Future[Any]] = {}  # into slots of this node's own puts
         self._changed = asyncio.Event()
-        self._told_seq = 0
+        self._published_seq = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Endpoint:
@@ -63,12 +63,14 @@ class PoolNode:
             raise
         if self.config.ssd_dir is not None:
             try:
-                self.ssd = await SsdTier.open(self.config, self.core, self.memory.array, self.tell, self.counters)
+                self.ssd = await SsdTier.open(
+                    self.config, self.core, self.memory.array, self.publish_changes, self.counters
+                )
             except BaseException:
                 await asyncio.to_thread(self.messenger.close)
                 self.memory.close()
                 raise
-        self._ahead = CommitAhead(self.memory)
+        self._arena_commit = CommitAhead(self.memory)
         self._commit_ahead(0)
         self.region = self.messenger.register(self.memory)
         self.read_key = self.messenger.grant(self.region, 0, self.memory.nbytes, read=True, write=False)
@@ -104,13 +106,13 @@ class PoolNode:
         ttl_ns: int,
         num_tokens: Sequence[int] = (),
         compute_s: float = 0.0,
-    ) -> Allocation:
+    ) -> PutAllocation:
         """As `PoolCore.allocate`; nobody else can write to the slots before `write_key`.
 
         Blocks on an SSD that cannot be read are put anew.
         """
         if self.ssd is not None and self.ssd.state is SsdState.FAILED:
-            self.core.give_up_on_ssd(kv_namespace, chain)
+            self.core.drop_ssd_only(kv_namespace, chain)
         allocation = self.core.allocate(
             time.monotonic_ns(),
             kv_namespace,
@@ -123,12 +125,12 @@ class PoolNode:
             num_tokens=num_tokens,
             compute_s=compute_s,
         )
-        self.tell()
+        self.publish_changes()
         if allocation.new_blocks:
             self._commit_ahead(max(max(block.offsets) for block in allocation.new_blocks) + spec.block_nbytes)
         return allocation
 
-    def write_key(self, allocation: Allocation) -> RemoteKey:
+    def write_key(self, allocation: PutAllocation) -> RemoteKey:
         """A key to write to the NEW slots of an allocation that has some, good until the put ends."""
         spans = [
             (offset, offset + block.spec.slot_nbytes(g))
@@ -153,7 +155,7 @@ class PoolNode:
     async def seal(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None) -> int:
         """As `PoolCore.seal`; the blocks are visible at once, and when this returns nobody can write to them."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
-        self.tell()
+        self.publish_changes()
         await self._revoked(put_id)
         return sealed
 
@@ -161,7 +163,7 @@ class PoolNode:
         """As `seal`, of a put for which no key was given and whose bytes are all there: it is over at once."""
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self._own_reads.pop(put_id, None)
-        self.tell()
+        self.publish_changes()
         self.core.fence_revoked(put_id)
         return sealed
 
@@ -211,7 +213,7 @@ class PoolNode:
         if dram_only and self.ssd is not None:
             await self.ssd.write_back.write_everything()
         done = self.core.flush(time.monotonic_ns(), kv_namespace, dram_only=dram_only)
-        self.tell()
+        self.publish_changes()
         return done
 
     def renew(self, lease_id: str, lease_ns: int) -> bool:
@@ -251,7 +253,7 @@ class PoolNode:
         self.closing = True
         self._wake()
 
-    def tell(self) -> None:
+    def publish_changes(self) -> None:
         """Bring the host's index up to date, and wake event streams if there are events they have not seen.
 
         Called after every call to the core that may move blocks, before anybody writes to slots that it gave.
@@ -260,8 +262,8 @@ class PoolNode:
             changes = self.core.take_dram_changes()
             if changes:
                 self.index.apply(changes)
-        if self.core.log.seq != self._told_seq:
-            self._told_seq = self.core.log.seq
+        if self.core.log.seq != self._published_seq:
+            self._published_seq = self.core.log.seq
             self._wake()
             if self.ssd is not None:
                 self.ssd.write_back.wake()
@@ -290,13 +292,13 @@ class PoolNode:
             await asyncio.sleep(self.config.sweep_s)
             for put_id in self.core.expire(time.monotonic_ns()):
                 self._spawn(self._revoke(put_id))
-            self.tell()
+            self.publish_changes()
 
     def _owner_lost(self, node_id: str, incarnation: int) -> None:
         """A worker's process is gone: what it had here need not wait for its time to run out."""
         for put_id in self.core.forget_owner(node_id, incarnation):
             self._spawn(self._revoke(put_id))
-        self.tell()
+        self.publish_changes()
 
     def _arena(self) -> SharedMemory:
         try:
@@ -307,8 +309,8 @@ class PoolNode:
             raise
 
     def _commit_ahead(self, end: int) -> None:
-        if self._ahead.begins(end):
-            self._spawn(asyncio.to_thread(self._ahead.run, end))
+        if self._arena_commit.begins(end):
+            self._spawn(asyncio.to_thread(self._arena_commit.run, end))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

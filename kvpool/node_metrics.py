@@ -16,8 +16,8 @@ def state(node: PoolNode) -> dict[str, Any]:
     store = node.core.store
     namespaces = {
         kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
-        for kv_namespace, count in store.families.num_blocks.items()
-        if (spec := store.families.spec_of(kv_namespace)) is not None
+        for kv_namespace, count in store.namespaces.num_blocks.items()
+        if (spec := store.namespaces.spec_of(kv_namespace)) is not None
     }
     leases = Counter(lease.owner for lease in node.core.leases.values())
     puts = Counter(put.owner for put in node.core.puts.values())
@@ -27,7 +27,7 @@ def state(node: PoolNode) -> dict[str, Any]:
         "endpoint": str(node.messenger.endpoint),
         "arena_bytes": node.config.arena_bytes,
         "arena_pages": node.memory.pages,
-        "door": node.door,
+        "door": node.local_socket,
         "used_bytes": store.dram.slabs.nbytes_used,
         "tiers": {
             "dram": {
@@ -41,7 +41,7 @@ def state(node: PoolNode) -> dict[str, Any]:
                 "capacity_bytes": node.config.limits.ssd_nbytes,
             },
         },
-        "ssd": None if node.ssd is None else node.ssd.told(),
+        "ssd": None if node.ssd is None else node.ssd.describe(),
         "event_seq": node.core.log.seq,
         "namespaces": namespaces,
         "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},
@@ -59,7 +59,7 @@ def counts(node: PoolNode) -> dict[str, int]:
         "fenced_puts": len(node.core.fenced),
         "write_keys": node.num_write_keys,
         "copies": node.num_copies,
-        "loads": node.ssd.loader.num_under_way if node.ssd is not None else 0,
+        "loads": node.ssd.loader.num_in_flight if node.ssd is not None else 0,
     }
 
 
@@ -84,8 +84,8 @@ def gauges(node: PoolNode) -> dict[str, float]:
         "pool_ssd_capacity_bytes": node.config.limits.ssd_nbytes,
         "pool_ssd_readable": int(ssd is not None and ssd.state is not SsdState.FAILED),
         "pool_ssd_writable": int(ssd is not None and ssd.state is SsdState.OK),
-        "pool_loads_open": 0 if ssd is None else ssd.loader.num_under_way,
-        "pool_writes_open": 0 if ssd is None else ssd.write_back.num_under_way,
+        "pool_loads_open": 0 if ssd is None else ssd.loader.num_in_flight,
+        "pool_writes_open": 0 if ssd is None else ssd.write_back.num_in_flight,
         "pool_dram_only_held_blocks": store.index.num_sealed - store.ssd.num_copies,
         **{name: number for name, number in _messenger(node).items() if name.endswith("_open")},
     }
@@ -100,7 +100,7 @@ def validate(node: PoolNode) -> dict[str, Any]:
     held = counts(node)
     problems = [*node.core.validate(), *node.messenger.validate()]
     if node.index is not None:
-        node.tell()
+        node.publish_changes()
         problems += node.index.validate(node.core.store.in_dram())
     problems += [f"{n} {name} are held" for name, n in held.items() if n and name != "blocks"]
     return {"ok": not problems, "problems": problems, "counts": held}

@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvpool import node_metrics
 from kvpool.config import PoolNodeConfig
-from kvpool.local.server import open_door
+from kvpool.local.server import start_local_pool_server
 from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger.frames import VERSION as KV_WIRE
@@ -94,7 +94,7 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
     await node.start()
     door = None
     try:
-        door = await open_door(node)
+        door = await start_local_pool_server(node)
 
         def add(server: grpc.aio.Server) -> None:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)

@@ -73,7 +73,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
             endpoint=self._node.messenger.endpoint.to_proto(),
             arena_bytes=self._node.config.arena_bytes,
             ssd_bytes=self._node.config.limits.ssd_nbytes,
-            door=self._node.door,
+            door=self._node.local_socket,
         )
 
     @_refusing
@@ -164,19 +164,19 @@ class PoolService(pool_pb2_grpc.PoolServicer):
         self._node.core.unpin(request.lease_id)
         if superseded:
             self._node.core.evict(_namespace(request.kv_namespace), superseded)
-            self._node.tell()
+            self._node.publish_changes()
         return pool_pb2.UnpinReply()
 
     @_refusing
     async def Evict(self, request: pool_pb2.EvictRequest, context: Context[Any, Any]) -> pool_pb2.EvictReply:
         removed = self._node.core.evict(_namespace(request.kv_namespace), _keys(request.chain))
-        self._node.tell()
+        self._node.publish_changes()
         return pool_pb2.EvictReply(removed=removed)
 
     @_refusing
     async def Quarantine(self, request: pool_pb2.EvictRequest, context: Context[Any, Any]) -> pool_pb2.EvictReply:
         removed = self._node.core.quarantine(_namespace(request.kv_namespace), _keys(request.chain))
-        self._node.tell()
+        self._node.publish_changes()
         return pool_pb2.EvictReply(removed=removed)
 
     @_refusing

@@ -34,14 +34,14 @@ from numpy.typing import NDArray
 from kvpool.address import KEY_NBYTES
 from kvpool.config import PoolNodeConfig
 from kvpool.errors import SsdClosed, SsdFolderError, SsdFull, SsdIoError
-from kvpool.policy import Load, LoadOutcome, PoolCore, SsdBlock, Write
+from kvpool.policy import LoadOutcome, PoolCore, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.records import block_key
 from kvpool.ssd import SsdConfig, SsdEntry, SsdStore, extent_nbytes
 from kvpool.ssd.folder import check_folder
-from kvpool.verified_io import Read, Written, read_blocks, write_blocks
+from kvpool.verified_io import LoadResults, WriteResults, read_blocks, write_blocks
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_READS_TO_FAIL = 3  # a place that cannot be read is that place's trouble
+_FAILED_READS_LIMIT = 3  # a place that cannot be read is that place's trouble
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +59,18 @@ class SsdHealth:
         self.state = SsdState.OK
         self._what = what  # named in the log
         self._pause_s = _FIRST_PAUSE_S
-        self._again_s = 0.0  # no new trial before
+        self._retry_s = 0.0  # no new trial before
         self._failed_reads = 0
 
     def may_read(self, now_s: float) -> bool:
         """Whether to read now. A failed SSD is tried after its pause."""
-        return self.state is not SsdState.FAILED or now_s >= self._again_s
+        return self.state is not SsdState.FAILED or now_s >= self._retry_s
 
     def may_write(self, now_s: float) -> bool:
         """Whether to write now. One in trouble is tried after its pause."""
-        return self.state is SsdState.OK or now_s >= self._again_s
+        return self.state is SsdState.OK or now_s >= self._retry_s
 
-    def wrote(self) -> None:
+    def write_succeeded(self) -> None:
         """A batch was written. After failed reads this is a hope: the next failed read makes the pause longer still."""
         if self.state is SsdState.READ_ONLY:
             self._pause_s = _FIRST_PAUSE_S
@@ -82,7 +82,7 @@ class SsdHealth:
         if self.state is not SsdState.FAILED:
             self._become(SsdState.READ_ONLY, reason)
 
-    def was_read(self) -> None:
+    def read_succeeded(self) -> None:
         """Something of a batch could be read."""
         self._failed_reads = 0
         if self.state is SsdState.FAILED:
@@ -92,12 +92,12 @@ class SsdHealth:
     def read_failed(self, now_s: float, reason: str) -> None:
         """Nothing of a batch could be read."""
         self._failed_reads += 1
-        if self._failed_reads >= _READS_TO_FAIL:
+        if self._failed_reads >= _FAILED_READS_LIMIT:
             self._pause(now_s)
             self._become(SsdState.FAILED, reason)
 
     def _pause(self, now_s: float) -> None:
-        self._again_s = now_s + self._pause_s
+        self._retry_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _become(self, state: SsdState, reason: str) -> None:
@@ -122,22 +122,28 @@ class Loader:
         store: SsdStore,
         arena: NDArray[np.uint8],
         health: SsdHealth,
-        tell: Callable[[], None],
+        publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
-        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._core, self._store, self._arena, self._health, self._publish = (
+            core,
+            store,
+            arena,
+            health,
+            publish,
+        )
         self._counters = counters
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "moonpool-load")
-        self._waited_for: deque[Load] = deque()  # by pins: these go first
-        self._ahead: deque[Load] = deque()  # by prefetches
-        self._under_way: dict[Load, None] = {}  # all that have not ended
+        self._urgent: deque[TierLoad] = deque()  # by pins: these go first
+        self._prefetches: deque[TierLoad] = deque()  # by prefetches
+        self._in_flight: dict[TierLoad, None] = {}  # all that have not ended
         self._workers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()  # replaced whenever a batch ends
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Blocks that are being read or wait for it."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def begin(
         self, kv_namespace: bytes, chain: Sequence[bytes], *, tails: bool, tail_keys: Sequence[bytes] = ()
@@ -146,7 +152,7 @@ class Loader:
 
         Returns how many of them are under way now.
         """
-        self._begin(self._ahead, kv_namespace, chain, tails, tail_keys)
+        self._begin(self._prefetches, kv_namespace, chain, tails, tail_keys)
         return len(self._of(kv_namespace, chain, tails))
 
     async def bring(
@@ -163,32 +169,32 @@ class Loader:
             async with asyncio.timeout(wait_s):
                 while True:
                     # Again after each batch: what did not fit, or could not be read at the first go, may come now.
-                    self._begin(self._waited_for, kv_namespace, chain, tails, tail_keys)
+                    self._begin(self._urgent, kv_namespace, chain, tails, tail_keys)
                     mine = self._of(kv_namespace, chain, tails)
                     if not mine:
                         return
-                    self._put_first(mine)
+                    self._promote(mine)
                     await self._ended.wait()
         except TimeoutError:
             self._counters["load_timeouts"] += 1
 
     async def idle(self) -> None:
         """Until no load waits or is under way."""
-        while self._under_way:
+        while self._in_flight:
             await self._ended.wait()
 
     async def close(self) -> None:
         """Give up what waits; wait for what is being read, which cannot be stopped."""
-        given_up = [*self._waited_for, *self._ahead]
-        self._waited_for.clear()
-        self._ahead.clear()
+        given_up = [*self._urgent, *self._prefetches]
+        self._urgent.clear()
+        self._prefetches.clear()
         self._end(given_up, [LoadOutcome.IO_ERROR] * len(given_up))
         await asyncio.gather(*self._workers, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
     def _begin(
         self,
-        queue: deque[Load],
+        queue: deque[TierLoad],
         kv_namespace: bytes,
         chain: Sequence[bytes],
         tails: bool,
@@ -197,19 +203,19 @@ class Loader:
         if not self._health.may_read(time.monotonic()):
             return
         loads = self._core.load(time.monotonic_ns(), kv_namespace, chain, tails=tails, tail_keys=tail_keys)
-        self._tell()
-        self._under_way |= dict.fromkeys(loads)
+        self._publish()
+        self._in_flight |= dict.fromkeys(loads)
         queue.extend(loads)
-        while (self._waited_for or self._ahead) and len(self._workers) < _NUM_THREADS:
+        while (self._urgent or self._prefetches) and len(self._workers) < _NUM_THREADS:
             task = asyncio.get_running_loop().create_task(self._work())
             self._workers.add(task)
             task.add_done_callback(self._workers.discard)
 
-    def _put_first(self, loads: set[Load]) -> None:
+    def _promote(self, loads: set[TierLoad]) -> None:
         """Somebody waits for these now, which a prefetch began."""
-        if any(load in loads for load in self._ahead):
-            self._waited_for += [load for load in self._ahead if load in loads]
-            self._ahead = deque(load for load in self._ahead if load not in loads)
+        if any(load in loads for load in self._prefetches):
+            self._urgent += [load for load in self._prefetches if load in loads]
+            self._prefetches = deque(load for load in self._prefetches if load not in loads)
 
     async def _work(self) -> None:
         while batch := self._next_batch():
@@ -222,10 +228,10 @@ class Loader:
             finally:
                 self._end(batch, outcomes)
 
-    def _next_batch(self) -> list[Load]:
-        batch: list[Load] = []
+    def _next_batch(self) -> list[TierLoad]:
+        batch: list[TierLoad] = []
         nbytes = 0
-        for queue in (self._waited_for, self._ahead):
+        for queue in (self._urgent, self._prefetches):
             while queue:
                 nbytes += extent_nbytes(queue[0].block.spec)
                 if batch and nbytes > _LOAD_BATCH_NBYTES:
@@ -233,16 +239,16 @@ class Loader:
                 batch.append(queue.popleft())
         return batch
 
-    def _end(self, loads: Sequence[Load], outcomes: Sequence[LoadOutcome]) -> None:
+    def _end(self, loads: Sequence[TierLoad], outcomes: Sequence[LoadOutcome]) -> None:
         now_ns = time.monotonic_ns()
         for load, outcome in zip(loads, outcomes, strict=True):
-            del self._under_way[load]
+            del self._in_flight[load]
             self._core.loaded(now_ns, load, outcome)
-        self._tell()
+        self._publish()
         ended, self._ended = self._ended, asyncio.Event()
         ended.set()
 
-    def _count(self, batch: Sequence[Load], read: Read) -> None:
+    def _count(self, batch: Sequence[TierLoad], read: LoadResults) -> None:
         trouble = ""
         for load, outcome, error in zip(batch, read.outcomes, read.errors, strict=True):
             if outcome is LoadOutcome.OK:
@@ -258,30 +264,30 @@ class Loader:
         if read.outcomes.count(LoadOutcome.IO_ERROR) == len(batch):
             self._health.read_failed(time.monotonic(), trouble)
         else:
-            self._health.was_read()
+            self._health.read_succeeded()
 
-    def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[Load]:
+    def _of(self, kv_namespace: bytes, chain: Sequence[bytes], tails: bool) -> set[TierLoad]:
         """Of these blocks under way; with `tails`, also of partial blocks after any of them."""
-        if not self._under_way:
+        if not self._in_flight:
             return set()
         keys = {block_key(kv_namespace, chain_key) for chain_key in chain}
-        mine = {load for load in self._under_way if load.block.key in keys}
+        mine = {load for load in self._in_flight if load.block.key in keys}
         if tails:
             parents = keys | {block_key(kv_namespace, bytes(KEY_NBYTES))}
-            mine |= {load for load in self._under_way if load.block.num_tokens and load.block.parent in parents}
+            mine |= {load for load in self._in_flight if load.block.num_tokens and load.block.parent in parents}
         return mine
 
 
 _WRITE_BATCH_NBYTES = 8 << 20
 _BATCH_SHARE = 16  # a batch is at most this part of memory: what is being written cannot give way
-_LOOK_S = 0.25  # longest time until it is seen that something is worth writing
+_POLL_S = 0.25  # longest time until it is seen that something is worth writing
 _YIELD_S = 1.0  # longest wait of a batch for loads
 _NICENESS = 10
 
 T = TypeVar("T")
 
 
-class _Fate(enum.Enum):
+class _WriteOutcome(enum.Enum):
     """What became of one write."""
 
     DURABLE = enum.auto()
@@ -299,49 +305,55 @@ class WriteBack:
         arena: NDArray[np.uint8],
         health: SsdHealth,
         loader: Loader,
-        tell: Callable[[], None],
+        publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
-        self._core, self._store, self._arena, self._health, self._tell = core, store, arena, health, tell
+        self._core, self._store, self._arena, self._health, self._publish = (
+            core,
+            store,
+            arena,
+            health,
+            publish,
+        )
         self._loader = loader
         self._counters = counters
-        self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_be_nice)
-        self._turn = asyncio.Lock()  # of batches: one at a time
+        self._thread = ThreadPoolExecutor(1, "moonpool-write", initializer=_lower_priority)
+        self._batch_lock = asyncio.Lock()  # of batches: one at a time
         self._batch_nbytes = min(_WRITE_BATCH_NBYTES, len(arena) // _BATCH_SHARE)
-        self._news = asyncio.Event()
-        self.num_under_way = 0
+        self._changed = asyncio.Event()
+        self.num_in_flight = 0
 
     def wake(self) -> None:
         """Blocks have come or gone: something may be worth writing."""
-        self._news.set()
+        self._changed.set()
 
     async def run(self) -> None:
         """Write what is worth it, until cancelled."""
         while True:
-            self._news.clear()
+            self._changed.clear()
             try:
-                is_busy = await self._step(everything=False)
+                is_busy = await self._write_batch(everything=False)
             except Exception as error:
                 _log.exception("a batch could not be written to the SSD")
                 self._health.write_failed(time.monotonic(), repr(error))
                 is_busy = False
             if not is_busy:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
-                        await self._news.wait()
+                    async with asyncio.timeout(_POLL_S):
+                        await self._changed.wait()
 
     async def write_everything(self) -> None:
         """Write all that is sealed and not on SSD, as far as the SSD takes it."""
-        while await self._step(everything=True):
+        while await self._write_batch(everything=True):
             pass
 
     async def close(self) -> None:
         """Wait for the batch that is being written, then tell the store what it must forget."""
-        async with self._turn:
+        async with self._batch_lock:
             await self._in_thread(self._store.free, self._core.take_ssd_freed())
         self._thread.shutdown(wait=False)
 
-    async def _step(self, *, everything: bool) -> bool:
+    async def _write_batch(self, *, everything: bool) -> bool:
         """One batch, and what there is to forget. False: there was nothing to do, or it must wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_YIELD_S):
@@ -349,70 +361,71 @@ class WriteBack:
         return await asyncio.shield(asyncio.ensure_future(self._batch(everything)))
 
     async def _batch(self, everything: bool) -> bool:
-        async with self._turn:
-            writes: list[Write] = []
+        async with self._batch_lock:
+            writes: list[TierWrite] = []
             if self._health.may_write(time.monotonic()):
                 writes = self._core.writes(time.monotonic_ns(), self._batch_nbytes, everything=everything)
             freed = self._core.take_ssd_freed()
-            self._tell()
-            await self._carry_out(freed, writes)
+            self._publish()
+            await self._execute(freed, writes)
             return bool(writes or freed)
 
-    async def _carry_out(self, freed: list[int], writes: Sequence[Write]) -> None:
-        fates = [_Fate.SSD_FAILED] * len(writes)
-        self.num_under_way = len(writes)
+    async def _execute(self, freed: list[int], writes: Sequence[TierWrite]) -> None:
+        outcomes = [_WriteOutcome.SSD_FAILED] * len(writes)
+        self.num_in_flight = len(writes)
         try:
             if freed:
                 await self._in_thread(self._store.free, freed)
             if writes:
                 written = await self._in_thread(write_blocks, self._store, self._arena, writes)
-                fates = self._judge(writes, written)
-            if freed and _Fate.DURABLE not in fates:
+                outcomes = self._classify(writes, written)
+            if freed and _WriteOutcome.DURABLE not in outcomes:
                 # A restart must not bring back what was found to be wrong.
-                await self._in_thread(self._store.settle)
+                await self._in_thread(self._store.sync_frees)
         finally:
-            self.num_under_way = 0
+            self.num_in_flight = 0
             now_ns = time.monotonic_ns()
-            for write, fate in zip(writes, fates, strict=True):
-                self._core.written(now_ns, write, fate is _Fate.DURABLE, is_blocks_fault=fate is _Fate.REFUSED)
-            self._tell()
+            for write, outcome in zip(writes, outcomes, strict=True):
+                is_refused = outcome is _WriteOutcome.REFUSED
+                self._core.written(now_ns, write, outcome is _WriteOutcome.DURABLE, block_at_fault=is_refused)
+            self._publish()
 
-    def _judge(self, writes: Sequence[Write], written: Written) -> list[_Fate]:
+    def _classify(self, writes: Sequence[TierWrite], written: WriteResults) -> list[_WriteOutcome]:
         """Count what became of the writes. Blocks that are wrong in DRAM are quarantined."""
-        fates = []
+        outcomes = []
         trouble = ""
         for write, error, right in zip(writes, written.errors, written.right, strict=True):
             key = write.block.chain_key.hex()
             if not right:
-                fates.append(_Fate.REFUSED)
+                outcomes.append(_WriteOutcome.REFUSED)
                 self._counters["dram_corrupt_blocks"] += 1
                 _log.error("block %s was corrupt in memory and is taken out", key)
                 self._core.quarantine(write.block.kv_namespace, [write.block.chain_key])
             elif error is None:
-                fates.append(_Fate.DURABLE)
+                outcomes.append(_WriteOutcome.DURABLE)
                 self._counters["written_blocks"] += 1
                 self._counters["written_bytes"] += write.block.spec.block_nbytes
             elif isinstance(error, SsdIoError | SsdClosed):
-                fates.append(_Fate.SSD_FAILED)
+                outcomes.append(_WriteOutcome.SSD_FAILED)
                 self._counters["ssd_write_errors"] += 1
                 self._counters["ssd_full_errors"] += isinstance(error, SsdFull)
                 trouble = trouble or str(error)
             else:
-                fates.append(_Fate.REFUSED)
+                outcomes.append(_WriteOutcome.REFUSED)
                 self._counters["ssd_write_errors"] += 1
                 _log.error("block %s was not written to the SSD: %s", key, error)
         self._counters["write_seconds"] += written.seconds
         if trouble:
             self._health.write_failed(time.monotonic(), trouble)
-        elif _Fate.DURABLE in fates:
-            self._health.wrote()
-        return fates
+        elif _WriteOutcome.DURABLE in outcomes:
+            self._health.write_succeeded()
+        return outcomes
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     """Whoever computes goes first. Linux has priorities per thread; elsewhere the thread stays as it is."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -431,14 +444,14 @@ class SsdTier:
         folder: Path,
         core: PoolCore,
         arena: NDArray[np.uint8],
-        tell: Callable[[], None],
+        publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> None:
         self.store = store
         self._folder = folder
         self.health = SsdHealth(str(folder))
-        self.loader = Loader(core, store, arena, self.health, tell, counters)
-        self.write_back = WriteBack(core, store, arena, self.health, self.loader, tell, counters)
+        self.loader = Loader(core, store, arena, self.health, publish, counters)
+        self.write_back = WriteBack(core, store, arena, self.health, self.loader, publish, counters)
         self._writing = asyncio.get_running_loop().create_task(self.write_back.run())
 
     @classmethod
@@ -447,7 +460,7 @@ class SsdTier:
         config: PoolNodeConfig,
         core: PoolCore,
         arena: NDArray[np.uint8],
-        tell: Callable[[], None],
+        publish: Callable[[], None],
         counters: defaultdict[str, float],
     ) -> "SsdTier":
         """Open the node's folder and let `core` take in what is there. Raises SsdFolderError, which says what to do."""
@@ -473,14 +486,14 @@ class SsdTier:
         except BaseException:
             await asyncio.to_thread(store.close)
             raise
-        return cls(store, folder, core, arena, tell, counters)
+        return cls(store, folder, core, arena, publish, counters)
 
     @property
     def state(self) -> SsdState:
         """Whether the SSD is read and written, only read, or left alone."""
         return self.health.state
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What there is to know of the disk, as plain data."""
         stats = self.store.stats()
         return {

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from kvpool.digest import layer_digests_at
 from kvpool.errors import SsdCorrupt, SsdError
-from kvpool.policy import Block, Load, LoadOutcome, Write
+from kvpool.policy import Block, LoadOutcome, TierLoad, TierWrite
 from kvpool.spec import KvSpec
 from kvpool.ssd import SsdEntry, SsdRead, SsdStore, SsdWrite
 
 
-def right_at(memory: NDArray[np.uint8], blocks: Sequence[Block], offsets: Sequence[tuple[int, ...]]) -> list[bool]:
+def verify_digests(
+    memory: NDArray[np.uint8], blocks: Sequence[Block], offsets: Sequence[tuple[int, ...]]
+) -> list[bool]:
     """Per block, whether its bytes at `offsets` (one per group) of `memory` uint8 [nbytes] have its digests.
 
     Of a partial block its valid tokens count.
@@ -44,7 +46,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Read:
+class LoadResults:
     """How loads ended, each; and how long they took together."""
 
     outcomes: list[LoadOutcome]
@@ -53,7 +55,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResults:
     """How writes ended, each: durable where `errors` has None and the bytes were `right`; and how long they took."""
 
     errors: list[SsdError | None]
@@ -61,20 +63,20 @@ class Written:
     seconds: float
 
 
-def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[Load]) -> Read:
+def read_blocks(store: SsdStore, arena: Bytes, loads: Sequence[TierLoad]) -> LoadResults:
     """Bring blocks to their slots in the arena."""
     began = time.perf_counter()
     offsets = [load.offsets for load in loads]
     errors = _read(store, arena, [load.block for load in loads], [load.ssd_offset for load in loads], offsets)
     outcomes = [_outcome(error) for error in errors]
     arrived = [i for i, error in enumerate(errors) if error is None]
-    right = right_at(arena, [loads[i].block for i in arrived], [offsets[i] for i in arrived])
+    right = verify_digests(arena, [loads[i].block for i in arrived], [offsets[i] for i in arrived])
     for i, fine in zip(arrived, right, strict=True):
         outcomes[i] = LoadOutcome.OK if fine else LoadOutcome.CORRUPT
-    return Read(outcomes, errors, time.perf_counter() - began)
+    return LoadResults(outcomes, errors, time.perf_counter() - began)
 
 
-def read_elsewhere(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence[int]) -> list[LoadOutcome]:
+def check_on_ssd(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequence[int]) -> list[LoadOutcome]:
     """Read blocks into memory that is given up again, to see whether they are right."""
     sizes = [[block.spec.slot_nbytes(g) for g in range(block.spec.num_groups)] for block in blocks]
     ends = np.cumsum([size for each in sizes for size in each])
@@ -82,23 +84,23 @@ def read_elsewhere(store: SsdStore, blocks: Sequence[Block], ssd_offsets: Sequen
     starts = iter([0, *ends.tolist()])
     offsets = [tuple(next(starts) for _ in each) for each in sizes]
     errors = _read(store, memory, blocks, ssd_offsets, offsets)
-    right = right_at(memory, blocks, offsets)
+    right = verify_digests(memory, blocks, offsets)
     return [
         _outcome(error) if error is not None or fine else LoadOutcome.CORRUPT
         for error, fine in zip(errors, right, strict=True)
     ]
 
 
-def write_blocks(store: SsdStore, arena: Bytes, writes: Sequence[Write]) -> Written:
+def write_blocks(store: SsdStore, arena: Bytes, writes: Sequence[TierWrite]) -> WriteResults:
     """Write those of the blocks that are right in the arena."""
     began = time.perf_counter()
-    right = right_at(arena, [write.block for write in writes], [write.offsets for write in writes])
+    right = verify_digests(arena, [write.block for write in writes], [write.offsets for write in writes])
     fine = [i for i, each in enumerate(right) if each]
     errors: list[SsdError | None] = [None] * len(writes)
     done = store.write([SsdWrite(_entry(writes[i]), _slots(arena, writes[i].block, writes[i].offsets)) for i in fine])
     for i, error in zip(fine, done, strict=True):
         errors[i] = error
-    return Written(errors, right, time.perf_counter() - began)
+    return WriteResults(errors, right, time.perf_counter() - began)
 
 
 def _read(
@@ -126,7 +128,7 @@ def _slots(memory: Bytes, block: Block, offsets: tuple[int, ...]) -> list[Bytes]
     return [memory[at : at + block.spec.slot_nbytes(g)] for g, at in enumerate(offsets)]
 
 
-def _entry(write: Write) -> SsdEntry:
+def _entry(write: TierWrite) -> SsdEntry:
     block = write.block
     return SsdEntry(
         offset=write.ssd_offset,

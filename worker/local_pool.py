@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool import PoolClient
-from kvpool.errors import DoorClosed, KvPoolError
-from kvpool.local import LocalPool, PutStatus
+from kvpool.errors import KvPoolError, LocalPoolUnavailable
+from kvpool.local import LocalPoolClient, PutStatus
 from messenger import Messenger
 from rpc.control import ControlError
 from worker.prefix_blocks import PinnedBlocks, PrefixSave, key_array
@@ -37,7 +37,7 @@ class LocalPoolAccess:
         self._messenger = messenger
         self._namespace = kv_namespace
         self._owner, self._incarnation = owner, incarnation
-        self._pool: LocalPool | None = None
+        self._pool: LocalPoolClient | None = None
         self._region_id = 0
         self._next_try_s = 0.0
 
@@ -61,7 +61,7 @@ class LocalPoolAccess:
             right = await in_thread(
                 pool.read_leased, spec, pin.offsets[:, rows], digests, memory, self._memory.all_offsets(slots), lengths
             )
-        except DoorClosed as error:
+        except LocalPoolUnavailable as error:
             log.info("leased blocks are read through the messenger: %s", error)
             return None
         return int(right.argmin()) if not right.all() else len(right)
@@ -75,11 +75,11 @@ class LocalPoolAccess:
             return None
         try:
             return await in_thread(self._put, pool, kept, slots, first, token_s)
-        except DoorClosed as error:
+        except LocalPoolUnavailable as error:
             log.info("blocks are stored through the messenger: %s", error)
             return None
 
-    def _put(self, pool: LocalPool, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> int:
+    def _put(self, pool: LocalPoolClient, kept: PrefixSave, slots: Sequence[int], first: int, token_s: float) -> int:
         keys, parents, partial = kept.names(first)
         chain = key_array(keys)
         known = pool.match(self._namespace, chain)
@@ -106,7 +106,7 @@ class LocalPoolAccess:
             raise KvPoolError("the pool node copied other bytes than were digested here, and stored none of them")
         return int(np.count_nonzero(status == PutStatus.STORED))
 
-    async def _entered(self, client: PoolClient) -> LocalPool | None:
+    async def _entered(self, client: PoolClient) -> LocalPoolClient | None:
         """The way in, if there is one now."""
         if self._pool is not None and self._pool.alive:
             return self._pool
@@ -116,8 +116,8 @@ class LocalPoolAccess:
         await self.close()
         try:
             told = await client.describe(deadline_s=_ANSWER_S)
-            if told.door and told.endpoint.host_id == self._messenger.endpoint.host_id:
-                pool = await in_thread(self._enter, told.door)
+            if told.local_socket and told.endpoint.host_id == self._messenger.endpoint.host_id:
+                pool = await in_thread(self._enter, told.local_socket)
                 if (pool.node_id, pool.incarnation) == (told.node_id, told.incarnation):
                     self._pool = pool
                 else:
@@ -126,8 +126,8 @@ class LocalPoolAccess:
             log.info("this host's pool is reached through the messenger: %s", error)
         return self._pool
 
-    def _enter(self, door: str) -> LocalPool:
-        pool = LocalPool(door, owner=self._owner, owner_incarnation=self._incarnation, deadline_s=_ANSWER_S)
+    def _enter(self, door: str) -> LocalPoolClient:
+        pool = LocalPoolClient(door, owner=self._owner, owner_incarnation=self._incarnation, deadline_s=_ANSWER_S)
         try:
             self._region_id = pool.offer(self._memory.region.memory)
         except BaseException:

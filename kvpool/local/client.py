@@ -25,25 +25,25 @@ from numpy.typing import NDArray
 
 from kvpool import errors
 from kvpool.address import KEY_NBYTES, check_chain
-from kvpool.errors import AddressError, DoorClosed, KvPoolError, SpecError
+from kvpool.errors import AddressError, KvPoolError, LocalPoolUnavailable, SpecError
 from kvpool.local import index_layout
-from kvpool.local.index_layout import SpecPlan
-from kvpool.local.mapping import Mapped, copy_blocks, digest_blocks
+from kvpool.local.index_layout import SpecLayout
+from kvpool.local.mapping import MappedBytes, copy_blocks, digest_blocks
 from kvpool.local.protocol import (
     MAX_BODY_NBYTES,
-    AskIndex,
-    Corrupt,
-    Hello,
-    Index,
+    Attach,
+    Attached,
+    ErrorReply,
+    GetIndex,
+    IndexReply,
+    MemoryRegistered,
     Message,
-    Offer,
-    Offered,
-    Put,
-    Refused,
-    Stored,
-    Touch,
-    Welcome,
-    Withdraw,
+    PutBlocks,
+    PutReply,
+    RegisterMemory,
+    ReportCorrupt,
+    TouchBlocks,
+    UnregisterMemory,
     decode_body,
     decode_prefix,
     encode,
@@ -55,13 +55,13 @@ from messenger.frames import PREFIX
 from messenger.memory import PeerMemory
 
 _READ_NBYTES = 1 << 16
-_WITH_DESCRIPTORS = (Welcome, Index)
+_WITH_DESCRIPTORS = (Attached, IndexReply)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 Answer = TypeVar("Answer", bound=Message)
 
 
-class DoorCaller:
+class LocalPoolConnection:
     """One connection. Every call but `alive` raises DoorClosed once it is lost; it does not come back."""
 
     def __init__(self, path: Path, *, owner: str, owner_incarnation: int, deadline_s: float) -> None:
@@ -78,9 +78,9 @@ class DoorCaller:
             self._sock.connect(os.fspath(path))
         except OSError as error:
             self._sock.close()
-            raise DoorClosed(f"no pool node answers at {path}: {error}") from error
+            raise LocalPoolUnavailable(f"no pool node answers at {path}: {error}") from error
         try:
-            welcome = self.ask(Hello(owner, owner_incarnation), Welcome)
+            welcome = self.ask(Attach(owner, owner_incarnation), Attached)
             self.node_id, self.incarnation = welcome.node_id, welcome.incarnation
             self.arena = self._mapped(welcome.arena_nbytes)
             self.index = self._mapped(welcome.index_nbytes)
@@ -102,11 +102,11 @@ class DoorCaller:
         with self._lock:
             self._send(request, fd)
             answer = self._receive(answer_type in _WITH_DESCRIPTORS)
-        if isinstance(answer, Refused):
+        if isinstance(answer, ErrorReply):
             raise _refusal(answer)
         if not isinstance(answer, answer_type):
             self.close()
-            raise DoorClosed(f"the pool node at {self.path} answered {type(answer).__name__}")
+            raise LocalPoolUnavailable(f"the pool node at {self.path} answered {type(answer).__name__}")
         return answer
 
     def tell(self, message: Message) -> None:
@@ -114,7 +114,7 @@ class DoorCaller:
         with self._lock:
             self._send(message, None)
 
-    def tell_if_free(self, message: Message) -> bool:
+    def try_send(self, message: Message) -> bool:
         """As `tell`, unless another thread has a request under way: then nothing is sent."""
         if not self._lock.acquire(blocking=False):
             return False
@@ -126,7 +126,7 @@ class DoorCaller:
 
     def renew_index(self) -> PeerMemory:
         """The index that is in use now, mapped."""
-        answer = self.ask(AskIndex(), Index)
+        answer = self.ask(GetIndex(), IndexReply)
         self.index = self._mapped(answer.nbytes)
         return self.index
 
@@ -142,12 +142,12 @@ class DoorCaller:
     def _mapped(self, nbytes: int) -> PeerMemory:
         if not self._fds:
             self.close()
-            raise DoorClosed(f"the pool node at {self.path} sent no descriptor")
+            raise LocalPoolUnavailable(f"the pool node at {self.path} sent no descriptor")
         try:
             return PeerMemory(self._fds.pop(0), nbytes)
         except ProtocolError as error:
             self.close()
-            raise DoorClosed(f"the pool node at {self.path} sent no memory: {error}") from error
+            raise LocalPoolUnavailable(f"the pool node at {self.path} sent no memory: {error}") from error
 
     def _send(self, message: Message, fd: int | None) -> None:
         data = memoryview(encode(message))
@@ -182,18 +182,18 @@ class DoorCaller:
 
     def _lost(self, error: Exception) -> NoReturn:
         self.close()
-        raise DoorClosed(f"the pool node at {self.path} is gone: {error}") from error
+        raise LocalPoolUnavailable(f"the pool node at {self.path} is gone: {error}") from error
 
 
-def _refusal(answer: Refused) -> KvPoolError:
+def _refusal(answer: ErrorReply) -> KvPoolError:
     kind = getattr(errors, answer.kind, None)
     if isinstance(kind, type) and issubclass(kind, KvPoolError):
         return kind(answer.reason)
-    return DoorClosed(f"the pool node sent this caller away: {answer.reason}")
+    return LocalPoolUnavailable(f"the pool node sent this caller away: {answer.reason}")
 
 
 _TOUCHES, _TOUCHES_S = 256, 0.5  # how many blocks' uses, or how long, are kept before the pool node is told
-_NO_PLAN = SpecPlan(KvSpec((KvGroup("full", 0, (0,), 1, 1, "float32"),), 1))
+_NO_PLAN = SpecLayout(KvSpec((KvGroup("full", 0, (0,), 1, 1, "float32"),), 1))
 _PUT_ROOM_NBYTES = 4096  # in a Put's frame, for all but the blocks
 _MOVES = 16  # how often the index may have moved during one call
 
@@ -206,7 +206,7 @@ class _Index:
     shape: NDArray[np.int64]  # buckets, entries, words of an entry
 
 
-class LocalPool:
+class LocalPoolClient:
     """One process's way to its host's pool node, for any number of threads. Raises DoorClosed once the node is gone."""
 
     def __init__(self, door: str, *, owner: str, owner_incarnation: int, deadline_s: float = 10) -> None:
@@ -215,15 +215,17 @@ class LocalPool:
         from kvpool.local.index_kernels import index_kernels
 
         self._kernels = index_kernels()
-        self._caller = DoorCaller(Path(door), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s)
+        self._caller = LocalPoolConnection(
+            Path(door), owner=owner, owner_incarnation=owner_incarnation, deadline_s=deadline_s
+        )
         self.node_id, self.incarnation = self._caller.node_id, self._caller.incarnation
-        self._arena = Mapped.of(self._caller.arena.array)
+        self._arena = MappedBytes.of(self._caller.arena.array)
         self._index = self._attach()
         self._moving = threading.Lock()
-        self._plans: dict[KvSpec, SpecPlan] = {}
-        self._last_plan: tuple[KvSpec | None, SpecPlan] = None, _NO_PLAN
+        self._plans: dict[KvSpec, SpecLayout] = {}
+        self._last_plan: tuple[KvSpec | None, SpecLayout] = None, _NO_PLAN
         self._last = self._arena  # the caller's memory, as it was given last
-        self._offered: dict[int, Mapped] = {}
+        self._offered: dict[int, MappedBytes] = {}
         self._regions = 0
         self._touched: dict[bytes, list[bytes]] = {}
         self._num_touched, self._told_s = 0, time.monotonic()
@@ -236,8 +238,8 @@ class LocalPool:
     def close(self) -> None:
         """Hang up; tells of the last touches first, if somebody is there."""
         try:
-            self.tell_touches()
-        except DoorClosed:
+            self.send_touches()
+        except LocalPoolUnavailable:
             pass
         self._caller.close()
 
@@ -251,7 +253,7 @@ class LocalPool:
             if why != index_layout.STALE:
                 return int(count)
             self._renew_index(index)
-        raise DoorClosed("the pool node's index moves all the time")
+        raise LocalPoolUnavailable("the pool node's index moves all the time")
 
     def contains(self, kv_namespace: bytes, key: NDArray[np.uint8]) -> bool:
         """Whether the block of chain key [16] is in the pool's DRAM."""
@@ -273,7 +275,7 @@ class LocalPool:
         tokens are copied. With `verify` false digests are left out, and all of a slot is copied: the index alone tells
         that a block stayed in its place meanwhile. Runs without the GIL. Raises SpecError when a slot lies outside.
         """
-        plan, target = self._plan(spec), self._mapped(memory)
+        layout, target = self._layout(spec), self._mapped(memory)
         name, keys = _words(kv_namespace, chain)
         if offsets.shape != (spec.num_groups, len(keys)):
             raise SpecError(f"offsets of shape {offsets.shape}: expected [{spec.num_groups}, {len(keys)}]")
@@ -282,7 +284,7 @@ class LocalPool:
             self._check_alive()
             index = self._index
             done, why = self._kernels.get(
-                index.words, index.shape, name, keys, plan.array, self._arena.array, self._arena.words, target.array,
+                index.words, index.shape, name, keys, layout.array, self._arena.array, self._arena.words, target.array,
                 target.words, offsets, done, verify,
             )  # fmt: skip
             if why != index_layout.STALE:
@@ -312,28 +314,28 @@ class LocalPool:
         self._check_alive()
         lengths = np.zeros(len(digests), np.uint32) if num_tokens is None else num_tokens
         starts, targets = np.ascontiguousarray(leased), np.ascontiguousarray(offsets)
-        right, _ = copy_blocks(self._arena, starts, self._mapped(memory), targets, self._plan(spec), lengths, digests)
+        right, _ = copy_blocks(self._arena, starts, self._mapped(memory), targets, self._layout(spec), lengths, digests)
         return right
 
     def offer(self, memory: SharedMemory) -> int:
         """Let the pool node copy out of `memory`. Returns the number under which puts name it."""
         self._regions += 1
         region_id = self._regions
-        self._caller.ask(Offer(region_id, memory.nbytes), Offered, memory.fd)
-        self._offered[region_id] = Mapped.of(memory.array)
+        self._caller.ask(RegisterMemory(region_id, memory.nbytes), MemoryRegistered, memory.fd)
+        self._offered[region_id] = MappedBytes.of(memory.array)
         return region_id
 
     def withdraw(self, region_id: int) -> None:
         """No more puts come from this memory."""
         del self._offered[region_id]
-        self._caller.tell(Withdraw(region_id))
+        self._caller.tell(UnregisterMemory(region_id))
 
     def digests(
         self, spec: KvSpec, region_id: int, offsets: NDArray[np.int64], num_tokens: NDArray[np.uint32] | None = None
     ) -> NDArray[np.uint64]:
         """Digests [n, layers of all groups] of blocks at `offsets` [groups, n] of offered memory, for `put`."""
         lengths = np.zeros(offsets.shape[1], np.uint32) if num_tokens is None else num_tokens
-        return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._plan(spec), lengths)
+        return digest_blocks(self._offered[region_id], np.ascontiguousarray(offsets), self._layout(spec), lengths)
 
     def put(
         self,
@@ -355,16 +357,16 @@ class LocalPool:
         `compute_s`: what computing them all took, 0 = not known. The memory may be used again when this returns.
         Returns a PutStatus per block. Raises SpecMismatch, SpecError, PoolRefused, PutLost or DoorClosed.
         """
-        n, plan = len(check_chain(chain)), self._plan(spec)
+        n, layout = len(check_chain(chain)), self._layout(spec)
         check_chain(parents)
-        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + plan.num_layers) + 4
-        most = max(1, (MAX_BODY_NBYTES - len(plan.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
+        block_nbytes = 2 * KEY_NBYTES + 8 * (len(offsets) + layout.num_layers) + 4
+        most = max(1, (MAX_BODY_NBYTES - len(layout.proto_bytes) - _PUT_ROOM_NBYTES) // block_nbytes)
         answers = []
         for at in range(0, n, most):
             part = slice(at, min(n, at + most))
-            message = Put(
+            message = PutBlocks(
                 kv_namespace,
-                plan.proto_bytes,
+                layout.proto_bytes,
                 region_id,
                 chain[part].tobytes(),
                 parents[part].tobytes(),
@@ -373,20 +375,20 @@ class LocalPool:
                 bytes(4 * (part.stop - at)) if num_tokens is None else num_tokens[part].astype(np.uint32).tobytes(),
                 compute_s * (part.stop - at) / n,
             )
-            answers.append(self._caller.ask(message, Stored).status)
+            answers.append(self._caller.ask(message, PutReply).status)
         return np.frombuffer(b"".join(answers), np.uint8)
 
     def report_corrupt(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
         """Let the pool node take blocks [n, 16] out whose bytes are not those of their digests."""
         self.corrupt_blocks += len(chain)
-        self._caller.tell(Corrupt(kv_namespace, chain.tobytes()))
+        self._caller.tell(ReportCorrupt(kv_namespace, chain.tobytes()))
 
-    def tell_touches(self) -> None:
+    def send_touches(self) -> None:
         """Let the pool node know what was read since it was last told; not while another thread asks it something."""
         touched, self._touched = self._touched, {}
         self._num_touched, self._told_s = 0, time.monotonic()
         for kv_namespace, keys in touched.items():
-            self._caller.tell_if_free(Touch(kv_namespace, b"".join(keys)))
+            self._caller.try_send(TouchBlocks(kv_namespace, b"".join(keys)))
 
     def touch(self, kv_namespace: bytes, chain: NDArray[np.uint8]) -> None:
         """Blocks [n, 16] are used, though not read here: the pool node is told with the next touches."""
@@ -395,23 +397,25 @@ class LocalPool:
         self._touched.setdefault(kv_namespace, []).append(chain.tobytes())
         self._num_touched += len(chain)
         if self._num_touched >= _TOUCHES or time.monotonic() - self._told_s >= _TOUCHES_S:
-            self.tell_touches()
+            self.send_touches()
 
     def _check_alive(self) -> None:
         if not self._caller.alive():
-            raise DoorClosed(f"pool node {self.node_id!r} is gone, and what its memory holds must not be used")
+            raise LocalPoolUnavailable(
+                f"pool node {self.node_id!r} is gone, and what its memory holds must not be used"
+            )
 
-    def _plan(self, spec: KvSpec) -> SpecPlan:
-        asked, plan = self._last_plan
+    def _layout(self, spec: KvSpec) -> SpecLayout:
+        asked, layout = self._last_plan
         if asked is not spec:
-            plan = self._plans.setdefault(spec, SpecPlan(spec))
-            self._last_plan = spec, plan
-        return plan
+            layout = self._plans.setdefault(spec, SpecLayout(spec))
+            self._last_plan = spec, layout
+        return layout
 
-    def _mapped(self, memory: NDArray[np.uint8]) -> Mapped:
+    def _mapped(self, memory: NDArray[np.uint8]) -> MappedBytes:
         last = self._last
         if last.array is not memory:
-            self._last = last = Mapped.of(memory)
+            self._last = last = MappedBytes.of(memory)
             if not memory.flags.writeable:
                 raise SpecError("memory to get blocks into cannot be written to")
         return last
@@ -421,7 +425,7 @@ class LocalPool:
         with self._moving:
             if self._index is old:
                 if old.words[index_layout.AT_STATE] == index_layout.CLOSED:
-                    raise DoorClosed(f"pool node {self.node_id!r} has stopped")
+                    raise LocalPoolUnavailable(f"pool node {self.node_id!r} has stopped")
                 self._caller.renew_index()
                 self._index = self._attach()
 
@@ -437,7 +441,9 @@ class LocalPool:
         )
         if not (known and whole) or header[index_layout.AT_INCARNATION] != self.incarnation:
             self._caller.close()
-            raise DoorClosed(f"pool node {self.node_id!r} has an index of another form: run one version everywhere")
+            raise LocalPoolUnavailable(
+                f"pool node {self.node_id!r} has an index of another form: run one version everywhere"
+            )
         return _Index(words, np.array([buckets, entries, entry_words], np.int64))
 
 

@@ -147,20 +147,20 @@ def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
 
 
 def _get(
-    words: Any, shape: Any, name: Any, chain: Any, plan: Any, source8: Any, source32: Any, target8: Any, target32: Any,
+    words: Any, shape: Any, name: Any, chain: Any, layout: Any, source8: Any, source32: Any, target8: Any, target32: Any,
     targets: Any, first_block: Any, verify: Any,
 ) -> Any:  # fmt: skip
     """Copy leading blocks from `first_block` on: (how many blocks are right, why it ended there).
 
     (-1, _) when a slot of `targets` [groups, n] lies outside of the target; nothing is copied then.
     """
-    if not within(len(target8), targets, plan):
+    if not within(len(target8), targets, layout):
         return np.int64(-1), np.int64(MISSING)
-    rows = rows_in_words(source8, source32, target8, target32, plan)
-    groups = plan[1]
+    rows = rows_in_words(source8, source32, target8, target32, layout)
+    groups = layout[1]
     layers = 0
     for g in range(groups):
-        layers += plan[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_LAYERS]
+        layers += layout[PLAN_GROUP + g * PLAN_GROUP_WIDTH + PLAN_LAYERS]
     digests = np.empty(layers, np.uint64)
     for i in range(first_block, len(chain)):
         at, version = _find(words, shape, name, chain[i])
@@ -171,20 +171,20 @@ def _get(
             return np.int64(i), _if_live(words, MISSING)
         tokens = facts >> SHAPE_TOKENS_SHIFT
         if tokens == 0:
-            tokens = plan[0]
-        right = tokens <= plan[0]
+            tokens = layout[0]
+        right = tokens <= layout[0]
         first = 0
         for g in range(groups):
             base = PLAN_GROUP + g * PLAN_GROUP_WIDTH
-            num_layers = plan[base + PLAN_LAYERS]
-            nbytes = num_layers * plan[base + PLAN_LAYER_NBYTES]
+            num_layers = layout[base + PLAN_LAYERS]
+            nbytes = num_layers * layout[base + PLAN_LAYER_NBYTES]
             start, to = np.int64(words[at + ENTRY_OFFSETS + g]), targets[g, i]
             if not right or start < 0 or start > len(source8) - nbytes:
                 right = False
                 break
             if verify:
                 in_words = rows and start % 4 == 0 and to % 4 == 0
-                move_group(source8, source32, start, target8, target32, to, plan, g, tokens, in_words, digests, first)
+                move_group(source8, source32, start, target8, target32, to, layout, g, tokens, in_words, digests, first)
                 for layer in range(first, first + num_layers):
                     right = right and digests[layer] == words[at + ENTRY_OFFSETS + groups + layer]
             else:

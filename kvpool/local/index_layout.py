@@ -51,7 +51,7 @@ def entry_words(num_groups: int, num_layers: int) -> int:
 
 
 @dataclass(frozen=True)
-class SpecPlan:
+class SpecLayout:
     """A KvSpec with what the compiled loops need of it."""
 
     spec: KvSpec

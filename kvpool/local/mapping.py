@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import SpecError
-from kvpool.local.index_layout import SpecPlan
+from kvpool.local.index_layout import SpecLayout
 
 _NO_WORDS = np.empty(0, np.uint32)
 _NOT_TOLD = np.empty((0, 0), np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class MappedBytes:
     """Contiguous bytes, and the same as words where they start at a multiple of 4."""
 
     array: NDArray[np.uint8]
     words: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, array: NDArray[np.uint8]) -> "Mapped":
+    def of(cls, array: NDArray[np.uint8]) -> "MappedBytes":
         """Raises SpecError unless it is uint8 [nbytes], contiguous."""
         if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
             raise SpecError(f"memory is {array.dtype} of shape {array.shape}: expected contiguous uint8 [nbytes]")
@@ -32,11 +32,11 @@ class Mapped:
 
 
 def copy_blocks(
-    source: Mapped,
+    source: MappedBytes,
     starts: NDArray[np.int64],
-    target: Mapped,
+    target: MappedBytes,
     targets: NDArray[np.int64],
-    plan: SpecPlan,
+    layout: SpecLayout,
     num_tokens: NDArray[np.uint32],
     expected: NDArray[np.uint64] | None,
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
@@ -46,35 +46,37 @@ def copy_blocks(
     of what was written. Runs without the GIL. Raises SpecError, before anything is copied, when a slot lies outside or
     the arrays do not fit.
     """
-    n, shape = len(num_tokens), (len(num_tokens), plan.num_layers)
+    n, shape = len(num_tokens), (len(num_tokens), layout.num_layers)
     told = _NOT_TOLD if expected is None else expected
-    if starts.shape != (plan.spec.num_groups, n) or targets.shape != starts.shape:
-        raise SpecError(f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{plan.spec.num_groups}, n]")
+    if starts.shape != (layout.spec.num_groups, n) or targets.shape != starts.shape:
+        raise SpecError(
+            f"slots {starts.shape} and {targets.shape} of {n} blocks: expected [{layout.spec.num_groups}, n]"
+        )
     if expected is not None and expected.shape != shape:
-        raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {plan.num_layers}]")
+        raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {layout.num_layers}]")
     right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
     done = _kernels()[0](
-        source.array, source.words, starts, target.array, target.words, targets, plan.array, num_tokens, told, digests,
+        source.array, source.words, starts, target.array, target.words, targets, layout.array, num_tokens, told, digests,
         right,
     )  # fmt: skip
     if done:
-        raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", plan)
+        raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)
     return right.view(np.bool_), digests
 
 
 def digest_blocks(
-    memory: Mapped, offsets: NDArray[np.int64], plan: SpecPlan, num_tokens: NDArray[np.uint32]
+    memory: MappedBytes, offsets: NDArray[np.int64], layout: SpecLayout, num_tokens: NDArray[np.uint32]
 ) -> NDArray[np.uint64]:
     """Digests [n, layers of all groups] of blocks at `offsets` [groups, n], of the first `num_tokens` tokens (0: all).
 
     As `kvpool.digest.layer_digests_at` of each group, in one call. Runs without the GIL. Raises SpecError.
     """
-    if offsets.shape != (plan.spec.num_groups, len(num_tokens)):
-        raise SpecError(f"offsets of shape {offsets.shape}: expected [{plan.spec.num_groups}, {len(num_tokens)}]")
-    digests = np.empty((len(num_tokens), plan.num_layers), np.uint64)
-    done = _kernels()[1](memory.array, memory.words, offsets, plan.array, num_tokens, digests)
+    if offsets.shape != (layout.spec.num_groups, len(num_tokens)):
+        raise SpecError(f"offsets of shape {offsets.shape}: expected [{layout.spec.num_groups}, {len(num_tokens)}]")
+    digests = np.empty((len(num_tokens), layout.num_layers), np.uint64)
+    done = _kernels()[1](memory.array, memory.words, offsets, layout.array, num_tokens, digests)
     if done:
-        raise _not_done(done, f"{len(memory.array)} bytes", plan)
+        raise _not_done(done, f"{len(memory.array)} bytes", layout)
     return digests
 
 
@@ -86,9 +88,9 @@ def _kernels() -> tuple[Any, Any]:
     return copy_kernel(), digest_kernel()
 
 
-def _not_done(why: int, room: str, plan: SpecPlan) -> SpecError:
+def _not_done(why: int, space: str, layout: SpecLayout) -> SpecError:
     from kvpool.local.copy_kernels import OUT_OF_BOUNDS
 
     if why == OUT_OF_BOUNDS:
-        return SpecError(f"a slot lies beyond memory of {room}")
-    return SpecError(f"a block of more than {plan.spec.block_tokens} tokens, which are a full one")
+        return SpecError(f"a slot lies beyond memory of {space}")
+    return SpecError(f"a block of more than {layout.spec.block_tokens} tokens, which are a full one")

@@ -23,14 +23,14 @@ class PutStatus(enum.IntEnum):
     WRONG = 4  # its bytes are not those of its digests
 
 
-class Hello(NamedTuple):
+class Attach(NamedTuple):
     """Who calls, for accounting."""
 
     owner: str
     owner_incarnation: int
 
 
-class Welcome(NamedTuple):
+class Attached(NamedTuple):
     """Answer to Hello, with the arena's and the index's descriptors."""
 
     node_id: str
@@ -39,34 +39,34 @@ class Welcome(NamedTuple):
     index_nbytes: int
 
 
-class AskIndex(NamedTuple):
+class GetIndex(NamedTuple):
     """The index that was known has moved."""
 
 
-class Index(NamedTuple):
+class IndexReply(NamedTuple):
     """Answer to AskIndex, with the index's descriptor."""
 
     nbytes: int
 
 
-class Offer(NamedTuple):
+class RegisterMemory(NamedTuple):
     """The descriptor that comes with this is the caller's memory `region_id`, from which it will put."""
 
     region_id: int
     nbytes: int
 
 
-class Offered(NamedTuple):
+class MemoryRegistered(NamedTuple):
     """Answer to Offer: the memory is mapped."""
 
 
-class Withdraw(NamedTuple):
+class UnregisterMemory(NamedTuple):
     """The caller's memory `region_id` is not used any more; no answer."""
 
     region_id: int
 
 
-class Put(NamedTuple):
+class PutBlocks(NamedTuple):
     """Store those of the blocks that are not here; the pool node copies them out of the caller's memory.
 
     chain and parents 16 bytes per block; offsets int64 [groups, n] in the caller's memory; digests uint64 [n, layers of
@@ -85,27 +85,27 @@ class Put(NamedTuple):
     compute_s: float
 
 
-class Stored(NamedTuple):
+class PutReply(NamedTuple):
     """Answer to Put: a PutStatus per block, one byte each."""
 
     status: bytes
 
 
-class Touch(NamedTuple):
+class TouchBlocks(NamedTuple):
     """Blocks that were read; no answer."""
 
     kv_namespace: bytes
     chain: bytes
 
 
-class Corrupt(NamedTuple):
+class ReportCorrupt(NamedTuple):
     """Blocks whose bytes are not those of their digests; no answer."""
 
     kv_namespace: bytes
     chain: bytes
 
 
-class Refused(NamedTuple):
+class ErrorReply(NamedTuple):
     """Instead of an answer. `kind` is the name of an error in kvpool.errors, or ProtocolError: the node hangs up."""
 
     kind: str
@@ -113,13 +113,26 @@ class Refused(NamedTuple):
 
 
 Message = (
-    Hello | Welcome | AskIndex | Index | Offer | Offered | Withdraw | Put | Stored | Touch | Corrupt | Refused
+    Attach | Attached | GetIndex | IndexReply | RegisterMemory | MemoryRegistered | UnregisterMemory | PutBlocks | PutReply | TouchBlocks | ReportCorrupt | ErrorReply
 )  # fmt: skip
 
 _FRAMING = Framing(
     MAGIC,
     VERSION,
-    (Hello, Welcome, AskIndex, Index, Offer, Offered, Withdraw, Put, Stored, Touch, Corrupt, Refused),
+    (
+        Attach,
+        Attached,
+        GetIndex,
+        IndexReply,
+        RegisterMemory,
+        MemoryRegistered,
+        UnregisterMemory,
+        PutBlocks,
+        PutReply,
+        TouchBlocks,
+        ReportCorrupt,
+        ErrorReply,
+    ),
     MAX_BODY_NBYTES,
 )
 encode: Callable[[Message], bytes] = _FRAMING.encode

@@ -39,23 +39,23 @@ from numpy.typing import NDArray
 
 from kvpool.address import KEY_NBYTES
 from kvpool.errors import AddressError, KvPoolError, PoolRefused, SpecError
-from kvpool.local.index_layout import SpecPlan
-from kvpool.local.mapping import Mapped, copy_blocks
+from kvpool.local.index_layout import SpecLayout
+from kvpool.local.mapping import MappedBytes, copy_blocks
 from kvpool.local.protocol import (
-    AskIndex,
-    Corrupt,
-    Hello,
-    Index,
+    Attach,
+    Attached,
+    ErrorReply,
+    GetIndex,
+    IndexReply,
+    MemoryRegistered,
     Message,
-    Offer,
-    Offered,
-    Put,
+    PutBlocks,
+    PutReply,
     PutStatus,
-    Refused,
-    Stored,
-    Touch,
-    Welcome,
-    Withdraw,
+    RegisterMemory,
+    ReportCorrupt,
+    TouchBlocks,
+    UnregisterMemory,
     decode_body,
     decode_prefix,
     encode,
@@ -77,17 +77,17 @@ _PUT_TTL_NS = 60 * 10**9  # the longest that copying may take
 
 
 @dataclass(frozen=True)
-class Caller:
+class LocalOwner:
     """Whose puts these are, for accounting."""
 
     owner: str
     owner_incarnation: int
 
 
-class _Request(NamedTuple):
+class _CheckedPut(NamedTuple):
     """A Put, checked but for its offsets."""
 
-    plan: SpecPlan
+    layout: SpecLayout
     chain: list[bytes]
     parents: list[bytes]
     offsets: NDArray[np.int64]  # [groups, n]
@@ -95,7 +95,7 @@ class _Request(NamedTuple):
     num_tokens: NDArray[np.uint32]  # [n], 0 for a full block
 
 
-class _Copy(NamedTuple):
+class _PutCopy(NamedTuple):
     """What is left to do of a Put once slots were given: indices of its NEW blocks, and where they go."""
 
     put_id: str
@@ -103,16 +103,16 @@ class _Copy(NamedTuple):
     targets: NDArray[np.int64]  # [groups, new]
 
 
-class Intake:
+class PutHandler:
     """Carries puts out at one pool node, in its event loop and `threads`."""
 
-    def __init__(self, node: PoolNode, arena: Mapped, threads: Executor) -> None:
+    def __init__(self, node: PoolNode, arena: MappedBytes, threads: Executor) -> None:
         self._node = node
         self._arena = arena
         self._threads = threads
 
     def put(
-        self, caller: Caller, message: Put, source: Mapped, is_there: Callable[[], bool]
+        self, caller: LocalOwner, message: PutBlocks, source: MappedBytes, is_there: Callable[[], bool]
     ) -> bytes | Awaitable[bytes]:
         """A PutStatus per block, at once or, where there is much to copy, later. Raises KvPoolError.
 
@@ -121,7 +121,7 @@ class Intake:
         request = _checked(message)
         allocation = self._node.allocate(
             message.kv_namespace,
-            request.plan.spec,
+            request.layout.spec,
             request.chain,
             request.parents,
             owner=caller.owner,
@@ -135,8 +135,8 @@ class Intake:
             return bytes(status)
         new = [i for i, each in enumerate(allocation.status) if each is SlotStatus.NEW]
         targets = np.array(list(zip(*[block.offsets for block in allocation.new_blocks], strict=True)), np.int64)
-        copy = _Copy(allocation.put_id, new, targets)
-        if len(new) * request.plan.block_nbytes > _QUICK_NBYTES:
+        copy = _PutCopy(allocation.put_id, new, targets)
+        if len(new) * request.layout.block_nbytes > _QUICK_NBYTES:
             return self._put_later(request, copy, source, status, is_there)
         try:
             right, digests = self._copy(request, copy, source)
@@ -148,7 +148,7 @@ class Intake:
         return self._told(status, new, right)
 
     async def _put_later(
-        self, request: _Request, copy: _Copy, source: Mapped, status: bytearray, is_there: Callable[[], bool]
+        self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes, status: bytearray, is_there: Callable[[], bool]
     ) -> bytes:
         submit = functools.partial(self._threads.submit, self._copy, request, copy, source)
         copying = asyncio.wrap_future(self._node.own_read(copy.put_id, submit))
@@ -162,14 +162,16 @@ class Intake:
             raise
         return self._told(status, copy.new, right)
 
-    def _copy(self, request: _Request, copy: _Copy, source: Mapped) -> tuple[list[bool], list[tuple[bytes, ...]]]:
+    def _copy(
+        self, request: _CheckedPut, copy: _PutCopy, source: MappedBytes
+    ) -> tuple[list[bool], list[tuple[bytes, ...]]]:
         """(whether each NEW block is right, their digests as a seal wants them)."""
         starts, expected, num_tokens = request.offsets, request.digests, request.num_tokens
         if len(copy.new) < len(request.chain):
             starts, num_tokens = np.ascontiguousarray(starts[:, copy.new]), num_tokens[copy.new]
             expected = None if expected is None else expected[copy.new]
-        right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.plan, num_tokens, expected)
-        return right.tolist(), _by_group(request.plan, digests)
+        right, digests = copy_blocks(source, starts, self._arena, copy.targets, request.layout, num_tokens, expected)
+        return right.tolist(), _by_group(request.layout, digests)
 
     def _told(self, status: bytearray, new: list[int], right: list[bool]) -> bytes:
         for i, good in zip(new, right, strict=True):
@@ -180,45 +182,45 @@ class Intake:
         return bytes(status)
 
 
-def _check_certain(request: _Request, is_there: Callable[[], bool]) -> None:
+def _check_certain(request: _CheckedPut, is_there: Callable[[], bool]) -> None:
     """Raises PoolRefused when the bytes may have been others than were to be put: who has hung up may write there."""
     if request.digests is None and not is_there():
         raise PoolRefused("the caller hung up while its memory was being copied, and had told no digests")
 
 
-def _checked(message: Put) -> _Request:
-    plan = _plan(message.spec)
+def _checked(message: PutBlocks) -> _CheckedPut:
+    layout = _layout(message.spec)
     if len(message.kv_namespace) != KEY_NBYTES or len(message.chain) % KEY_NBYTES:
         raise AddressError(f"a namespace of {len(message.kv_namespace)} bytes, keys of {len(message.chain)}")
-    n, groups = len(message.chain) // KEY_NBYTES, plan.spec.num_groups
-    told = [len(message.parents), len(message.offsets), len(message.digests), len(message.num_tokens)]
-    digests_nbytes = 8 * plan.num_layers * n if message.digests else 0
+    n, groups = len(message.chain) // KEY_NBYTES, layout.spec.num_groups
+    sizes = [len(message.parents), len(message.offsets), len(message.digests), len(message.num_tokens)]
+    digests_nbytes = 8 * layout.num_layers * n if message.digests else 0
     want = [KEY_NBYTES * n, 8 * groups * n, digests_nbytes, 4 * n]
-    if told != want:
-        raise SpecError(f"a put of {n} blocks has parents, offsets, digests, lengths of {told} bytes: expected {want}")
+    if sizes != want:
+        raise SpecError(f"a put of {n} blocks has parents, offsets, digests, lengths of {sizes} bytes: expected {want}")
     offsets = np.frombuffer(message.offsets, np.int64).reshape(groups, n)
-    digests = np.frombuffer(message.digests, np.uint64).reshape(n, plan.num_layers) if message.digests else None
+    digests = np.frombuffer(message.digests, np.uint64).reshape(n, layout.num_layers) if message.digests else None
     num_tokens = np.frombuffer(message.num_tokens, np.uint32)
-    return _Request(plan, _keys(message.chain), _keys(message.parents), offsets, digests, num_tokens)
+    return _CheckedPut(layout, _keys(message.chain), _keys(message.parents), offsets, digests, num_tokens)
 
 
-def _by_group(plan: SpecPlan, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
+def _by_group(layout: SpecLayout, digests: NDArray[np.uint64]) -> list[tuple[bytes, ...]]:
     """Per block, the digests of each group."""
-    data, nbytes = digests.tobytes(), 8 * plan.num_layers
-    if len(plan.ends) == 1:
+    data, nbytes = digests.tobytes(), 8 * layout.num_layers
+    if len(layout.ends) == 1:
         return [(data[at : at + nbytes],) for at in range(0, len(data), nbytes)]
-    spans = list(itertools.pairwise((0, *plan.ends)))
+    spans = list(itertools.pairwise((0, *layout.ends)))
     return [tuple(data[at + a : at + b] for a, b in spans) for at in range(0, len(data), nbytes)]
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(spec: bytes) -> SpecPlan:
+def _layout(spec: bytes) -> SpecLayout:
     message = common_pb2.KvSpec()
     try:
         message.ParseFromString(spec)
     except DecodeError as error:
         raise SpecError(f"not a KvSpec: {error}") from error
-    return SpecPlan(KvSpec.from_proto(message))
+    return SpecLayout(KvSpec.from_proto(message))
 
 
 def _keys(data: bytes) -> list[bytes]:
@@ -236,7 +238,7 @@ _ANCILLARY_NBYTES = socket.CMSG_LEN(_MAX_FDS * _FD.size)
 _HELLO_S = 10.0  # until when a caller must have said who it is
 
 
-class Connection:
+class ClientConnection:
     """From accept to `close`; `on_close` is called with it then, once."""
 
     def __init__(
@@ -244,9 +246,9 @@ class Connection:
         sock: socket.socket,
         node: PoolNode,
         index: SharedIndex,
-        intake: Intake,
+        intake: PutHandler,
         landing: memoryview,
-        on_close: "Callable[[Connection], None]",
+        on_close: "Callable[[ClientConnection], None]",
     ) -> None:
         """`landing` is where bytes come in; they are taken on at once, so all callers of a door share it."""
         sock.setblocking(False)
@@ -255,14 +257,14 @@ class Connection:
         self._landing = landing
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
-        self._caller: Caller | None = None
-        self._regions: dict[int, Mapped] = {}
+        self._caller: LocalOwner | None = None
+        self._regions: dict[int, MappedBytes] = {}
         self._received = bytearray()
         self._fds: list[int] = []
         self._unsent = bytearray()
         self.putting: asyncio.Task[None] | None = None  # a put that takes its time
         self._loop.add_reader(sock.fileno(), self._readable)
-        self._silent = self._loop.call_later(_HELLO_S, self._refuse, "ProtocolError", "no Hello came")
+        self._silent = self._loop.call_later(_HELLO_S, self._refuse, "ProtocolError", "no Attach came")
 
     def close(self) -> None:
         """Let go of the caller and of its memory. A put under way goes on to its end; nobody is told."""
@@ -323,52 +325,52 @@ class Connection:
         return decode_body(kind, body)
 
     def _do(self, message: Message) -> None:
-        if (self._caller is None) != isinstance(message, Hello):
+        if (self._caller is None) != isinstance(message, Attach):
             raise ProtocolError(
                 f"{type(message).__name__} where {'only' if self._caller is None else 'no'} Hello can be"
             )
         try:
             self._answer(message)
         except KvPoolError as error:
-            self._send(Refused(type(error).__name__, str(error)))
+            self._send(ErrorReply(type(error).__name__, str(error)))
 
     def _answer(self, message: Message) -> None:
         node, index = self._node, self._index
         match message:
-            case Put():
+            case PutBlocks():
                 self._put(message)
-            case Hello():
+            case Attach():
                 self._silent.cancel()
-                self._caller = Caller(message.owner, message.owner_incarnation)
-                told = Welcome(node.config.node_id, node.incarnation, node.memory.nbytes, index.nbytes)
-                self._send(told, [node.memory.fd, index.memory.fd])
-            case AskIndex():
-                self._send(Index(index.nbytes), [index.memory.fd])
-            case Offer():
+                self._caller = LocalOwner(message.owner, message.owner_incarnation)
+                welcome = Attached(node.config.node_id, node.incarnation, node.memory.nbytes, index.nbytes)
+                self._send(welcome, [node.memory.fd, index.memory.fd])
+            case GetIndex():
+                self._send(IndexReply(index.nbytes), [index.memory.fd])
+            case RegisterMemory():
                 self._take_offer(message)
-            case Withdraw():
+            case UnregisterMemory():
                 self._regions.pop(message.region_id, None)
-            case Touch():
+            case TouchBlocks():
                 node.core.use(time.monotonic_ns(), *_address(message))
-            case Corrupt():
+            case ReportCorrupt():
                 node.core.quarantine(*_address(message))
-                node.tell()
+                node.publish_changes()
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no request")
 
-    def _take_offer(self, message: Offer) -> None:
+    def _take_offer(self, message: RegisterMemory) -> None:
         if not self._fds or len(self._regions) >= _MAX_REGIONS:
             raise ProtocolError(f"memory without a descriptor, or beyond the {_MAX_REGIONS} that a caller may offer")
-        self._regions[message.region_id] = Mapped.of(PeerMemory(self._fds.pop(0), message.nbytes).array)
-        self._send(Offered())
+        self._regions[message.region_id] = MappedBytes.of(PeerMemory(self._fds.pop(0), message.nbytes).array)
+        self._send(MemoryRegistered())
 
-    def _put(self, message: Put) -> None:
+    def _put(self, message: PutBlocks) -> None:
         source = self._regions.get(message.region_id)
         if source is None or self._caller is None:
             raise ProtocolError(f"a put from memory {message.region_id}, which was never offered")
         stored = self._intake.put(self._caller, message, source, self._is_there)
         if isinstance(stored, bytes):
-            self._send(Stored(stored))
+            self._send(PutReply(stored))
         else:
             self._loop.remove_reader(self._sock.fileno())
             self.putting = self._loop.create_task(self._finish(stored))
@@ -385,9 +387,9 @@ class Connection:
     async def _finish(self, stored: Awaitable[bytes]) -> None:
         """Answer a put when it is done, and go on with what came meanwhile."""
         try:
-            answer: Message = Stored(await stored)
+            answer: Message = PutReply(await stored)
         except KvPoolError as error:
-            answer = Refused(type(error).__name__, str(error))
+            answer = ErrorReply(type(error).__name__, str(error))
         except Exception:
             _log.exception("a put of a process of this host failed")
             self.close()
@@ -432,11 +434,11 @@ class Connection:
             self._loop.remove_writer(self._sock.fileno())
 
     def _refuse(self, kind: str, reason: str) -> None:
-        self._send(Refused(kind, reason))
+        self._send(ErrorReply(kind, reason))
         self.close()
 
 
-def _address(message: Touch | Corrupt) -> tuple[bytes, list[bytes]]:
+def _address(message: TouchBlocks | ReportCorrupt) -> tuple[bytes, list[bytes]]:
     if len(message.kv_namespace) != KEY_NBYTES or len(message.chain) % KEY_NBYTES:
         raise ProtocolError(f"a namespace of {len(message.kv_namespace)} bytes, keys of {len(message.chain)}")
     chain = [message.chain[i : i + KEY_NBYTES] for i in range(0, len(message.chain), KEY_NBYTES)]
@@ -448,7 +450,7 @@ _COPY_THREADS = 2
 _AGAIN_S = 1.0  # after which callers are taken again when there was no room for another descriptor
 
 
-async def open_door(node: PoolNode) -> "Door | None":
+async def start_local_pool_server(node: PoolNode) -> "LocalPoolServer | None":
     """A started node's door, in the folder of its messenger's socket; None where it has none (tcp alone).
 
     Raises AddressInUse or BindFailed.
@@ -456,12 +458,12 @@ async def open_door(node: PoolNode) -> "Door | None":
     shm_socket = node.messenger.endpoint.shm_socket
     if not shm_socket:
         return None
-    door = Door(node, await asyncio.to_thread(_ready_index, node.incarnation), Path(shm_socket).parent)
+    door = LocalPoolServer(node, await asyncio.to_thread(_ready_index, node.incarnation), Path(shm_socket).parent)
     door.open()
     return door
 
 
-class Door:
+class LocalPoolServer:
     """Serves one PoolNode, from `open` to `close`."""
 
     def __init__(self, node: PoolNode, index: SharedIndex, folder: Path) -> None:
@@ -470,8 +472,8 @@ class Door:
         name = hashlib.blake2b(node.config.node_id.encode(), digest_size=8).hexdigest()
         self.path = folder / f"d-{name}.sock"
         self.threads = ThreadPoolExecutor(_COPY_THREADS, "moonpool-door")
-        self.intake = Intake(node, Mapped.of(node.memory.array), self.threads)
-        self.callers: set[Connection] = set()
+        self.intake = PutHandler(node, MappedBytes.of(node.memory.array), self.threads)
+        self.callers: set[ClientConnection] = set()
         self._landing = memoryview(bytearray(LANDING_NBYTES))
         self._identity: tuple[int, int] | None = None
 
@@ -492,8 +494,8 @@ class Door:
             raise BindFailed(f"cannot listen at {self.path}: {error}") from error
         self._identity = unix_socket.identity(self.path)
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
-        self.node.index, self.node.door = self.index, os.fspath(self.path)
-        self.node.tell()
+        self.node.index, self.node.local_socket = self.index, os.fspath(self.path)
+        self.node.publish_changes()
 
     async def close(self) -> None:
         """Send everybody away; readers see at once that the index is closed."""
@@ -505,7 +507,7 @@ class Door:
         for caller in callers:
             caller.close()
         await asyncio.gather(*(caller.putting for caller in callers if caller.putting is not None))
-        self.node.index, self.node.door = None, ""
+        self.node.index, self.node.local_socket = None, ""
         self.index.close()
         await asyncio.to_thread(self.threads.shutdown)
 
@@ -521,7 +523,9 @@ class Door:
             _log.warning("the host door turned a caller away: %d are here", len(self.callers))
             sock.close()
             return
-        self.callers.add(Connection(sock, self.node, self.index, self.intake, self._landing, self.callers.discard))
+        self.callers.add(
+            ClientConnection(sock, self.node, self.index, self.intake, self._landing, self.callers.discard)
+        )
 
     def _pause(self) -> None:
         """Whoever waits to be taken would wake the loop again at once."""

@@ -1,17 +1,26 @@
 """What a pool node decides, without clock or I/O: where blocks lie, who may read or write them, what is evicted."""
 
 from kvpool.policy.core import PoolCore, PoolLimits
-from kvpool.policy.records import Allocation, Block, LeaseGrant, Load, LoadOutcome, SlotStatus, SsdBlock, Write
+from kvpool.policy.records import (
+    Block,
+    LeaseGrant,
+    LoadOutcome,
+    PutAllocation,
+    SlotStatus,
+    SsdBlock,
+    TierLoad,
+    TierWrite,
+)
 
 __all__ = [
-    "Allocation",
     "Block",
     "LeaseGrant",
-    "Load",
     "LoadOutcome",
     "PoolCore",
     "PoolLimits",
+    "PutAllocation",
     "SlotStatus",
     "SsdBlock",
-    "Write",
+    "TierLoad",
+    "TierWrite",
 ]

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Lease, Load, Put, Write
+from kvpool.policy.records import DRAM, SSD, Block, BlockCopy, LeaseRecord, PutRecord, TierLoad, TierWrite
 from kvpool.policy.staging import Staging
 from kvpool.policy.store import BlockStore
 
@@ -14,8 +14,8 @@ from kvpool.policy.store import BlockStore
 def audit(
     store: BlockStore,
     staging: Staging,
-    puts: Mapping[str, Put],
-    leases: Mapping[str, Lease],
+    puts: Mapping[str, PutRecord],
+    leases: Mapping[str, LeaseRecord],
     fenced_puts: Mapping[str, list[int]],
 ) -> list[str]:
     """Return descriptions of all inconsistencies; empty if the state is consistent."""
@@ -31,45 +31,45 @@ def audit(
     problems += _tiers(blocks)
     if {id(b) for b in blocks if not b.sealed} != {id(b) for put in puts.values() for b in put.blocks}:
         problems.append("the unsealed blocks are not those of the puts")
-    if Counter(block.kv_namespace for block in blocks) != store.families.num_blocks:
+    if Counter(block.kv_namespace for block in blocks) != store.namespaces.num_blocks:
         problems.append("the namespaces' numbers of blocks are not those of the blocks")
-    problems += _families(copies.values())
+    problems += _namespaces(copies.values())
     return problems
 
 
-def _holds(staging: Staging, leases: Mapping[str, Lease]) -> Counter[Copy]:
+def _holds(staging: Staging, leases: Mapping[str, LeaseRecord]) -> Counter[BlockCopy]:
     """How many hold each copy: leases, reads and writes under way."""
     holds = Counter(copy for lease in leases.values() for copy in lease.copies)
-    moves: list[Load | Write] = [*staging.loads, *staging.writes]
+    moves: list[TierLoad | TierWrite] = [*staging.loads, *staging.writes]
     for move in moves:
         holds.update(copy for copy in move.block.copies if copy is not None)
     return holds
 
 
-def _slots(store: BlockStore, tier: int, copies: list[Copy], fenced: Mapping[str, list[int]]) -> list[str]:
+def _slots(store: BlockStore, tier: int, copies: list[BlockCopy], fenced: Mapping[str, list[int]]) -> list[str]:
     """Every used slot has one holder, none reaches into another or out of the tier."""
-    room, name = store.rooms[tier], ("DRAM", "SSD")[tier]
+    space, name = store.spaces[tier], ("DRAM", "SSD")[tier]
     spans = [
         (offset, offset + size)
         for copy in copies
-        for offset, size in zip(copy.offsets, copy.block.family.sizes[tier], strict=True)
+        for offset, size in zip(copy.offsets, copy.block.namespace.sizes[tier], strict=True)
     ]
     problems = []
-    if {offset: id(copy) for copy in copies for offset in copy.offsets} != {o: id(c) for o, c in room.holders.items()}:
+    if {offset: id(copy) for copy in copies for offset in copy.offsets} != {o: id(c) for o, c in space.holders.items()}:
         problems.append(f"the slots' holders in {name} are not the copies there")
     spans += [(offset, offset + 1) for offsets in fenced.values() for offset in offsets]
-    spans += [(offset, offset + nbytes) for offset, nbytes in room.freed.items()]
+    spans += [(offset, offset + nbytes) for offset, nbytes in space.freed.items()]
     spans.sort()
-    if len(spans) != room.slabs.num_slots_used:
-        problems.append(f"{room.slabs.num_slots_used} slots are used in {name}, {len(spans)} have holders")
+    if len(spans) != space.slabs.num_slots_used:
+        problems.append(f"{space.slabs.num_slots_used} slots are used in {name}, {len(spans)} have holders")
     if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
         problems.append(f"two slots overlap in {name}")
-    if spans and (spans[0][0] < 0 or spans[-1][1] > room.slabs.num_units * room.slabs.unit_nbytes):
+    if spans and (spans[0][0] < 0 or spans[-1][1] > space.slabs.num_units * space.slabs.unit_nbytes):
         problems.append(f"a slot lies outside of {name}")
     return problems
 
 
-def _held(copies: Collection[Copy], holds: Counter[Copy]) -> list[str]:
+def _held(copies: Collection[BlockCopy], holds: Counter[BlockCopy]) -> list[str]:
     """Every copy knows how many hold it."""
     return [
         f"a copy of block {copy.block.chain_key.hex()} counts {copy.holds} holds, there are {holds[copy]}"
@@ -88,17 +88,17 @@ def _tiers(blocks: list[Block]) -> list[str]:
             problems.append(f"block {name} is nowhere")
         if any(copy is not None and (copy.gone or copy.block is not block) for copy in block.copies):
             problems.append(f"block {name} has a copy that is gone, or of another block")
-        if dram is not None and dram.kept_below != (ssd is not None and ssd.ready):
+        if dram is not None and dram.in_slower_tier != (ssd is not None and ssd.ready):
             problems.append(f"block {name} does not know whether it is on SSD")
     return problems
 
 
-def _families(copies: Collection[Copy]) -> list[str]:
+def _namespaces(copies: Collection[BlockCopy]) -> list[str]:
     problems = []
-    families = {id(copy.block.family): copy.block.family for copy in copies}
-    for family in families.values():
-        mine = [copy for copy in copies if copy.block.family is family]
+    namespaces = {id(copy.block.namespace): copy.block.namespace for copy in copies}
+    for namespace in namespaces.values():
+        mine = [copy for copy in copies if copy.block.namespace is namespace]
         used = [sum(copy.nbytes for copy in mine if copy.tier == tier) for tier in (DRAM, SSD)]
-        if family.num_copies != len(mine) or family.used_nbytes != used:
-            problems.append(f"namespace {family.kv_namespace.hex()} counts its copies wrongly")
+        if namespace.num_copies != len(mine) or namespace.used_nbytes != used:
+            problems.append(f"namespace {namespace.kv_namespace.hex()} counts its copies wrongly")
     return problems

@@ -17,21 +17,21 @@ from dataclasses import dataclass, field
 
 from kvpool.errors import AddressError, PoolConfigError, PoolRefused, PutLost, SpecError
 from kvpool.policy.audit import audit
-from kvpool.policy.counters import Tally
+from kvpool.policy.counters import PolicyMetrics
 from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import POLICIES, Use
 from kvpool.policy.records import (
-    Allocation,
     Block,
-    Copy,
-    Lease,
+    BlockCopy,
     LeaseGrant,
-    Load,
+    LeaseRecord,
     LoadOutcome,
-    Put,
+    PutAllocation,
+    PutRecord,
     SlotStatus,
     SsdBlock,
-    Write,
+    TierLoad,
+    TierWrite,
 )
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.policy.staging import Staging
@@ -82,7 +82,7 @@ def check_request(spec: KvSpec, chain: Sequence[bytes], parents: Sequence[bytes]
 def request_blocks(store: BlockStore, kv_namespace: bytes, chain: Sequence[bytes], parents: Sequence[bytes]) -> int:
     """Blocks from the prompt's first to the last of these, as far as known."""
     before = store.find(kv_namespace, parents[0]) if parents else None
-    return len(chain) + (before.place.depth + 1 if before is not None else 0)
+    return len(chain) + (before.prefix_node.depth + 1 if before is not None else 0)
 
 
 def cost_of_each(compute_s: float, num_blocks: int) -> float:
@@ -113,8 +113,8 @@ class PoolCore:
     def __init__(self, limits: PoolLimits, incarnation: int) -> None:
         self.limits = limits
         self.log = EventLog(incarnation, limits.event_log_nbytes)
-        self.tally = Tally()
-        self.counters = self.tally.counters
+        self.metrics = PolicyMetrics()
+        self.counters = self.metrics.counters
         self.store = BlockStore(
             SlabAllocator(limits.arena_nbytes, limits.slab_nbytes),
             SlabAllocator(limits.ssd_nbytes, limits.ssd_slab_nbytes, alignment=_PAGE_NBYTES, aligned_slabs=True),
@@ -122,11 +122,11 @@ class PoolCore:
             {namespace: int(share * limits.arena_nbytes) for namespace, share in limits.quotas.items()},
             limits.max_tails,
             self.log,
-            self.tally,
+            self.metrics,
         )
-        self.staging = Staging(self.store, self.tally, limits.write_above)
-        self.puts: dict[str, Put] = {}
-        self.leases: dict[str, Lease] = {}
+        self.staging = Staging(self.store, self.metrics, limits.write_above)
+        self.puts: dict[str, PutRecord] = {}
+        self.leases: dict[str, LeaseRecord] = {}
         self.fenced: dict[str, list[int]] = {}  # per ended put: offsets of the slots it left unsealed
         self._serial = 0
 
@@ -143,7 +143,7 @@ class PoolCore:
         ttl_ns: int,
         num_tokens: Sequence[int] = (),
         compute_s: float = 0.0,
-    ) -> Allocation:
+    ) -> PutAllocation:
         """Slots for the blocks that are not here, in order; what they need is evicted. After a NO_SPACE none is NEW.
 
         `num_tokens` per block where some are partial (0 = full; a partial one's key is a tail key); `compute_s`: what
@@ -157,7 +157,7 @@ class PoolCore:
         check_request(spec, chain, parents, num_tokens)
         cost_s = cost_of_each(compute_s, len(chain))
         store = self.store
-        family = store.families.of(kv_namespace, spec)
+        namespace = store.namespaces.of(kv_namespace, spec)
         put_id = self._next_id("put")
         after = kv_namespace + parents[0] if parents else None
         use = Use(now_ns, request_blocks(store, kv_namespace, chain, parents), stores=True, after=after)
@@ -166,35 +166,35 @@ class PoolCore:
         new_blocks: list[Block] = []
         full = False
         last: Block | None = None
-        kept = store.keep_behind_gap(found)
+        kept = store.hold_after_gap(found)
         for i, known in enumerate(found):
-            place = known.place if known is not None else store.index.place(kv_namespace + chain[i])
-            block = place.block  # not `known`: a key may come twice
+            prefix_node = known.prefix_node if known is not None else store.index.node_at(kv_namespace + chain[i])
+            block = prefix_node.block  # not `known`: a key may come twice
             if block is not None:
                 if not block.put_id:
                     store.hit([block], use)
                 status.append(SlotStatus.EXISTS)
             elif full:
-                store.index.discard(place)
+                store.index.discard(prefix_node)
                 status.append(SlotStatus.NO_SPACE)
             else:
                 is_next = last is not None and parents[i] == chain[i - 1]
-                before = last.place if is_next and last else store.index.place(kv_namespace + parents[i])
+                before = last.prefix_node if is_next and last else store.index.node_at(kv_namespace + parents[i])
                 tokens = num_tokens[i] if num_tokens else 0
-                block = store.try_add(family, place, before, put_id, tokens, cost_s, use)
+                block = store.try_add(namespace, prefix_node, before, put_id, tokens, cost_s, use)
                 full = block is None
                 status.append(SlotStatus.NO_SPACE if block is None else SlotStatus.NEW)
                 if block is not None:
                     new_blocks.append(block)
             last = block
         store.release_all(kept)
-        store.tell()
+        store.log_changes()
         self.counters["no_space_blocks"] += status.count(SlotStatus.NO_SPACE)
         if not new_blocks:
-            return Allocation("", tuple(status))
+            return PutAllocation("", tuple(status))
         expires_ns = now_ns + min(ttl_ns, self.limits.max_lease_ns)
-        self.puts[put_id] = Put(put_id, owner, owner_incarnation, new_blocks, expires_ns, use.request_blocks)
-        return Allocation(put_id, tuple(status), tuple(new_blocks))
+        self.puts[put_id] = PutRecord(put_id, owner, owner_incarnation, new_blocks, expires_ns, use.request_blocks)
+        return PutAllocation(put_id, tuple(status), tuple(new_blocks))
 
     def seal(
         self, now_ns: int, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None
@@ -260,7 +260,7 @@ class PoolCore:
         self.store.hit(after, Use(now_ns, len(chain)))
         lease_id = self._next_id("lease")
         expires_ns, kept_until_ns = self._lease_times(now_ns, lease_ns)
-        self.leases[lease_id] = Lease(lease_id, owner, owner_incarnation, copies, expires_ns, kept_until_ns)
+        self.leases[lease_id] = LeaseRecord(lease_id, owner, owner_incarnation, copies, expires_ns, kept_until_ns)
         return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after), num_from_ssd)
 
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
@@ -285,7 +285,7 @@ class PoolCore:
         *,
         tails: bool = False,
         tail_keys: Sequence[bytes] = (),
-    ) -> list[Load]:
+    ) -> list[TierLoad]:
         """Begin to bring to DRAM what of the leading run over both tiers is on SSD only; `tails`: those after it too,
         as in `pin`.
 
@@ -294,7 +294,7 @@ class PoolCore:
         """
         return self.staging.load(now_ns, kv_namespace, chain, tails, tail_keys)
 
-    def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
+    def loaded(self, now_ns: int, load: TierLoad, outcome: LoadOutcome) -> None:
         """A Load has ended. OK: the block is in DRAM from now on, and on SSD. IO_ERROR: it stays on SSD; after the
         second in a row it does not. CORRUPT: it is quarantined.
         """
@@ -304,7 +304,7 @@ class PoolCore:
         """How many of these blocks are on their way from SSD to DRAM."""
         return self.staging.num_loading(kv_namespace, chain)
 
-    def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[Write]:
+    def writes(self, now_ns: int, max_nbytes: int, *, everything: bool = False) -> list[TierWrite]:
         """What is worth writing to SSD now, parents before children, up to `max_nbytes` of extents (at least one block,
         if any is); often nothing.
 
@@ -315,13 +315,13 @@ class PoolCore:
         """
         return self.staging.next_writes(now_ns, max_nbytes, everything)
 
-    def written(self, now_ns: int, write: Write, ok: bool, *, is_blocks_fault: bool = True) -> None:
+    def written(self, now_ns: int, write: TierWrite, ok: bool, *, block_at_fault: bool = True) -> None:
         """A Write has ended. ok: the block is durable on SSD; else it is not there, its extent is among the freed.
 
         A block that twice in a row cannot be written by its own fault is not tried again; a full or failing SSD is
         nobody's.
         """
-        self.staging.written(now_ns, write, ok, is_blocks_fault)
+        self.staging.written(now_ns, write, ok, block_at_fault)
 
     def restore(self, now_ns: int, entries: Sequence[SsdBlock]) -> int:
         """Take in what the SSD store found at its start, before any other call. Returns how many blocks.
@@ -353,7 +353,7 @@ class PoolCore:
 
     def totals(self) -> dict[str, int]:
         """All that was counted since the start, histograms as cumulative buckets; nothing in it ever falls."""
-        return self.tally.totals()
+        return self.metrics.totals()
 
     def renew(self, now_ns: int, lease_id: str, lease_ns: int) -> bool:
         """Let a lease last `lease_ns` from now. False when it has expired: pin again."""
@@ -378,7 +378,7 @@ class PoolCore:
             if block is not None and self.store.may_remove(block):
                 self.store.evict(block, "asked")
                 removed += 1
-        self.store.tell()
+        self.store.log_changes()
         return removed
 
     def quarantine(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
@@ -389,17 +389,17 @@ class PoolCore:
             if block is not None and block.sealed:
                 self.store.remove(block)
                 removed += 1
-        self.store.tell()
+        self.store.log_changes()
         self.counters["quarantined_blocks"] += removed
         return removed
 
-    def give_up_on_ssd(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
+    def drop_ssd_only(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """The SSD cannot be read: remove those of the blocks that are there alone. Returns how many."""
         found = (self.store.find(kv_namespace, chain_key) for chain_key in chain)
         unreadable = [block for block in found if block is not None and block.sealed and block.dram is None]
         for block in unreadable:
             self.store.remove(block)
-        self.store.tell()
+        self.store.log_changes()
         self.counters["ssd_dropped_blocks"] += len(unreadable)
         return len(unreadable)
 
@@ -427,20 +427,20 @@ class PoolCore:
         """The leading run in DRAM, used and counted; and how many of it came from SSD since they were last used."""
         store = self.store
         found = store.leading_run(kv_namespace, chain)
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         for block in found:
             copy = block.dram
             if copy is None or not copy.ready:
                 break
             copies.append(copy)
         run = found[: len(copies)]
-        self.tally.looked_up(len(chain), len(found) - len(run), copies, now_ns)
+        self.metrics.record_lookup(len(chain), len(found) - len(run), copies, now_ns)
         num_from_ssd = sum(copy.promoted for copy in copies)
         store.hit(run, Use(now_ns, len(chain)))
-        self.staging.was_used(run)
+        self.staging.mark_reused(run)
         return run, num_from_ssd
 
-    def _end(self, puts: list[Put], leases: list[Lease]) -> list[str]:
+    def _end(self, puts: list[PutRecord], leases: list[LeaseRecord]) -> list[str]:
         for put in puts:
             del self.puts[put.put_id]
             self._fence(put.put_id, put.blocks)
@@ -452,7 +452,7 @@ class PoolCore:
         return [put.put_id for put in puts]
 
     def _fence(self, put_id: str, blocks: Sequence[Block]) -> None:
-        offsets = self.store.take_out(blocks)
+        offsets = self.store.remove_unsealed(blocks)
         if offsets:
             self.fenced[put_id] = offsets
 

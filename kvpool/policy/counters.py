@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 
-from kvpool.policy.records import DRAM, Copy
+from kvpool.policy.records import DRAM, BlockCopy
 
 _MS = 1_000_000
 _BOUNDS_NS = {
@@ -86,7 +86,7 @@ _EVICTED = {
 _LOST = {reason: f"lost_{reason}_blocks" for reason in LOSSES}
 
 
-class Tally:
+class PolicyMetrics:
     """Counters, all there from the start, and histograms."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Tally:
         self._idle = Histogram(), Histogram()
         self._gaps = Histogram()
 
-    def evicted(self, copy: Copy, reason: str, now_ns: int | None, loss: str | None) -> None:
+    def record_eviction(self, copy: BlockCopy, reason: str, now_ns: int | None, loss: str | None) -> None:
         """A copy has left its tier. `loss`: why the block is not here any more, if so; `now_ns`: if room was needed."""
         counters, tier = self.counters, copy.tier
         counters["evicted_blocks"] += 1
@@ -111,7 +111,7 @@ class Tally:
             self._ages[tier].add(now_ns - copy.born_ns)
             self._idle[tier].add(now_ns - copy.used_ns)
 
-    def looked_up(self, num_asked: int, num_waiting: int, hits: Iterable[Copy], now_ns: int) -> None:
+    def record_lookup(self, num_asked: int, num_waiting: int, hits: Iterable[BlockCopy], now_ns: int) -> None:
         """A look-up of so many blocks: `hits` were in DRAM, told before they are marked as used, and `num_waiting` on
         SSD only. What was loaded since its last use is a hit of the SSD.
         """
@@ -120,7 +120,7 @@ class Tally:
         for copy in hits:
             tier = int(copy.promoted)
             found[tier] += 1
-            tokens[tier] += copy.num_tokens or copy.block.family.spec.block_tokens
+            tokens[tier] += copy.num_tokens or copy.block.namespace.spec.block_tokens
             saved[tier] += copy.cost_s
             if now_ns - copy.used_ns != gap:
                 self._gaps.add(gap, count)
@@ -148,7 +148,7 @@ class Tally:
         return totals | self._gaps.counters("reuse_gap")
 
 
-def tier_of_loss(copy: Copy, has_ssd: bool) -> str:
+def loss_reason(copy: BlockCopy, has_ssd: bool) -> str:
     """Which of LOSSES it is that this copy was the block's last."""
     if copy.tier != DRAM:
         return "ssd"

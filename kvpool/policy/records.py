@@ -27,7 +27,7 @@ def block_key(kv_namespace: bytes, chain_key: bytes) -> BlockKey:
     return kv_namespace + chain_key
 
 
-class Place:
+class PrefixNode:
     """Where a block belongs in the tree of chains: also of one that is not here, as long as others follow it.
 
     Blocks on their way into a tier are children there as well: nothing that a copy hangs on leaves before it.
@@ -53,25 +53,25 @@ class Place:
         self.is_root = key[16:] == _NOBODY  # what follows it begins a prompt
         self.depth = -1  # blocks before it in its chain, as far as known; -1: it is none, or not here
         self.block: Block | None = None
-        self.parent: Place | None = None  # set while `block` is
+        self.parent: PrefixNode | None = None  # set while `block` is
         self.num_following = 0  # blocks that follow it
         self.following_dram = 0  # of them, those with a copy in DRAM, or on its way there
         self.following_ssd = 0
         self.tails: list[Block] | None = None  # of them, the partial ones, if there are any
-        self.first: Place | None = None  # of the places that follow it, linked by `next` and `previous`
-        self.next: Place | None = None
-        self.previous: Place | None = None
+        self.first: PrefixNode | None = None  # of the places that follow it, linked by `next` and `previous`
+        self.next: PrefixNode | None = None
+        self.previous: PrefixNode | None = None
 
     def following(self, tier: int) -> int:
         """Of the blocks that follow it, those with a copy in this tier, or on its way there."""
         return self.following_dram if tier == DRAM else self.following_ssd
 
-    def children(self) -> Iterator["Place"]:
+    def children(self) -> Iterator["PrefixNode"]:
         """The places of the blocks that follow it."""
-        place = self.first
-        while place is not None:
-            yield place
-            place = place.next
+        prefix_node = self.first
+        while prefix_node is not None:
+            yield prefix_node
+            prefix_node = prefix_node.next
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +81,12 @@ class Partition:
     owner: bytes  # the namespace that has it for itself; empty: any
     sizes: tuple[int, ...]
     policy: EvictionPolicy
-    num_families: int = 0
+    num_namespaces: int = 0
     num_copies: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Family:
+class NamespaceState:
     """All blocks of one namespace: they are made alike. Numbers by tier: DRAM, SSD."""
 
     kv_namespace: bytes
@@ -101,7 +101,7 @@ class Family:
 
 
 @dataclass(slots=True, eq=False)
-class Copy(Resident):
+class BlockCopy(Resident):
     """A block's copy in one tier, and what the tier's policy knows of it."""
 
     block: "Block" = field(kw_only=True)
@@ -114,7 +114,7 @@ class Copy(Resident):
     promoted: bool = False  # loaded from SSD, and not used since
 
     @property
-    def other(self) -> "Copy | None":
+    def other(self) -> "BlockCopy | None":
         """The block's copy in the other tier."""
         return self.block.ssd if self.tier == DRAM else self.block.dram
 
@@ -123,16 +123,16 @@ class Copy(Resident):
 class Block:
     """One block. Not yet sealed while `put_id` is set: then it has slots in DRAM which nobody but the put sees."""
 
-    place: Place
-    family: Family
+    prefix_node: PrefixNode
+    namespace: NamespaceState
     put_id: str = ""
     num_tokens: int = 0  # of a partial block; 0 = full
     cost_s: float = 0.0  # what computing it took, 0 = not known
     digests: tuple[bytes, ...] = ()  # per group: uint64 little-endian per layer
-    dram: Copy | None = None
-    ssd: Copy | None = None
+    dram: BlockCopy | None = None
+    ssd: BlockCopy | None = None
     removed: bool = False  # it can be found no more
-    told: Tier | None = None  # where readers were last told that it is; None: nowhere
+    logged_tier: Tier | None = None  # where readers were last told that it is; None: nowhere
     replicas: int = 0  # on other nodes, as last told
     num_uses: int = 0  # after the one that stored it
     num_read_errors: int = 0  # in a row
@@ -140,30 +140,30 @@ class Block:
 
     @property
     def key(self) -> BlockKey:
-        return self.place.key
+        return self.prefix_node.key
 
     @property
     def kv_namespace(self) -> bytes:
-        return self.place.key[:16]
+        return self.prefix_node.key[:16]
 
     @property
     def chain_key(self) -> bytes:
-        return self.place.key[16:]
+        return self.prefix_node.key[16:]
 
     @property
     def parent(self) -> BlockKey:
         """Of the block before it; its chain key is zeros for a prompt's first."""
-        assert self.place.parent is not None
-        return self.place.parent.key
+        assert self.prefix_node.parent is not None
+        return self.prefix_node.parent.key
 
     @property
-    def copies(self) -> tuple[Copy | None, Copy | None]:
+    def copies(self) -> tuple[BlockCopy | None, BlockCopy | None]:
         """By tier: DRAM, SSD."""
         return self.dram, self.ssd
 
     @property
     def spec(self) -> KvSpec:
-        return self.family.spec
+        return self.namespace.spec
 
     @property
     def sealed(self) -> bool:
@@ -189,7 +189,7 @@ class Block:
         return dram.holds - (ssd is not None and not ssd.ready)
 
 
-def may_leave(copy: Copy) -> bool:
+def is_evictable(copy: BlockCopy) -> bool:
     """Whether a tier may give up the copy: complete, nobody holds it, nothing of this tier follows it.
 
     Where it is the block's last copy, nothing at all may follow: no block stays that could not be matched.
@@ -197,14 +197,14 @@ def may_leave(copy: Copy) -> bool:
     if not copy.ready or copy.holds or copy.gone:
         return False
     block = copy.block
-    place = block.place
+    prefix_node = block.prefix_node
     if copy.tier == DRAM:
-        return not place.following_dram and (block.ssd is not None or not place.num_following)
-    return not place.following_ssd and (block.dram is not None or not place.num_following)
+        return not prefix_node.following_dram and (block.ssd is not None or not prefix_node.num_following)
+    return not prefix_node.following_ssd and (block.dram is not None or not prefix_node.num_following)
 
 
 @dataclass(slots=True)
-class Put:
+class PutRecord:
     """Slots being written by their owner; nothing of them is visible."""
 
     put_id: str
@@ -216,19 +216,19 @@ class Put:
 
 
 @dataclass(slots=True)
-class Lease:
+class LeaseRecord:
     """Copies in DRAM that an owner may read until `expires_ns`; their slots are kept until `kept_until_ns`."""
 
     lease_id: str
     owner: str
     owner_incarnation: int
-    copies: list[Copy]
+    copies: list[BlockCopy]
     expires_ns: int
     kept_until_ns: int
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class PutAllocation:
     """Answer to an Allocate: a status per block, and the NEW blocks in order. `put_id` is empty when none is new."""
 
     put_id: str
@@ -256,7 +256,7 @@ class LoadOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class TierLoad:
     """To be read from SSD into DRAM now. Both places are kept for it until `PoolCore.loaded`."""
 
     block: Block
@@ -265,7 +265,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Write:
+class TierWrite:
     """To be written from DRAM to SSD now. Both places are kept for it until `PoolCore.written`."""
 
     block: Block

@@ -9,39 +9,49 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from kvpool.errors import SpecError, SpecMismatch
-from kvpool.policy.counters import Tally
+from kvpool.policy.counters import PolicyMetrics
 from kvpool.policy.eviction import Use
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Load, LoadOutcome, SsdBlock, Write
+from kvpool.policy.records import (
+    DRAM,
+    SSD,
+    Block,
+    BlockCopy,
+    LoadOutcome,
+    NamespaceState,
+    SsdBlock,
+    TierLoad,
+    TierWrite,
+)
 from kvpool.policy.store import BlockStore
 
 _NUM_AHEAD = 64  # next victims of DRAM that are looked at per call of `writes`
-_MAX_USEFUL = 1 << 16
+_MAX_REUSED = 1 << 16
 _MAX_ERRORS = 2  # in a row, of reading or of writing one block
 
 
 class Staging:
     """Loads and writes under way, and which come next. Each one is answered exactly once."""
 
-    def __init__(self, store: BlockStore, tally: Tally, write_above: float) -> None:
-        self.loads: dict[Load, None] = {}
-        self.writes: dict[Write, None] = {}
+    def __init__(self, store: BlockStore, metrics: PolicyMetrics, write_above: float) -> None:
+        self.loads: dict[TierLoad, None] = {}
+        self.writes: dict[TierWrite, None] = {}
         self._store = store
-        self._tally = tally
+        self._metrics = metrics
         self._has_ssd = store.ssd.slabs.num_units > 0
         self._write_above_nbytes = write_above * store.dram.slabs.num_units * store.dram.slabs.unit_nbytes
-        self._useful: deque[Block] = deque(maxlen=_MAX_USEFUL)  # used again, and maybe not on SSD
+        self._reused: deque[Block] = deque(maxlen=_MAX_REUSED)  # used again, and maybe not on SSD
         self._all: deque[Block] = deque()  # where everything is to be written: those not yet looked at
 
-    def was_used(self, blocks: Sequence[Block]) -> None:
+    def mark_reused(self, blocks: Sequence[Block]) -> None:
         """Requests have used these blocks again: those that are not on SSD are worth a place there."""
         for block in blocks:
             block.num_uses += 1
             if block.num_uses == 1 and self._has_ssd and block.ssd is None:
-                self._useful.append(block)
+                self._reused.append(block)
 
     def load(
         self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], tails: bool, tail_keys: Sequence[bytes]
-    ) -> list[Load]:
+    ) -> list[TierLoad]:
         """See `PoolCore.load`."""
         store = self._store
         run = store.leading_run(kv_namespace, chain)
@@ -54,7 +64,7 @@ class Staging:
         for copy in held:
             copy.holds += 1
         use = Use(now_ns, len(chain))
-        loads: list[Load] = []
+        loads: list[TierLoad] = []
         for block in wanted:
             load = self._begin_load(block, use)
             if load is None:
@@ -62,11 +72,11 @@ class Staging:
             loads.append(load)
         for copy in held:
             store.release(copy)
-        store.tell()
+        store.log_changes()
         self.loads |= dict.fromkeys(loads)
         return loads
 
-    def loaded(self, now_ns: int, load: Load, outcome: LoadOutcome) -> None:
+    def loaded(self, now_ns: int, load: TierLoad, outcome: LoadOutcome) -> None:
         """See `PoolCore.loaded`."""
         del self.loads[load]
         block, store = load.block, self._store
@@ -76,17 +86,17 @@ class Staging:
         is_loaded = outcome is LoadOutcome.OK and not block.removed
         if is_loaded:
             dram.promoted = True
-            store.came_to_dram(block, Use(now_ns))
+            store.complete_in_dram(block, Use(now_ns))
         elif not block.removed:
             store.withdraw(dram)
         store.release(dram)
         store.release(ssd)
         if is_loaded:
             block.num_read_errors = 0
-            self._tally.counters["promoted_blocks"] += 1
+            self._metrics.counters["promoted_blocks"] += 1
         elif not block.removed:
             self._load_failed(block, outcome)
-        store.tell()
+        store.log_changes()
 
     def num_loading(self, kv_namespace: bytes, chain: Sequence[bytes]) -> int:
         """See `PoolCore.num_loading`."""
@@ -94,16 +104,18 @@ class Staging:
         copies = (block.dram for block in found if block is not None and block.sealed)
         return sum(copy is not None and not copy.ready for copy in copies)
 
-    def next_writes(self, now_ns: int, max_nbytes: int, everything: bool) -> list[Write]:
+    def next_writes(self, now_ns: int, max_nbytes: int, everything: bool) -> list[TierWrite]:
         """See `PoolCore.writes`."""
         if not self._has_ssd:
             return []
         store = self._store
-        wanted: dict[Family, list[float]] = {}  # bytes that find no extent, and until when what is in DRAM is spared
+        wanted: dict[
+            NamespaceState, list[float]
+        ] = {}  # bytes that find no extent, and until when what is in DRAM is spared
         skipped: set[Block | None] = set()
-        writes: list[Write] = []
+        writes: list[TierWrite] = []
         for block, spare_until in self._plan(now_ns, max_nbytes, everything):
-            parent = block.place.parent
+            parent = block.prefix_node.parent
             assert parent is not None
             if parent.block in skipped and parent.block is not None:
                 skipped.add(block)
@@ -114,17 +126,17 @@ class Staging:
                 continue
             skipped.add(block)
             if is_worth_room and spare_until is not None:
-                need = wanted.setdefault(block.family, [0, spare_until])
-                need[0] += block.family.nbytes[SSD]
-        if skipped and self._useful:
-            self._useful.popleft()  # else the rest of a chain that finds no extents would keep out all others
-        for family, (nbytes, spare_until) in wanted.items():
-            store.ssd.make_room(family, int(nbytes), spare_until, now_ns)
-        store.tell()
+                need = wanted.setdefault(block.namespace, [0, spare_until])
+                need[0] += block.namespace.nbytes[SSD]
+        if skipped and self._reused:
+            self._reused.popleft()  # else the rest of a chain that finds no extents would keep out all others
+        for namespace, (nbytes, spare_until) in wanted.items():
+            store.ssd.make_room(namespace, int(nbytes), spare_until, now_ns)
+        store.log_changes()
         self.writes |= dict.fromkeys(writes)
         return writes
 
-    def written(self, now_ns: int, write: Write, ok: bool, is_blocks_fault: bool) -> None:
+    def written(self, now_ns: int, write: TierWrite, ok: bool, block_at_fault: bool) -> None:
         """See `PoolCore.written`."""
         del self.writes[write]
         block, store = write.block, self._store
@@ -135,12 +147,12 @@ class Staging:
             pass
         elif ok:
             block.num_write_errors = 0
-            dram.kept_below = True
+            dram.in_slower_tier = True
             store.ssd.insert(ssd, Use(now_ns))
         else:
-            block.num_write_errors += is_blocks_fault
+            block.num_write_errors += block_at_fault
             store.withdraw(ssd)
-        self._tally.counters["ssd_stored_blocks" if ok else "ssd_failed_blocks"] += 1
+        self._metrics.counters["ssd_stored_blocks" if ok else "ssd_failed_blocks"] += 1
         store.release(dram)
         store.release(ssd)
 
@@ -159,26 +171,26 @@ class Staging:
         for block in restored:
             self._store.offer(block)
         self._store.ssd.refuse([entry.offset for entry in refused])
-        self._store.tell()
-        self._tally.counters["restored_blocks"] += len(restored)
-        self._tally.counters["ssd_refused_blocks"] += len(refused)
+        self._store.log_changes()
+        self._metrics.counters["restored_blocks"] += len(restored)
+        self._metrics.counters["ssd_refused_blocks"] += len(refused)
         return len(restored)
 
-    def _begin_load(self, block: Block, use: Use) -> Load | None:
-        parent, ssd = block.place.parent, block.ssd
+    def _begin_load(self, block: Block, use: Use) -> TierLoad | None:
+        parent, ssd = block.prefix_node.parent, block.ssd
         assert parent is not None
         assert ssd is not None
         copy = self._store.new_copy(block, parent, DRAM)
-        copy.kept_below = True
+        copy.in_slower_tier = True
         if not self._store.dram.take(copy, use, "promotion", choosy=False):
             self._store.abandon(copy, parent)
             return None
         copy.holds += 1
         ssd.holds += 1
-        return Load(block, ssd.offsets[0], copy.offsets)
+        return TierLoad(block, ssd.offsets[0], copy.offsets)
 
     def _load_failed(self, block: Block, outcome: LoadOutcome) -> None:
-        counters = self._tally.counters
+        counters = self._metrics.counters
         counters["load_failed_blocks"] += 1
         block.num_read_errors += 1
         if outcome is LoadOutcome.CORRUPT:
@@ -198,7 +210,7 @@ class Staging:
             for block in self._unwritten(candidate, everything):
                 if block in plan:
                     continue
-                nbytes += block.family.nbytes[SSD]
+                nbytes += block.namespace.nbytes[SSD]
                 if plan and nbytes > max_nbytes:
                     return list(plan.items())
                 plan[block] = spare_until
@@ -214,7 +226,7 @@ class Staging:
         if store.dram.slabs.nbytes_used > self._write_above_nbytes:
             for victim in store.dram.next_victims(now_ns, _NUM_AHEAD):
                 yield victim.block, victim.last_use
-        yield from ((block, None) for block in _taken(self._useful))
+        yield from ((block, None) for block in _taken(self._reused))
 
     def _unwritten(self, block: Block, everything: bool) -> list[Block]:
         """The block and those before it that are not on SSD, the first first; none where they cannot all be written.
@@ -224,7 +236,7 @@ class Staging:
         found: list[Block] = []
         each: Block | None = block
         while each is not None and each.ssd is None:
-            dram, parent = each.dram, each.place.parent
+            dram, parent = each.dram, each.prefix_node.parent
             is_writable = dram is not None and dram.ready and not each.removed
             if not is_writable or each.num_write_errors >= _MAX_ERRORS or parent is None:
                 return []
@@ -238,29 +250,29 @@ class Staging:
         found.reverse()
         return found
 
-    def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[Write | None, bool]:
+    def _begin_write(self, block: Block, use: Use, *, ask: bool) -> tuple[TierWrite | None, bool]:
         """The write if there is an extent for it; else whether the block is worth another's."""
-        store, parent, dram = self._store, block.place.parent, block.dram
+        store, parent, dram = self._store, block.prefix_node.parent, block.dram
         assert parent is not None
         assert dram is not None
-        copy: Copy = store.new_copy(block, parent, SSD)
+        copy: BlockCopy = store.new_copy(block, parent, SSD)
         if not store.ssd.slabs.fits(copy.nbytes) or not store.ssd.try_take(copy):
             is_worth = ask and store.ssd.slabs.fits(copy.nbytes) and store.ssd.admits(copy, use)
             store.abandon(copy, parent)
             return None, is_worth
         copy.holds += 1
         dram.holds += 1
-        return Write(block, dram.offsets, copy.offsets[0]), False
+        return TierWrite(block, dram.offsets, copy.offsets[0]), False
 
     def _restore(self, entry: SsdBlock, use: Use) -> Block | None:
         store = self._store
         if store.find(entry.kv_namespace, entry.chain_key) is not None:
             return None
         try:
-            family = store.families.of(entry.kv_namespace, entry.spec)
+            namespace = store.namespaces.of(entry.kv_namespace, entry.spec)
         except (SpecMismatch, SpecError):
             return None
-        return store.try_adopt(family, entry, use)
+        return store.try_adopt(namespace, entry, use)
 
 
 def _taken(blocks: deque[Block]) -> Iterator[Block]:

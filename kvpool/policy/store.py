@@ -1,7 +1,7 @@
 """Blocks and their copies in two tiers: index, rooms and event log moved together. No puts, no leases' times.
 
 Slots are held by a copy of a block that can be found, by a copy that is gone but held still (leased, being read or
-written), or by whoever took them over with `take_out`; everything else is free.
+written), or by whoever took them over with `remove_unsealed`; everything else is free.
 
 Emptying a pool node of what nobody uses, because somebody asks for it.
 """
@@ -11,13 +11,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvpool.events import PoolEvents, Tier
-from kvpool.policy.counters import Tally, tier_of_loss
+from kvpool.policy.counters import PolicyMetrics, loss_reason
 from kvpool.policy.event_log import EventLog
 from kvpool.policy.eviction import Use
 from kvpool.policy.index import BlockIndex
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Place, SsdBlock, block_key, may_leave
+from kvpool.policy.records import (
+    DRAM,
+    SSD,
+    Block,
+    BlockCopy,
+    NamespaceState,
+    PrefixNode,
+    SsdBlock,
+    block_key,
+    is_evictable,
+)
 from kvpool.policy.slabs import SlabAllocator
-from kvpool.policy.tier_space import Families, TierRoom
+from kvpool.policy.tier_space import NamespaceTable, TierSpace
 
 _MAX_OFFERED = 4  # partial blocks, where it is not known which of them could be used
 
@@ -33,18 +43,18 @@ class BlockStore:
         quotas: Mapping[bytes, int],
         max_tails: int,
         log: EventLog,
-        tally: Tally,
+        metrics: PolicyMetrics,
     ) -> None:
         self.index = BlockIndex()
-        self.dram = TierRoom(DRAM, dram, policy, self._given_up)
-        self.ssd = TierRoom(SSD, ssd, policy, self._given_up)
-        self.rooms = self.dram, self.ssd
+        self.dram = TierSpace(DRAM, dram, policy, self._given_up)
+        self.ssd = TierSpace(SSD, ssd, policy, self._given_up)
+        self.spaces = self.dram, self.ssd
         self.log = log
         self._dram_changes: list[tuple[bool, Block]] | None = None  # None: nobody has asked yet
-        self.families = Families(self.dram, self.ssd, quotas)
+        self.namespaces = NamespaceTable(self.dram, self.ssd, quotas)
         self._max_tails = max_tails
         self._has_ssd = ssd.num_units > 0
-        self._tally = tally
+        self._metrics = metrics
         self._changed: dict[Block, None] = {}  # what readers can see of them is not yet in the log
 
     def find(self, kv_namespace: bytes, chain_key: bytes) -> Block | None:
@@ -56,17 +66,24 @@ class BlockStore:
         return self.index.leading_run(kv_namespace, chain)
 
     def try_add(
-        self, family: Family, place: Place, before: Place, put_id: str, num_tokens: int, cost_s: float, use: Use
+        self,
+        namespace: NamespaceState,
+        prefix_node: PrefixNode,
+        before: PrefixNode,
+        put_id: str,
+        num_tokens: int,
+        cost_s: float,
+        use: Use,
     ) -> Block | None:
         """A new block at an empty place, being written by `put_id`, after that of its parent.
 
         None when it cannot or should not have slots, or would follow itself (no true keys do): nothing has changed,
         and empty places are forgotten.
         """
-        if self.index.would_follow_itself(place, before):
-            self.index.discard(place)
+        if self.index.would_form_cycle(prefix_node, before):
+            self.index.discard(prefix_node)
             return None
-        block = Block(place, family, put_id, num_tokens, cost_s)
+        block = Block(prefix_node, namespace, put_id, num_tokens, cost_s)
         # Before anything is evicted for it: the victim must not be the parent.
         before.num_following += 1
         if not num_tokens or self._make_way_for_tail(before):
@@ -78,15 +95,15 @@ class BlockStore:
             self.abandon(copy, before)
         before.num_following -= 1
         self.offer(before.block)
-        self.index.discard(place)
+        self.index.discard(prefix_node)
         self.index.discard(before)
         return None
 
-    def try_adopt(self, family: Family, entry: SsdBlock, use: Use) -> Block | None:
+    def try_adopt(self, namespace: NamespaceState, entry: SsdBlock, use: Use) -> Block | None:
         """A block that lies on SSD already; None when it cannot lie there: nothing has changed. It must be offered."""
-        before = self.index.place(family.kv_namespace + entry.parent)
-        place = self.index.place(family.kv_namespace + entry.chain_key)
-        block = Block(place, family, "", entry.num_tokens, entry.compute_s, entry.digests)
+        before = self.index.node_at(namespace.kv_namespace + entry.parent)
+        prefix_node = self.index.node_at(namespace.kv_namespace + entry.chain_key)
+        block = Block(prefix_node, namespace, "", entry.num_tokens, entry.compute_s, entry.digests)
         before.num_following += 1
         copy = self.new_copy(block, before, SSD)
         if self.ssd.adopt(copy, entry.offset):
@@ -96,34 +113,34 @@ class BlockStore:
             return block
         self.abandon(copy, before)
         before.num_following -= 1
-        self.index.discard(place)
+        self.index.discard(prefix_node)
         self.index.discard(before)
         return None
 
     def tails_after(self, kv_namespace: bytes, run: Sequence[Block], tail_keys: Sequence[bytes] = ()) -> list[Block]:
         """The sealed partial block right after the run's last block, or at the beginning, that is the first of these
         keys; where none is there, the few that were used last, the last one first."""
-        place = run[-1].place if run else self.index.find_place(kv_namespace + bytes(16))
-        if place is None or not place.tails:
+        prefix_node = run[-1].prefix_node if run else self.index.find_node(kv_namespace + bytes(16))
+        if prefix_node is None or not prefix_node.tails:
             return []
         for tail_key in tail_keys:
             named = self.find(kv_namespace, tail_key)
-            if named is not None and named.num_tokens and named.sealed and named.place.parent is place:
+            if named is not None and named.num_tokens and named.sealed and named.prefix_node.parent is prefix_node:
                 return [named]
-        return heapq.nlargest(_MAX_OFFERED, (tail for tail in place.tails if tail.sealed), key=_used_ns)
+        return heapq.nlargest(_MAX_OFFERED, (tail for tail in prefix_node.tails if tail.sealed), key=_used_ns)
 
-    def add(self, block: Block, before: Place) -> None:
+    def add(self, block: Block, before: PrefixNode) -> None:
         """The block can be found from now on; `before.num_following` counts it already."""
         self.index.add(block, before)
-        block.family.num_blocks += 1
+        block.namespace.num_blocks += 1
 
-    def new_copy(self, block: Block, before: Place, tier: int) -> Copy:
+    def new_copy(self, block: Block, before: PrefixNode, tier: int) -> BlockCopy:
         """A copy on its way into a tier, without slots yet. What it hangs on stays for it."""
-        family = block.family
-        copy = Copy(
-            block.place.key,
+        namespace = block.namespace
+        copy = BlockCopy(
+            block.prefix_node.key,
             None if before.is_root else before.key,
-            family.nbytes[tier],
+            namespace.nbytes[tier],
             before.depth + 1,
             block.cost_s,
             block.num_tokens,
@@ -139,7 +156,7 @@ class BlockStore:
             before.following_ssd += 1
         return copy
 
-    def abandon(self, copy: Copy, before: Place) -> None:
+    def abandon(self, copy: BlockCopy, before: PrefixNode) -> None:
         """The copy does not come, and has no slots."""
         _unlink(copy, before)
         self.offer(before.block)
@@ -149,13 +166,13 @@ class BlockStore:
         self.index.num_sealed += len(blocks)
         for block, block_digests in zip(blocks, digests, strict=True):
             block.put_id, block.digests = "", block_digests
-            self.came_to_dram(block, use)
+            self.complete_in_dram(block, use)
         for block in blocks:
-            if not block.place.num_following:
+            if not block.prefix_node.num_following:
                 self.offer(block)
-        self.tell()
+        self.log_changes()
 
-    def came_to_dram(self, block: Block, use: Use) -> None:
+    def complete_in_dram(self, block: Block, use: Use) -> None:
         """The block's copy in DRAM is complete. It must be offered."""
         copy = block.dram
         assert copy is not None
@@ -181,19 +198,19 @@ class BlockStore:
 
     def may_remove(self, block: Block) -> bool:
         """Sealed, nobody holds it and nothing here follows it."""
-        if not block.sealed or block.removed or block.place.num_following:
+        if not block.sealed or block.removed or block.prefix_node.num_following:
             return False
         return not any(copy is not None and (copy.holds or not copy.ready) for copy in block.copies)
 
     def remove(self, block: Block) -> None:
-        """A sealed block can be found no more; its slots are free when nothing holds them. `tell` logs it."""
+        """A sealed block can be found no more; its slots are free when nothing holds them. `log_changes` logs it."""
         assert block.sealed
         copies = [copy for copy in block.copies if copy is not None]
-        parent = block.place.parent
+        parent = block.prefix_node.parent
         assert parent is not None
         for copy in copies:
             if copy.ready:
-                self.rooms[copy.tier].leave(copy)
+                self.spaces[copy.tier].leave(copy)
             _unlink(copy, parent)
             if copy.holds:
                 _keep(copy)
@@ -201,40 +218,40 @@ class BlockStore:
         self._changed[block] = None
         self._forget(block)
 
-    def drop(self, copy: Copy, reason: str) -> None:
+    def drop(self, copy: BlockCopy, reason: str) -> None:
         """A copy that may leave leaves its tier, though its room is not needed; it is counted."""
-        self.rooms[copy.tier].leave(copy)
-        self._tally.evicted(copy, reason, None, None)
+        self.spaces[copy.tier].leave(copy)
+        self._metrics.record_eviction(copy, reason, None, None)
         self._drop(copy)
 
-    def withdraw(self, copy: Copy) -> None:
+    def withdraw(self, copy: BlockCopy) -> None:
         """A copy that was on its way into its tier does not come; its slots are free when nothing holds them."""
-        parent = copy.block.place.parent
+        parent = copy.block.prefix_node.parent
         assert parent is not None
         self._leave(copy)
         _unlink(copy, parent)
         self.offer(parent.block)
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: BlockCopy) -> None:
         """One hold less; with the last one a copy that is gone frees its slots."""
         copy.holds -= 1
         if copy.holds:
             return
         if copy.gone:
-            self.rooms[copy.tier].free(copy)
-        elif not copy.block.place.following(copy.tier):
-            self.rooms[copy.tier].offer(copy)
+            self.spaces[copy.tier].free(copy)
+        elif not copy.block.prefix_node.following(copy.tier):
+            self.spaces[copy.tier].offer(copy)
 
-    def release_all(self, copies: Sequence[Copy]) -> None:
+    def release_all(self, copies: Sequence[BlockCopy]) -> None:
         """As `release`, of each."""
         for copy in copies:
             self.release(copy)
 
-    def take_out(self, blocks: Sequence[Block]) -> list[int]:
+    def remove_unsealed(self, blocks: Sequence[Block]) -> list[int]:
         """Take unsealed blocks out, the last first; their slots stay used until `dram.free_slots`."""
         offsets: list[int] = []
         for block in reversed(blocks):
-            copy, parent = block.dram, block.place.parent
+            copy, parent = block.dram, block.prefix_node.parent
             assert copy is not None
             assert parent is not None
             offsets += self.dram.hand_over(copy)
@@ -243,7 +260,7 @@ class BlockStore:
             self._forget(block)
         return offsets
 
-    def keep_behind_gap(self, found: Sequence[Block | None]) -> list[Copy]:
+    def hold_after_gap(self, found: Sequence[Block | None]) -> list[BlockCopy]:
         """Hold what of a chain is in DRAM behind a block that is not here (None), so that nothing is evicted of it for
         that one. To be released."""
         first = found.index(None) if None in found else len(found)
@@ -264,31 +281,31 @@ class BlockStore:
         self._dram_changes = []
         return changes
 
-    def tell(self) -> None:
+    def log_changes(self) -> None:
         """Log what has changed for readers since the last time: one event per namespace and move, removals first."""
         if not self._changed:
             return
         moves: defaultdict[tuple[bytes, Tier | None, Tier | None], bytearray] = defaultdict(bytearray)
         for block in self._changed:
             now = None if block.removed else _tier(block)
-            if now is not block.told and not block.num_tokens:
-                key = block.place.key
-                moves[key[:16], block.told, now] += key[16:]
-                block.told = now
+            if now is not block.logged_tier and not block.num_tokens:
+                key = block.prefix_node.key
+                moves[key[:16], block.logged_tier, now] += key[16:]
+                block.logged_tier = now
         self._changed.clear()
         for kv_namespace, before, now in sorted(moves, key=_is_stored):
             self.log.append(kv_namespace, bytes(moves[kv_namespace, before, now]), before, now)
 
     def snapshot(self) -> list[PoolEvents]:
         """All full sealed blocks, as the messages that begin an event stream."""
-        self.tell()
+        self.log_changes()
         blocks: defaultdict[tuple[bytes, Tier], bytearray] = defaultdict(bytearray)
         for block in self.index:
             if block.sealed and not block.num_tokens:
                 blocks[block.kv_namespace, _tier(block)] += block.chain_key
         return self.log.snapshot(blocks)
 
-    def _make_way_for_tail(self, before: Place) -> bool:
+    def _make_way_for_tail(self, before: PrefixNode) -> bool:
         """Of too many partial blocks after one block the oldest goes. False: it cannot."""
         tails = before.tails or ()
         if len(tails) < self._max_tails:
@@ -305,18 +322,18 @@ class BlockStore:
         copies = [copy for copy in block.copies if copy is not None]
         self.remove(block)
         for copy in copies:
-            loss = tier_of_loss(copy, self._has_ssd) if copy is copies[-1] else None
-            self._tally.evicted(copy, reason, None, loss)
+            loss = loss_reason(copy, self._has_ssd) if copy is copies[-1] else None
+            self._metrics.record_eviction(copy, reason, None, loss)
 
-    def _given_up(self, copy: Copy, reason: str, now_ns: int) -> None:
+    def _given_up(self, copy: BlockCopy, reason: str, now_ns: int) -> None:
         """The copy's room was needed."""
         is_last = copy.other is None
-        self._tally.evicted(copy, reason, now_ns, tier_of_loss(copy, self._has_ssd) if is_last else None)
+        self._metrics.record_eviction(copy, reason, now_ns, loss_reason(copy, self._has_ssd) if is_last else None)
         self._drop(copy)
 
-    def _drop(self, copy: Copy) -> None:
+    def _drop(self, copy: BlockCopy) -> None:
         block, other = copy.block, copy.other
-        parent = block.place.parent
+        parent = block.prefix_node.parent
         assert parent is not None
         self._leave(copy)
         _unlink(copy, parent)
@@ -325,32 +342,32 @@ class BlockStore:
             self._forget(block)
             return
         if copy.tier == SSD:
-            other.kept_below = False
+            other.in_slower_tier = False
         self.offer(block)
         self.offer(parent.block)
 
-    def _leave(self, copy: Copy) -> None:
+    def _leave(self, copy: BlockCopy) -> None:
         copy.gone = True
         if copy.tier == DRAM and copy.ready and self._dram_changes is not None:
             self._dram_changes.append((False, copy.block))
         if not copy.holds:
-            self.rooms[copy.tier].free(copy)
+            self.spaces[copy.tier].free(copy)
 
     def _forget(self, block: Block) -> None:
         parent = self.index.remove(block)
-        block.family.num_blocks -= 1
+        block.namespace.num_blocks -= 1
         self.offer(parent.block)
 
     def offer(self, block: Block | None) -> None:
         """Something about the block's copies, or about what follows them, has changed."""
         if block is not None:
-            if block.dram is not None and not block.place.following_dram:
+            if block.dram is not None and not block.prefix_node.following_dram:
                 self.dram.offer(block.dram)
-            if block.ssd is not None and not block.place.following_ssd:
+            if block.ssd is not None and not block.prefix_node.following_ssd:
                 self.ssd.offer(block.ssd)
 
 
-def _unlink(copy: Copy, parent: Place) -> None:
+def _unlink(copy: BlockCopy, parent: PrefixNode) -> None:
     """The block has no such copy any more, and does not keep its parent in the tier."""
     if copy.tier == DRAM:
         copy.block.dram = None
@@ -360,7 +377,7 @@ def _unlink(copy: Copy, parent: Place) -> None:
         parent.following_ssd -= 1
 
 
-def _keep(copy: Copy) -> None:
+def _keep(copy: BlockCopy) -> None:
     """The block is removed, but whoever holds its copy finds it yet."""
     if copy.tier == DRAM:
         copy.block.dram = copy
@@ -388,7 +405,7 @@ def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> 
         for block in store.index
         if (kv_namespace is None or block.kv_namespace == kv_namespace) and (not dram_only or block.dram is not None)
     ]
-    left = sorted(asked, key=lambda block: block.place.depth)
+    left = sorted(asked, key=lambda block: block.prefix_node.depth)
     removed = 0
     while left:
         # The last of a chain first; again, as depths of blocks whose beginning was missing once are not exact.
@@ -397,7 +414,7 @@ def flush(store: BlockStore, kv_namespace: bytes | None, *, dram_only: bool) -> 
             break
         removed += len(left) - len(kept)
         left = kept[::-1]
-    store.tell()
+    store.log_changes()
     return removed, len(left)
 
 
@@ -410,7 +427,7 @@ def _remove(store: BlockStore, block: Block) -> bool:
 
 def _drop(store: BlockStore, block: Block) -> bool:
     copy = block.dram
-    may = copy is not None and copy.kept_below and may_leave(copy)
+    may = copy is not None and copy.in_slower_tier and is_evictable(copy)
     if copy is not None and may:
         store.drop(copy, "flushed")
     return may

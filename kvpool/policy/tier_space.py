@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvpool.errors import SpecError, SpecMismatch
 from kvpool.policy.eviction import Resident, Use, make_policy
-from kvpool.policy.records import DRAM, SSD, Block, Copy, Family, Partition, may_leave
+from kvpool.policy.records import DRAM, SSD, Block, BlockCopy, NamespaceState, Partition, is_evictable
 from kvpool.policy.slabs import SlabAllocator
 from kvpool.spec import KvSpec
 
@@ -29,10 +29,10 @@ _MAX_COPIES = 4096  # more are never cleared for one block
 
 
 @dataclass(frozen=True)
-class Clearing:
+class SlabClearing:
     """Copies to be given up, in this order: none before those that follow it; and the slabs to be made then."""
 
-    copies: list[Copy]
+    copies: list[BlockCopy]
     mean_last_use: float
     slabs: list[tuple[int, int]]  # size of a slot, first unit
 
@@ -40,11 +40,11 @@ class Clearing:
 def plan_clearing(
     tier: int,
     slabs: SlabAllocator,
-    holders: Mapping[int, Copy],
+    holders: Mapping[int, BlockCopy],
     freed: Mapping[int, int],
     sizes: Sequence[int],
-    victims: Sequence[Copy],
-) -> Clearing | None:
+    victims: Sequence[BlockCopy],
+) -> SlabClearing | None:
     """What must leave so that a slot of each of the sizes finds room; None when it cannot be.
 
     `holders` are copies by offset of their slots, `freed` slots that are as good as free. `victims` say where to look.
@@ -78,12 +78,12 @@ def _take_free(slabs: SlabAllocator, sizes: Sequence[int]) -> tuple[list[int], l
 def _plan(
     tier: int,
     slabs: SlabAllocator,
-    holders: Mapping[int, Copy],
+    holders: Mapping[int, BlockCopy],
     freed: Mapping[int, int],
     sizes: Sequence[int],
-    victims: Sequence[Copy],
-) -> Clearing | None:
-    chosen: dict[Copy, None] = {}
+    victims: Sequence[BlockCopy],
+) -> SlabClearing | None:
+    chosen: dict[BlockCopy, None] = {}
     taken: set[int] = set()  # units of the slabs to come
     made: list[tuple[int, int]] = []
     for size in sizes:
@@ -105,14 +105,14 @@ def _plan(
         chosen |= best
         taken |= set(windows[start])
         made.append((size, start))
-    return Clearing(list(chosen), _mean_last_use(chosen), made)
+    return SlabClearing(list(chosen), _mean_last_use(chosen), made)
 
 
 def _with_followers(
-    tier: int, offsets: Iterable[int], holders: Mapping[int, Copy], freed: Mapping[int, int]
-) -> dict[Copy, None] | None:
+    tier: int, offsets: Iterable[int], holders: Mapping[int, BlockCopy], freed: Mapping[int, int]
+) -> dict[BlockCopy, None] | None:
     """The copies in these slots and all that follow them in the tier, the last first; None when one cannot leave."""
-    order: dict[Copy, None] = {}
+    order: dict[BlockCopy, None] = {}
     for offset in offsets:
         if offset in freed:
             continue
@@ -133,34 +133,34 @@ def _with_followers(
     return order
 
 
-def _followers(tier: int, copy: Copy) -> list[Copy] | None:
+def _followers(tier: int, copy: BlockCopy) -> list[BlockCopy] | None:
     """The copies of the tier that follow; None when this copy could not leave even after them."""
     if not copy.ready or copy.holds or copy.gone:
         return None
     block = copy.block
-    found = [each for child in block.place.children() if child.block and (each := _copy_in(child.block, tier))]
-    if len(found) != block.place.following(tier):
+    found = [each for child in block.prefix_node.children() if child.block and (each := _copy_in(child.block, tier))]
+    if len(found) != block.prefix_node.following(tier):
         return None  # one is on its way
     is_last = copy.other is None
-    stays = len(found) != block.place.num_following or any(each.other for each in found)
+    stays = len(found) != block.prefix_node.num_following or any(each.other for each in found)
     return None if is_last and stays else found
 
 
-def _copy_in(block: Block, tier: int) -> Copy | None:
+def _copy_in(block: Block, tier: int) -> BlockCopy | None:
     return block.dram if tier == DRAM else block.ssd
 
 
-def _mean_last_use(copies: Iterable[Copy]) -> float:
+def _mean_last_use(copies: Iterable[BlockCopy]) -> float:
     uses = [copy.last_use for copy in copies]
     return sum(uses) / len(uses) if uses else 0.0
 
 
 _NUM_LOOKED_AT = 8  # next victims of another size whose surroundings are weighed
 
-GiveUp = Callable[[Copy, str, int], None]  # copy, reason, now_ns
+GiveUp = Callable[[BlockCopy, str, int], None]  # copy, reason, now_ns
 
 
-class TierRoom:
+class TierSpace:
     """Slots of one tier, handed out all of a copy at once or not at all.
 
     `give_up` is called for each copy that must leave; it ends with `free`, at once. On SSD, what was written lasts: a
@@ -170,11 +170,11 @@ class TierRoom:
 
     def __init__(self, tier: int, slabs: SlabAllocator, policy: str, give_up: GiveUp) -> None:
         self.slabs = slabs
-        self.holders: dict[int, Copy] = {}  # by offset
+        self.holders: dict[int, BlockCopy] = {}  # by offset
         self.freed: dict[int, int] = {}  # slots kept apart: offset -> bytes
         self.freed_nbytes = 0
         self.num_copies = 0  # complete ones
-        self._heir: Copy | None = None  # gets its slots straight from one like it that leaves
+        self._recipient: BlockCopy | None = None  # gets its slots straight from one like it that leaves
         self._refused: list[int] = []
         self._tier = tier
         self._policy = policy
@@ -193,74 +193,74 @@ class TierRoom:
             capacity_nbytes = max(1, self.slabs.num_units * self.slabs.unit_nbytes)
             known = Partition(owner, sizes, make_policy(self._policy, capacity_nbytes))
             self._partitions[owner, sizes] = known
-        known.num_families += 1
+        known.num_namespaces += 1
         return known
 
     def forget(self, partition: Partition) -> None:
         """A family less has it; with the last one it is forgotten."""
-        partition.num_families -= 1
-        if not partition.num_families:
+        partition.num_namespaces -= 1
+        if not partition.num_namespaces:
             del self._partitions[partition.owner, partition.sizes]
 
-    def try_take(self, copy: Copy) -> bool:
+    def try_take(self, copy: BlockCopy) -> bool:
         """Free slots for the copy, if there are."""
         offsets: list[int] = []
-        for size in copy.block.family.sizes[self._tier]:
+        for size in copy.block.namespace.sizes[self._tier]:
             offset = self.slabs.try_allocate(size)
             if offset is None:
                 for taken in offsets:
                     self.slabs.free(taken)
                 return False
             offsets.append(offset)
-        self._give(copy, tuple(offsets))
+        self._assign(copy, tuple(offsets))
         return True
 
-    def take(self, copy: Copy, use: Use, reason: str, *, choosy: bool) -> bool:
+    def take(self, copy: BlockCopy, use: Use, reason: str, *, choosy: bool) -> bool:
         """Slots for the copy, evicting others for it. False when it cannot have them: then nothing was evicted.
 
         `choosy`: the policy is asked whether it is worth the place of another.
         """
-        family = copy.block.family
-        policy = family.partitions[self._tier].policy
-        quota_nbytes = family.quotas_nbytes[self._tier]
-        if quota_nbytes is not None and family.used_nbytes[self._tier] + copy.nbytes > quota_nbytes:
+        namespace = copy.block.namespace
+        policy = namespace.partitions[self._tier].policy
+        quota_nbytes = namespace.quotas_nbytes[self._tier]
+        if quota_nbytes is not None and namespace.used_nbytes[self._tier] + copy.nbytes > quota_nbytes:
             if copy.nbytes > quota_nbytes or (choosy and not policy.admits(copy, use)):
                 return False
             choosy = False
-            if not self._evict_one(family.partitions[self._tier], "quota", use.now_ns, copy):
+            if not self._evict_one(namespace.partitions[self._tier], "quota", use.now_ns, copy):
                 return False
         while not copy.offsets and not self.try_take(copy):
             if choosy and not policy.admits(copy, use):
                 return False
             choosy = False
-            if not self.evict_for(family, reason, use.now_ns, copy):
+            if not self.evict_for(namespace, reason, use.now_ns, copy):
                 return False
         return True
 
-    def adopt(self, copy: Copy, offset: int) -> bool:
+    def adopt(self, copy: BlockCopy, offset: int) -> bool:
         """Just this slot for a copy that has one, if it can be."""
-        (size,) = copy.block.family.sizes[self._tier]
+        (size,) = copy.block.namespace.sizes[self._tier]
         if not self.slabs.adopt(size, offset):
             return False
-        self._give(copy, (offset,))
+        self._assign(copy, (offset,))
         return True
 
-    def insert(self, copy: Copy, use: Use) -> None:
+    def insert(self, copy: BlockCopy, use: Use) -> None:
         """The copy is complete, and in the tier from now on."""
         copy.ready = True
         copy.born_ns = copy.used_ns = self._now_ns = use.now_ns
         self._num_uses += 1
         copy.last_use = self._num_uses
-        partition = copy.block.family.partitions[self._tier]
+        partition = copy.block.namespace.partitions[self._tier]
         partition.num_copies += 1
         self.num_copies += 1
         partition.policy.insert(copy, use)
 
-    def hit(self, copies: Sequence[Copy], use: Use) -> None:
+    def hit(self, copies: Sequence[BlockCopy], use: Use) -> None:
         """A request used these copies of one namespace, given in the order of its chain."""
         if not copies:
             return
-        hit = copies[0].block.family.partitions[self._tier].policy.hit
+        hit = copies[0].block.namespace.partitions[self._tier].policy.hit
         now_ns, num_uses = use.now_ns, self._num_uses
         for copy in copies:
             hit(copy, use)
@@ -270,29 +270,29 @@ class TierRoom:
             copy.promoted = False
         self._num_uses, self._now_ns = num_uses, now_ns
         for copy in copies:
-            if not copy.block.place.following(self._tier):
+            if not copy.block.prefix_node.following(self._tier):
                 self.offer(copy)
 
-    def offer(self, copy: Copy) -> None:
+    def offer(self, copy: BlockCopy) -> None:
         """Something about the copy has changed: it may be taken now, if it may leave."""
-        if may_leave(copy):
-            copy.block.family.partitions[self._tier].policy.offer(copy)
+        if is_evictable(copy):
+            copy.block.namespace.partitions[self._tier].policy.offer(copy)
 
-    def leave(self, copy: Copy) -> None:
+    def leave(self, copy: BlockCopy) -> None:
         """The copy leaves for another reason than that its room is needed."""
         assert copy.ready
-        partition = copy.block.family.partitions[self._tier]
+        partition = copy.block.namespace.partitions[self._tier]
         partition.policy.remove(copy)
         partition.num_copies -= 1
         self.num_copies -= 1
 
-    def free(self, copy: Copy) -> None:
+    def free(self, copy: BlockCopy) -> None:
         """Nothing holds the copy's slots any more."""
-        self._ungive(copy)
-        heir = self._heir
-        if heir is not None and heir.block.family.sizes == copy.block.family.sizes:
-            self._give(heir, copy.offsets)
-            self._heir = None
+        self._unassign(copy)
+        recipient = self._recipient
+        if recipient is not None and recipient.block.namespace.sizes == copy.block.namespace.sizes:
+            self._assign(recipient, copy.offsets)
+            self._recipient = None
             return
         for offset in copy.offsets:
             del self.holders[offset]
@@ -302,11 +302,11 @@ class TierRoom:
         else:
             self.free_slots(copy.offsets)
 
-    def hand_over(self, copy: Copy) -> tuple[int, ...]:
+    def hand_over(self, copy: BlockCopy) -> tuple[int, ...]:
         """The copy's slots stay used until `free_slots`, by nobody that is known here."""
         for offset in copy.offsets:
             del self.holders[offset]
-        self._ungive(copy)
+        self._unassign(copy)
         return copy.offsets
 
     def free_slots(self, offsets: tuple[int, ...] | list[int]) -> None:
@@ -330,7 +330,7 @@ class TierRoom:
         self.freed_nbytes = 0
         return freed + refused
 
-    def next_victims(self, now_ns: int, count: int) -> list[Copy]:
+    def next_victims(self, now_ns: int, count: int) -> list[BlockCopy]:
         """Who would leave next: up to `count` of each partition."""
         return [
             victim
@@ -339,21 +339,23 @@ class TierRoom:
             for victim in self._victims(partition, now_ns, count)
         ]
 
-    def evict_for(self, family: Family, reason: str, now_ns: int, heir: Copy | None = None) -> bool:
+    def evict_for(
+        self, namespace: NamespaceState, reason: str, now_ns: int, recipient: BlockCopy | None = None
+    ) -> bool:
         """Let others leave, so that a copy of this family finds room. False: there are none; then all stay.
 
-        `heir`: that copy, where it may have its slots straight from a copy like it: then it has them.
+        `recipient`: that copy, where it may have its slots straight from a copy like it: then it has them.
         """
-        own = family.partitions[self._tier]
+        own = namespace.partitions[self._tier]
         if own.num_copies == self.num_copies:
-            return self._evict_one(own, reason, now_ns, heir)
+            return self._evict_one(own, reason, now_ns, recipient)
         others = [each for each in self._partitions.values() if each.num_copies]
         heads = [(victims[0].last_use, each) for each in others if (victims := self._victims(each, now_ns, 1))]
         heads.sort(key=lambda head: head[0])
         same = next((last_use for last_use, each in heads if each.sizes == own.sizes), None)
         for _, partition in heads:
             if partition.sizes == own.sizes:
-                return self._evict_one(partition, reason, now_ns, heir)
+                return self._evict_one(partition, reason, now_ns, recipient)
             victims = self._victims(partition, now_ns, _NUM_LOOKED_AT)
             clearing = plan_clearing(self._tier, self.slabs, self.holders, self.freed, own.sizes, victims)
             if clearing is not None and clearing.copies and (same is None or clearing.mean_last_use <= same):
@@ -366,16 +368,16 @@ class TierRoom:
                 return True
         return False
 
-    def make_room(self, family: Family, nbytes: int, spare_until: float, now_ns: int) -> None:
+    def make_room(self, namespace: NamespaceState, nbytes: int, spare_until: float, now_ns: int) -> None:
         """SSD: let others leave, for what comes after `take_freed`, until so many bytes were given up, or none can."""
         self.spare_until = spare_until
-        while self.freed_nbytes < nbytes and self.evict_for(family, "room", now_ns):
+        while self.freed_nbytes < nbytes and self.evict_for(namespace, "room", now_ns):
             pass
         self.spare_until = math.inf
 
-    def admits(self, copy: Copy, use: Use) -> bool:
+    def admits(self, copy: BlockCopy, use: Use) -> bool:
         """Whether the copy is worth the place of another."""
-        return copy.block.family.partitions[self._tier].policy.admits(copy, use)
+        return copy.block.namespace.partitions[self._tier].policy.admits(copy, use)
 
     def validate(self) -> list[str]:
         """What does not fit together, in words; empty when all does."""
@@ -393,46 +395,46 @@ class TierRoom:
             problems.append(f"{len(missing)} copies may leave and are not offered")
         return problems
 
-    def _give(self, copy: Copy, offsets: tuple[int, ...]) -> None:
+    def _assign(self, copy: BlockCopy, offsets: tuple[int, ...]) -> None:
         copy.offsets = offsets
         for offset in offsets:
             self.holders[offset] = copy
-        family = copy.block.family
-        family.used_nbytes[self._tier] += copy.nbytes
-        family.num_copies += 1
+        namespace = copy.block.namespace
+        namespace.used_nbytes[self._tier] += copy.nbytes
+        namespace.num_copies += 1
 
-    def _ungive(self, copy: Copy) -> None:
-        family = copy.block.family
-        family.used_nbytes[self._tier] -= copy.nbytes
-        family.num_copies -= 1
+    def _unassign(self, copy: BlockCopy) -> None:
+        namespace = copy.block.namespace
+        namespace.used_nbytes[self._tier] -= copy.nbytes
+        namespace.num_copies -= 1
 
-    def _evict_one(self, partition: Partition, reason: str, now_ns: int, heir: Copy | None) -> bool:
+    def _evict_one(self, partition: Partition, reason: str, now_ns: int, recipient: BlockCopy | None) -> bool:
         victim = partition.policy.pop(now_ns, self._may_take)
         if victim is None:
             return False
-        assert isinstance(victim, Copy)
+        assert isinstance(victim, BlockCopy)
         partition.num_copies -= 1
         self.num_copies -= 1
-        self._heir = heir
+        self._recipient = recipient
         self._give_up(victim, reason, now_ns)
-        self._heir = None
+        self._recipient = None
         return True
 
-    def _victims(self, partition: Partition, now_ns: int, count: int) -> list[Copy]:
+    def _victims(self, partition: Partition, now_ns: int, count: int) -> list[BlockCopy]:
         victims = partition.policy.next_victims(now_ns, count, self._may_take)
-        return [victim for victim in victims if isinstance(victim, Copy)]
+        return [victim for victim in victims if isinstance(victim, BlockCopy)]
 
 
 def _may_take(resident: Resident) -> bool:
-    assert isinstance(resident, Copy)
-    return may_leave(resident)
+    assert isinstance(resident, BlockCopy)
+    return is_evictable(resident)
 
 
-def _may_take_from_ssd(room: TierRoom) -> Callable[[Resident], bool]:
+def _may_take_from_ssd(space: TierSpace) -> Callable[[Resident], bool]:
     def may_take(resident: Resident) -> bool:
-        assert isinstance(resident, Copy)
+        assert isinstance(resident, BlockCopy)
         dram = resident.block.dram
-        return may_leave(resident) and (dram is None or dram.last_use > room.spare_until)
+        return is_evictable(resident) and (dram is None or dram.last_use > space.spare_until)
 
     return may_take
 
@@ -440,26 +442,26 @@ def _may_take_from_ssd(room: TierRoom) -> Callable[[Resident], bool]:
 _MAX_UNUSED = 16  # without blocks now; what their policies have learnt is kept
 
 
-class Families:
+class NamespaceTable:
     """By namespace. One that has no blocks any more may come back with another spec."""
 
-    def __init__(self, dram: TierRoom, ssd: TierRoom, quotas: Mapping[bytes, int]) -> None:
+    def __init__(self, dram: TierSpace, ssd: TierSpace, quotas: Mapping[bytes, int]) -> None:
         self._dram = dram
         self._ssd = ssd
         self._quotas = quotas
-        self._families: dict[bytes, Family] = {}
+        self._namespaces: dict[bytes, NamespaceState] = {}
 
     @property
     def num_blocks(self) -> Counter[bytes]:
         """Blocks here, in whatever tier, per namespace."""
-        return Counter({f.kv_namespace: f.num_blocks for f in self._families.values() if f.num_blocks})
+        return Counter({f.kv_namespace: f.num_blocks for f in self._namespaces.values() if f.num_blocks})
 
-    def of(self, kv_namespace: bytes, spec: KvSpec) -> Family:
+    def of(self, kv_namespace: bytes, spec: KvSpec) -> NamespaceState:
         """What the namespace's blocks have in common.
 
         Raises SpecMismatch when it has another spec here, SpecError when no slot could ever fit.
         """
-        known = self._families.get(kv_namespace)
+        known = self._namespaces.get(kv_namespace)
         if known is not None and (known.spec is spec or known.spec == spec):
             return known
         if known is not None and known.num_copies:
@@ -474,16 +476,18 @@ class Families:
             self._dram.partition(b"" if quota_nbytes is None else kv_namespace, slots),
             self._ssd.partition(b"", extent),
         )
-        unused = [family for family in self._families.values() if not family.num_copies]
-        for family in [*unused[:-_MAX_UNUSED], *([] if known is None else [known])]:
-            if self._families.pop(family.kv_namespace, None) is not None:
-                for room, partition in zip((self._dram, self._ssd), family.partitions, strict=True):
-                    room.forget(partition)
-        made = Family(kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None))
-        self._families[kv_namespace] = made
+        unused = [namespace for namespace in self._namespaces.values() if not namespace.num_copies]
+        for namespace in [*unused[:-_MAX_UNUSED], *([] if known is None else [known])]:
+            if self._namespaces.pop(namespace.kv_namespace, None) is not None:
+                for space, partition in zip((self._dram, self._ssd), namespace.partitions, strict=True):
+                    space.forget(partition)
+        made = NamespaceState(
+            kv_namespace, spec, (slots, extent), (sum(slots), sum(extent)), partitions, (quota_nbytes, None)
+        )
+        self._namespaces[kv_namespace] = made
         return made
 
     def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
         """The spec of a namespace that has blocks here."""
-        family = self._families.get(kv_namespace)
-        return family.spec if family is not None and family.num_copies else None
+        namespace = self._namespaces.get(kv_namespace)
+        return namespace.spec if namespace is not None and namespace.num_copies else None

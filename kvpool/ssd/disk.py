@@ -22,15 +22,15 @@ from kvpool.ssd.records import PAGE_NBYTES, Run
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Per extent, in the batch's order: the checksum of its bytes, and 0, SHORT or an errno. `nanos`: per I/O."""
+class BatchResult:
+    """Per extent, in the batch's order: the checksum of its bytes, and 0, SHORT or an errno. `latency_ns`: per I/O."""
 
     sums: NDArray[np.uint64]
     status: NDArray[np.int64]
-    nanos: NDArray[np.int64]
+    latency_ns: NDArray[np.int64]
 
 
-class Batch:
+class IoBatch:
     """Extents cut into pieces, and how far they are."""
 
     def __init__(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]], segment_nbytes: int) -> None:
@@ -51,7 +51,7 @@ class Batch:
         self.cursor = np.zeros(1, np.int64)
         self.sums = np.zeros(num_pieces, np.uint64)
         self.status = np.zeros(num_pieces, np.int64)
-        self.nanos = np.zeros(num_pieces, np.int64)
+        self.latency_ns = np.zeros(num_pieces, np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -61,47 +61,47 @@ class Batch:
         """Take pieces until none is left; from any number of threads, each with a bounce buffer of its own."""
         kernels().transfer(
             self.pieces, self.piece_runs, fds, self.segment_nbytes, write, bounce,
-            self.cursor, self.sums, self.status, self.nanos,
+            self.cursor, self.sums, self.status, self.latency_ns,
         )  # fmt: skip
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> BatchResult:
         """When no thread runs it any more."""
         sums, status = np.zeros(self.num_extents, np.uint64), np.zeros(self.num_extents, np.int64)
         kernels().fold(self.pieces, self.sums, self.status, sums, status)
-        return Outcome(sums, status, self.nanos)
+        return BatchResult(sums, status, self.latency_ns)
 
 
 @dataclass
-class _Job:
+class _IoJob:
     """A batch and the helpers that are at it. Late helpers find it closed and leave it alone."""
 
-    batch: Batch
+    batch: IoBatch
     fds: NDArray[np.int32]
     write: bool
-    num_helping: int = 0
+    num_helpers: int = 0
     closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def join(self) -> bool:
         with self.changed:
-            self.num_helping += not self.closed
+            self.num_helpers += not self.closed
             return not self.closed
 
     def leave(self) -> None:
         with self.changed:
-            self.num_helping -= 1
+            self.num_helpers -= 1
             self.changed.notify_all()
 
     def end(self) -> None:
         with self.changed:
             self.closed = True
-            self.changed.wait_for(lambda: not self.num_helping)
+            self.changed.wait_for(lambda: not self.num_helpers)
 
 
-class Flight:
+class InFlightBatch:
     """A batch under way."""
 
-    def __init__(self, threads: "IoThreads", job: _Job) -> None:
+    def __init__(self, threads: "IoThreads", job: _IoJob) -> None:
         self._threads, self._job = threads, job
 
     @property
@@ -109,7 +109,7 @@ class Flight:
         """Bytes to or from the disk."""
         return self._job.batch.nbytes
 
-    def finish(self) -> Outcome:
+    def finish(self) -> BatchResult:
         """Help with what is left. Returns when no I/O of the batch is under way any more."""
         try:
             self._threads.work(self._job)
@@ -122,18 +122,18 @@ class IoThreads:
     """`depth` I/Os in flight for one caller: the caller's own and those of the helpers, whom all callers share."""
 
     def __init__(self, depth: int, name: str) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._bounces: deque[mmap.mmap] = deque()
+        self._jobs: SimpleQueue[_IoJob | None] = SimpleQueue()
+        self._bounce_buffers: deque[mmap.mmap] = deque()
         self._helpers = [threading.Thread(target=self._help, name=f"{name}-{i}", daemon=True) for i in range(depth - 1)]
         for helper in self._helpers:
             helper.start()
 
-    def start(self, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+    def start(self, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         """Let the helpers begin. The flight must be finished, whatever happens, before its memory goes."""
-        job = _Job(batch, fds, write)
+        job = _IoJob(batch, fds, write)
         for _ in range(min(len(self._helpers), len(batch.pieces))):
             self._jobs.put(job)
-        return Flight(self, job)
+        return InFlightBatch(self, job)
 
     def stop(self) -> None:
         """End the helpers; no batch may be under way."""
@@ -151,18 +151,18 @@ class IoThreads:
                     job.leave()
             del job
 
-    def work(self, job: _Job) -> None:
+    def work(self, job: _IoJob) -> None:
         """Take pieces of this batch until none is left."""
         if job.batch.pieces[:, 5].all():
             job.batch.run(job.fds, write=job.write, bounce=0)
             return
-        bounce = self._bounces.pop() if self._bounces else mmap.mmap(-1, PIECE_NBYTES)
+        bounce = self._bounce_buffers.pop() if self._bounce_buffers else mmap.mmap(-1, PIECE_NBYTES)
         try:
             address = np.frombuffer(bounce, np.uint8).__array_interface__["data"][0]
             assert address % PAGE_NBYTES == 0
             job.batch.run(job.fds, write=job.write, bounce=address)
         finally:
-            self._bounces.append(bounce)
+            self._bounce_buffers.append(bounce)
 
 
 class Disk:
@@ -208,6 +208,6 @@ class Disk:
         finally:
             os.close(fd)
 
-    def start(self, threads: IoThreads, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+    def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         """Begin to carry extents between memory and the files `fds`, which stand one after the other for the space."""
         return threads.start(batch, fds, write=write)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from kvpool.errors import SsdFull, SsdIoError
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.folder import Segments
-from kvpool.ssd.journal import Header, JournalWriter, pack_blocks
+from kvpool.ssd.journal import JournalHeader, JournalWriter, pack_blocks
 from kvpool.ssd.kernels import SHORT
-from kvpool.ssd.records import Extent, ExtentMap, ExtentState, SsdConfig
+from kvpool.ssd.records import ExtentMap, ExtentState, SsdConfig, SsdExtent
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -31,12 +31,12 @@ def io_error(what: str, number: int) -> SsdIoError:
 
 
 @dataclass(eq=False)
-class Commit:
+class CommitRequest:
     """What one thread wants sealed and, when it is done, what became of it. `groups`: the extents, packed."""
 
-    extents: Sequence[Extent]
+    extents: Sequence[SsdExtent]
     groups: Sequence[bytes]
-    failed: dict[Extent, SsdIoError] = field(default_factory=dict)
+    failed: dict[SsdExtent, SsdIoError] = field(default_factory=dict)
     failure: SsdIoError | None = None  # nothing was written down, neither blocks nor frees
     done: bool = False
 
@@ -48,21 +48,21 @@ class Commit:
         return [pack_blocks(good)] if good else []
 
 
-def _fail(commit: Commit, failure: SsdIoError) -> None:
+def _fail(commit: CommitRequest, failure: SsdIoError) -> None:
     commit.failure = failure
     commit.failed.update(dict.fromkeys(commit.extents, failure))
 
 
-class Commits:
+class GroupCommit:
     """The journal, the map of what it says, and the frees that it does not say yet. `lock` guards map and frees."""
 
     def __init__(
-        self, disk: Disk, config: SsdConfig, header: Header, segments: Segments, extents: Sequence[Extent]
+        self, disk: Disk, config: SsdConfig, header: JournalHeader, segments: Segments, extents: Sequence[SsdExtent]
     ) -> None:
         """Begin a new journal with these blocks. Raises OSError."""
         self.lock = threading.Lock()
         self.extents = ExtentMap(config.nbytes, extents)
-        self.undurable = ExtentMap(config.nbytes)  # freed; the journal still has them
+        self.pending_frees = ExtentMap(config.nbytes)  # freed; the journal still has them
         self.accepts_writes = True
         self.num_compactions = 0
         self._disk, self._config, self._header, self._segments = disk, config, header, segments
@@ -70,18 +70,18 @@ class Commits:
         self._journal.install()
         self._rewritten_nbytes = self._journal.nbytes
         self._committing = threading.Lock()
-        self._queue: list[Commit] = []
+        self._queue: list[CommitRequest] = []
 
     @property
     def journal_nbytes(self) -> int:
         return self._journal.nbytes
 
-    def commit(self, extents: Sequence[Extent] = (), groups: Sequence[bytes] = ()) -> Commit:
+    def commit(self, extents: Sequence[SsdExtent] = (), groups: Sequence[bytes] = ()) -> CommitRequest:
         """Seal blocks whose bytes were written, and write down what was freed.
 
         `groups`: the same blocks, in any number of groups, packed by `pack_blocks`.
         """
-        commit = Commit(extents, groups)
+        commit = CommitRequest(extents, groups)
         with self.lock:
             self._queue.append(commit)
         with self._committing:
@@ -101,7 +101,7 @@ class Commits:
             self._rewrite(needed=True)
         with self.lock:
             commits, self._queue = self._queue, []
-            freed = list(self.undurable)
+            freed = list(self.pending_frees)
         self._sync_data(commits)
         sealed = [extent for commit in commits for extent in commit.extents if extent not in commit.failed]
         groups = [group for commit in commits for group in commit.groups_of_good()]
@@ -114,7 +114,7 @@ class Commits:
         if self.accepts_writes and self._journal.nbytes > bound:
             self._rewrite()
 
-    def _sync_data(self, commits: Sequence[Commit]) -> None:
+    def _sync_data(self, commits: Sequence[CommitRequest]) -> None:
         """Each segment once; blocks that touch one whose sync fails have failed."""
         size = self._segments.segment_nbytes
         touched: set[int] = set()
@@ -135,7 +135,7 @@ class Commits:
                             commit.failed[extent] = failure
 
     def _write_down(
-        self, freed: Sequence[Extent], sealed: Sequence[Extent], groups: Sequence[bytes]
+        self, freed: Sequence[SsdExtent], sealed: Sequence[SsdExtent], groups: Sequence[bytes]
     ) -> SsdIoError | None:
         """One frame; afterwards the map says what the journal says."""
         if not self.accepts_writes:
@@ -152,23 +152,23 @@ class Commits:
             self._rewrite(needed=True)
             return io_error("the SSD journal could not be written", error.errno or 0)
         with self.lock:
-            self._settle(freed)
+            self._forget_durable(freed)
             for extent in sealed:
                 if extent.state is ExtentState.DOOMED:
                     self.extents.remove(extent)
-                    self.undurable.add(extent)
+                    self.pending_frees.add(extent)
                 else:
                     extent.state = ExtentState.SEALED
         return None
 
-    def _settle(self, freed: Sequence[Extent]) -> None:
+    def _forget_durable(self, freed: Sequence[SsdExtent]) -> None:
         for extent in freed:
-            self.undurable.remove(extent)
+            self.pending_frees.remove(extent)
 
     def _rewrite(self, *, needed: bool = False) -> None:
         """Put a new journal in the old one's place. One that is needed, and fails, stops writes until one succeeds."""
         with self.lock:
-            freed = list(self.undurable)
+            freed = list(self.pending_frees)
             sealed = [extent for extent in self.extents if extent.state is ExtentState.SEALED]
         try:
             journal = JournalWriter(self._disk, self._config, self._header, sealed)
@@ -188,4 +188,4 @@ class Commits:
         self.num_compactions += 1
         self.accepts_writes = True
         with self.lock:
-            self._settle(freed)
+            self._forget_durable(freed)

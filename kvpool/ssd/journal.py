@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
-from kvpool.ssd.records import PAGE_NBYTES, Extent, SsdConfig
+from kvpool.ssd.records import PAGE_NBYTES, SsdConfig, SsdExtent
 
 JOURNAL = "journal"
 _NEW_JOURNAL = "journal.new"
@@ -36,7 +36,7 @@ _MAX_GROWTH_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Header:
+class JournalHeader:
     """What folder this is."""
 
     node_id: str
@@ -57,7 +57,7 @@ def checksum(start: bytes, body: bytes) -> bytes:
 class JournalWriter:
     """Appends frames to a journal. One thread at a time."""
 
-    def __init__(self, disk: Disk, config: SsdConfig, header: Header, extents: Iterable[Extent]) -> None:
+    def __init__(self, disk: Disk, config: SsdConfig, header: JournalHeader, extents: Iterable[SsdExtent]) -> None:
         """A new journal that holds these blocks, durable, beside the old one until `install`. Raises OSError."""
         self._disk, self._folder = disk, config.dir
         self._growth_nbytes = min(config.min_journal_nbytes, _MAX_GROWTH_NBYTES)
@@ -116,7 +116,7 @@ class JournalWriter:
         self._nbytes_zeroed = end
 
 
-def pack_blocks(extents: Iterable[Extent]) -> bytes:
+def pack_blocks(extents: Iterable[SsdExtent]) -> bytes:
     """A group of blocks, as a frame takes it."""
     # Told apart by identity, which is quick: a spec that is here twice is written twice.
     numbers: dict[int, int] = {}

@@ -43,7 +43,7 @@ _memcpy: Any = types.ExternalFunction("memcpy", _i64(_i64, _i64, _i64))
 _memset: Any = types.ExternalFunction("memset", _i64(_i64, types.int32, _i64))
 
 
-class Kernels(NamedTuple):
+class SsdKernels(NamedTuple):
     """`plan(offsets, first_run, runs, segment_nbytes, pieces, piece_runs, counts)`
     `transfer(pieces, piece_runs, fds, segment_nbytes, write, bounce, cursor, sums, status, nanos)`
     `fold(pieces, sums, status, extent_sums, extent_status)`
@@ -60,11 +60,11 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels() -> Kernels:
+def kernels() -> SsdKernels:
     """Compiled, or loaded from the cache, at the first call: about two seconds when they were never compiled."""
     in1, in2 = types.Array(_i64, 1, "C"), types.Array(_i64, 2, "C")
     fds, u1 = types.Array(types.int32, 1, "C"), types.Array(types.uint64, 1, "C")
-    return Kernels(
+    return SsdKernels(
         compiled(_plan, types.void(in1, in1, in2, _i64, in2, in2, in1)),
         compiled(_transfer, types.void(in2, in2, fds, _i64, types.boolean, _i64, in1, u1, in1, in1)),
         compiled(_fold, types.void(in2, u1, in1, u1, in1)),
@@ -231,7 +231,7 @@ def _transfer(
     cursor: Any,
     sums: Any,
     status: Any,
-    nanos: Any,
+    latency_ns: Any,
 ) -> None:
     clock = np.zeros(2, np.int64)
     bounced = np.zeros((1, 2), np.int64)
@@ -255,7 +255,7 @@ def _transfer(
             sums[p] = _xxh64(runs)
         began = _now_ns(clock)
         status[p] = _perform(fds, segment_nbytes, at, nbytes, runs, write)
-        nanos[p] = _now_ns(clock) - began
+        latency_ns[p] = _now_ns(clock) - began
         if not write and status[p] == 0:
             sums[p] = _xxh64(runs)
             if not pieces[p, 5]:

@@ -15,11 +15,11 @@ import numpy as np
 
 from kvpool.errors import SsdCorrupt, SsdError, SsdNotStored, SsdRefused
 from kvpool.spec import KvSpec
-from kvpool.ssd.disk import Batch, Disk, Flight, IoThreads, Outcome
+from kvpool.ssd.disk import BatchResult, Disk, InFlightBatch, IoBatch, IoThreads
 from kvpool.ssd.folder import Segments
-from kvpool.ssd.group_commit import Commits, io_error
+from kvpool.ssd.group_commit import GroupCommit, io_error
 from kvpool.ssd.journal import pack_blocks
-from kvpool.ssd.records import PAGE_NBYTES, Bytes, Extent, ExtentState, Run, SsdRead, SsdWrite
+from kvpool.ssd.records import PAGE_NBYTES, Bytes, ExtentState, Run, SsdExtent, SsdRead, SsdWrite
 from kvpool.ssd.stats import DirectionCounters
 
 _UINT8 = np.dtype(np.uint8)
@@ -66,7 +66,7 @@ CHUNK_BLOCKS = 256
 """A request is prepared in chunks of so many blocks, each while the disk is busy with those before it."""
 
 
-class Carrier:
+class IoDirection:
     """Starts flights and takes their outcomes in."""
 
     def __init__(
@@ -75,26 +75,26 @@ class Carrier:
         self.segments = segments
         self._disk, self._threads, self._counters, self._write = disk, threads, counters, write
 
-    def start(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> Flight:
+    def start(self, offsets: Sequence[int], memory: Sequence[Sequence[Run]]) -> InFlightBatch:
         """Begin with these extents; the flight must be finished by `finish`, whatever happens."""
-        batch = Batch(offsets, memory, self.segments.segment_nbytes)
+        batch = IoBatch(offsets, memory, self.segments.segment_nbytes)
         return self._disk.start(self._threads, batch, self.segments.fds, write=self._write)
 
-    def finish(self, flight: Flight) -> Outcome:
+    def finish(self, in_flight: InFlightBatch) -> BatchResult:
         """Returns when no I/O of the flight is under way any more."""
-        outcome = flight.finish()
-        self._counters.add_ios(flight.nbytes, outcome.nanos)
+        outcome = in_flight.finish()
+        self._counters.add_ios(in_flight.nbytes, outcome.latency_ns)
         return outcome
 
 
-_ReadChunk = tuple[list[int], list[Extent], Flight]
+_ReadChunk = tuple[list[int], list[SsdExtent], InFlightBatch]
 
 
-class Reader:
+class SsdReader:
     """Reads; from any number of threads."""
 
-    def __init__(self, commits: Commits, carrier: Carrier) -> None:
-        self._commits, self._carrier = commits, carrier
+    def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
+        self._commits, self._io = commits, io
         self._memory = BlockMemory()
 
     def read(self, reads: Sequence[SsdRead]) -> list[SsdError | None]:
@@ -114,7 +114,7 @@ class Reader:
         self, reads: Sequence[SsdRead], indices: range, results: list[SsdError | None], chunks: list[_ReadChunk]
     ) -> None:
         good: list[int] = []
-        extents: list[Extent] = []
+        extents: list[SsdExtent] = []
         memory: list[list[Run]] = []
         for i in indices:
             read = reads[i]
@@ -130,11 +130,11 @@ class Reader:
             extents.append(extent)
             memory.append(runs)
         if good:
-            chunks.append((good, extents, self._carrier.start([extent.start for extent in extents], memory)))
+            chunks.append((good, extents, self._io.start([extent.start for extent in extents], memory)))
 
     def _finish(self, reads: Sequence[SsdRead], chunk: _ReadChunk, results: list[SsdError | None]) -> None:
-        indices, extents, flight = chunk
-        outcome = self._carrier.finish(flight)
+        indices, extents, in_flight = chunk
+        outcome = self._io.finish(in_flight)
         expected = np.array([extent.checksum for extent in extents], np.uint64)
         for k in np.flatnonzero((outcome.status != 0) | (outcome.sums != expected)).tolist():
             i, extent, number = indices[k], extents[k], int(outcome.status[k])
@@ -145,7 +145,7 @@ class Reader:
             else:
                 results[i] = SsdCorrupt(f"the block at {extent.start} is not what was written there")
 
-    def _find(self, read: SsdRead) -> Extent | None:
+    def _find(self, read: SsdRead) -> SsdExtent | None:
         extent = self._commits.extents.get(read.offset)
         if extent is None or extent.state is not ExtentState.SEALED:
             return None
@@ -161,29 +161,29 @@ class _WriteChunk:
     """Blocks that go to the disk together: their places in the request, their extents, where their bytes are."""
 
     indices: list[int] = field(default_factory=list)
-    extents: list[Extent] = field(default_factory=list)
+    extents: list[SsdExtent] = field(default_factory=list)
     memory: list[list[Run]] = field(default_factory=list)
 
-    def without(self, gone: set[Extent]) -> "_WriteChunk":
+    def without(self, gone: set[SsdExtent]) -> "_WriteChunk":
         kept = [k for k, extent in enumerate(self.extents) if extent not in gone]
         return _WriteChunk(
             [self.indices[k] for k in kept], [self.extents[k] for k in kept], [self.memory[k] for k in kept]
         )
 
 
-class Writer:
+class SsdWriter:
     """Writes; from any number of threads."""
 
-    def __init__(self, commits: Commits, carrier: Carrier) -> None:
-        self._commits, self._carrier = commits, carrier
+    def __init__(self, commits: GroupCommit, io: IoDirection) -> None:
+        self._commits, self._io = commits, io
         self._memory = BlockMemory()
 
     def write(self, writes: Sequence[SsdWrite]) -> _Results:
         """As `SsdStore.write`."""
         results: _Results = [None] * len(writes)
-        taken: list[Extent] = []
-        flights: list[tuple[_WriteChunk, Flight]] = []
-        written: dict[Extent, int] = {}
+        taken: list[SsdExtent] = []
+        in_flight_batches: list[tuple[_WriteChunk, InFlightBatch]] = []
+        written: dict[SsdExtent, int] = {}
         groups: list[bytes] = []
         try:
             try:
@@ -192,11 +192,11 @@ class Writer:
                     chunk = self._clear_frees(self._reserve(writes, indices, results, taken), results)
                     if chunk.extents:
                         offsets = [extent.start for extent in chunk.extents]
-                        flights.append((chunk, self._carrier.start(offsets, chunk.memory)))
+                        in_flight_batches.append((chunk, self._io.start(offsets, chunk.memory)))
             finally:
                 # The sources are the caller's again when this returns, so every flight is waited for.
-                for chunk, flight in flights:
-                    good = self._finish(chunk, flight, results)
+                for chunk, in_flight in in_flight_batches:
+                    good = self._finish(chunk, in_flight, results)
                     written.update(good)
                     groups.append(pack_blocks(good))
             if written:
@@ -207,11 +207,11 @@ class Writer:
         return results
 
     def _reserve(
-        self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[Extent]
+        self, writes: Sequence[SsdWrite], indices: range, results: _Results, taken: list[SsdExtent]
     ) -> _WriteChunk:
         """Put what may be written into the map."""
         chunk = _WriteChunk()
-        space, extents = self._carrier.segments.nbytes, self._commits.extents
+        space, extents = self._io.segments.nbytes, self._commits.extents
         with self._commits.lock:
             for i in indices:
                 entry, sources = writes[i].entry, writes[i].sources
@@ -229,7 +229,7 @@ class Writer:
                 elif not extents.is_clear(start, end):
                     results[i] = SsdRefused(f"a block at {start}..{end} lies over another: free that first")
                 else:
-                    extent = Extent(entry, start, end)
+                    extent = SsdExtent(entry, start, end)
                     extents.add(extent)
                     taken.append(extent)
                     chunk.indices.append(i)
@@ -239,27 +239,27 @@ class Writer:
 
     def _clear_frees(self, chunk: _WriteChunk, results: _Results) -> _WriteChunk:
         """The journal forgets what lay where these blocks go, before a byte of them is written."""
-        if not self._over_undurable(chunk):
+        if not self._over_pending_frees(chunk):
             return chunk
         failure = self._commits.commit().failure
         if failure is None:
             return chunk
-        over = self._over_undurable(chunk)
+        over = self._over_pending_frees(chunk)
         for i, extent in zip(chunk.indices, chunk.extents, strict=True):
             if extent in over:
                 results[i] = failure
         return chunk.without(over)
 
-    def _over_undurable(self, chunk: _WriteChunk) -> set[Extent]:
-        undurable = self._commits.undurable
+    def _over_pending_frees(self, chunk: _WriteChunk) -> set[SsdExtent]:
+        pending_frees = self._commits.pending_frees
         with self._commits.lock:
-            if not len(undurable):
+            if not len(pending_frees):
                 return set()
-            return {extent for extent in chunk.extents if not undurable.is_clear(extent.start, extent.end)}
+            return {extent for extent in chunk.extents if not pending_frees.is_clear(extent.start, extent.end)}
 
-    def _finish(self, chunk: _WriteChunk, flight: Flight, results: _Results) -> dict[Extent, int]:
+    def _finish(self, chunk: _WriteChunk, in_flight: InFlightBatch, results: _Results) -> dict[SsdExtent, int]:
         """The extents whose bytes are written, with their checksums; and their places in the request."""
-        outcome = self._carrier.finish(flight)
+        outcome = self._io.finish(in_flight)
         good = {}
         sums, status = outcome.sums.tolist(), outcome.status.tolist()
         for i, extent, checksum, number in zip(chunk.indices, chunk.extents, sums, status, strict=True):
@@ -270,7 +270,7 @@ class Writer:
                 good[extent] = i
         return good
 
-    def _release(self, taken: Sequence[Extent]) -> None:
+    def _release(self, taken: Sequence[SsdExtent]) -> None:
         """Take blocks that did not come to be out of the map."""
         with self._commits.lock:
             for extent in taken:

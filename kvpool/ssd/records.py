@@ -119,7 +119,7 @@ class ExtentState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Extent:
+class SsdExtent:
     """A block, where it lies and what its bytes sum up to; `checksum` is known once they are written."""
 
     entry: SsdEntry
@@ -132,8 +132,8 @@ class Extent:
 class ExtentMap:
     """Disjoint extents in a space, in the order in which they were added. A byte per page says whether it is taken."""
 
-    def __init__(self, space_nbytes: int, extents: Iterable[Extent] = ()) -> None:
-        self._at: dict[int, Extent] = {}
+    def __init__(self, space_nbytes: int, extents: Iterable[SsdExtent] = ()) -> None:
+        self._at: dict[int, SsdExtent] = {}
         # A mapping takes memory only for those parts of the space that are used.
         self._taken = mmap.mmap(-1, space_nbytes // PAGE_NBYTES)
         self.nbytes = 0
@@ -143,27 +143,27 @@ class ExtentMap:
     def __len__(self) -> int:
         return len(self._at)
 
-    def __iter__(self) -> Iterator[Extent]:
+    def __iter__(self) -> Iterator[SsdExtent]:
         return iter(self._at.values())
 
-    def get(self, start: int) -> Extent | None:
+    def get(self, start: int) -> SsdExtent | None:
         return self._at.get(start)
 
     def is_clear(self, start: int, end: int) -> bool:
         """Whether no extent has a byte in `start..end`, which are multiples of a page in the space."""
         return self._taken.find(b"\1", start // PAGE_NBYTES, end // PAGE_NBYTES) < 0
 
-    def add(self, extent: Extent) -> None:
+    def add(self, extent: SsdExtent) -> None:
         """Where it lies must be clear."""
         self._at[extent.start] = extent
         self._mark(extent, b"\1")
 
-    def remove(self, extent: Extent) -> None:
+    def remove(self, extent: SsdExtent) -> None:
         """It must be in the map."""
         del self._at[extent.start]
         self._mark(extent, b"\0")
 
-    def _mark(self, extent: Extent, value: bytes) -> None:
+    def _mark(self, extent: SsdExtent, value: bytes) -> None:
         first, nbytes = extent.start // PAGE_NBYTES, extent.end - extent.start
         pages = nbytes // PAGE_NBYTES
         self._taken[first : first + pages] = value * pages

@@ -26,34 +26,34 @@ from kvpool.errors import SsdFolderError, SsdForeign
 from kvpool.spec import KvSpec
 from kvpool.ssd.disk import Disk
 from kvpool.ssd.folder import Segments
-from kvpool.ssd.journal import FRAME, FRAME_MAGIC, HEADER, HEADER_MAGIC, JOURNAL, VERSION, Header, checksum
-from kvpool.ssd.records import PAGE_NBYTES, Extent, ExtentState, SsdConfig, SsdEntry, extent_nbytes
+from kvpool.ssd.journal import FRAME, FRAME_MAGIC, HEADER, HEADER_MAGIC, JOURNAL, VERSION, JournalHeader, checksum
+from kvpool.ssd.records import PAGE_NBYTES, ExtentState, SsdConfig, SsdEntry, SsdExtent, extent_nbytes
 
 _CHUNK_NBYTES = 1 << 20
 
 
 @dataclass
-class Recovered:
+class RecoveredJournal:
     """What a journal says. `header` is None when it is missing or cannot be read.
 
     `counts`: frames; torn_end (0 or 1); lost_frames, of which something was committed; superseded blocks, which a later
     one lies over or replaces.
     """
 
-    header: Header | None = None
-    extents: list[Extent] = field(default_factory=list)  # in the order in which they were sealed
+    header: JournalHeader | None = None
+    extents: list[SsdExtent] = field(default_factory=list)  # in the order in which they were sealed
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def read_journal(path: Path) -> Recovered:
+def read_journal(path: Path) -> RecoveredJournal:
     """Raises SsdForeign when another version wrote it, FileNotFoundError, and OSError when it cannot be opened."""
     data = _read(path)
     known = _read_header(data, path)
     if known is None:
-        return Recovered()
+        return RecoveredJournal()
     journal_id, header = known
-    found = Recovered(header)
-    at: dict[int, Extent] = {}
+    found = RecoveredJournal(header)
+    at: dict[int, SsdExtent] = {}
     specs: dict[bytes, tuple[KvSpec, int]] = {}
     for body in _frames(data, journal_id, found.counts):
         freed, groups = msgpack.unpackb(body)
@@ -88,7 +88,7 @@ def _read_part(fd: int, at: int, nbytes: int) -> bytes:
         return b"".join(_read_part(fd, part, min(PAGE_NBYTES, at + nbytes - part)) for part in parts)
 
 
-def _read_header(data: bytearray, path: Path) -> tuple[int, Header] | None:
+def _read_header(data: bytearray, path: Path) -> tuple[int, JournalHeader] | None:
     if len(data) < PAGE_NBYTES:
         return None
     magic, version, nbytes, expected = HEADER.unpack_from(data)
@@ -101,7 +101,7 @@ def _read_header(data: bytearray, path: Path) -> tuple[int, Header] | None:
             "that wrote it, or give this one another folder, or empty this one (it is a cache). Nothing was changed"
         )
     journal_id, *fields = msgpack.unpackb(body)
-    return journal_id, Header(*fields)
+    return journal_id, JournalHeader(*fields)
 
 
 def _frames(data: bytearray, journal_id: int, counts: Counter[str]) -> Iterator[bytes]:
@@ -138,7 +138,7 @@ def _frame(data: bytearray, position: int, journal_id: int, least_sequence: int)
     return sequence, whole, body
 
 
-def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[Extent]:
+def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list[SsdExtent]:
     """The blocks of a group; `known` keeps the specs met so far, with their extents' size."""
     described, blocks = msgpack.unpackb(group)
     specs = []
@@ -152,15 +152,15 @@ def _unpack_blocks(group: bytes, known: dict[bytes, tuple[KvSpec, int]]) -> list
     for offset, kv_namespace, chain_key, parent, number, num_tokens, digests, compute_s, summed in blocks:
         spec, nbytes = specs[number]
         entry = SsdEntry(offset, kv_namespace, chain_key, parent, spec, num_tokens, tuple(digests), compute_s)
-        extents.append(Extent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
+        extents.append(SsdExtent(entry, offset, offset + nbytes, summed, ExtentState.SEALED))
     return extents
 
 
-def _newest(extents: list[Extent], counts: Counter[str]) -> list[Extent]:
+def _newest(extents: list[SsdExtent], counts: Counter[str]) -> list[SsdExtent]:
     """Without those that a later one lies over, or that have a later one's address; in the same order."""
     order = {extent: i for i, extent in enumerate(extents)}
     last = {(extent.entry.kv_namespace, extent.entry.chain_key): extent for extent in extents}
-    kept: list[Extent] = []
+    kept: list[SsdExtent] = []
     for extent in sorted(last.values(), key=lambda each: each.start):
         while kept and kept[-1].end > extent.start and order[kept[-1]] < order[extent]:
             kept.pop()
@@ -173,7 +173,7 @@ def _newest(extents: list[Extent], counts: Counter[str]) -> list[Extent]:
 _log = logging.getLogger(__name__)
 
 
-def recover(config: SsdConfig, disk: Disk) -> Recovered:
+def recover(config: SsdConfig, disk: Disk) -> RecoveredJournal:
     """What the folder's journal says; nothing when there is none, or none that can be read.
 
     Raises SsdForeign when the folder is not this node's.
@@ -182,7 +182,7 @@ def recover(config: SsdConfig, disk: Disk) -> Recovered:
     try:
         found = read_journal(path)
     except FileNotFoundError:
-        return Recovered()
+        return RecoveredJournal()
     except OSError as error:
         raise SsdFolderError(f"the SSD journal {path} cannot be read: {error.strerror}. Mend or remove it") from error
     if found.header is None:
@@ -203,7 +203,7 @@ def recover(config: SsdConfig, disk: Disk) -> Recovered:
     return found
 
 
-def lying_within(found: Recovered, segments: Segments) -> list[Extent]:
+def extents_within(found: RecoveredJournal, segments: Segments) -> list[SsdExtent]:
     """The blocks that the space still has room for, in files that were there. Counts the others."""
     kept = []
     for extent in found.extents:
@@ -218,7 +218,7 @@ def lying_within(found: Recovered, segments: Segments) -> list[Extent]:
     return kept
 
 
-def _set_aside(config: SsdConfig, disk: Disk, found: Recovered) -> None:
+def _set_aside(config: SsdConfig, disk: Disk, found: RecoveredJournal) -> None:
     path = config.dir / JOURNAL
     numbers = (int(old.suffix[1:]) for old in config.dir.glob(f"{JOURNAL}-unreadable.*") if old.suffix[1:].isdigit())
     aside = config.dir / f"{JOURNAL}-unreadable.{max(numbers, default=0) + 1}"

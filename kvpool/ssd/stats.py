@@ -65,11 +65,11 @@ class LatencyHistogram:
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_NUM_BUCKETS, np.int64))
     total_ns: int = 0
 
-    def add(self, nanos: NDArray[np.int64]) -> None:
-        """`nanos` [n]: one latency per I/O."""
-        buckets = (np.log2(np.maximum(nanos, 1)) * _BUCKETS_PER_OCTAVE).astype(np.int64)
+    def add(self, latency_ns: NDArray[np.int64]) -> None:
+        """`latency_ns` [n]: one latency per I/O."""
+        buckets = (np.log2(np.maximum(latency_ns, 1)) * _BUCKETS_PER_OCTAVE).astype(np.int64)
         np.add.at(self.counts, buckets, 1)
-        self.total_ns += int(nanos.sum())
+        self.total_ns += int(latency_ns.sum())
 
     def quantile_s(self, quantile: float) -> float:
         """Upper bound of the bucket in which the quantile lies; 0 without any I/O."""
@@ -103,11 +103,11 @@ class DirectionCounters:
             self.num_blocks += len(results)
             self.errors.update(kind_of(error) for error in results if error is not None)
 
-    def add_ios(self, nbytes: int, nanos: NDArray[np.int64]) -> None:
+    def add_ios(self, nbytes: int, latency_ns: NDArray[np.int64]) -> None:
         """I/Os of altogether `nbytes` were done; their latencies [n]."""
         with self.lock:
             self.nbytes += nbytes
-            self.latencies.add(nanos)
+            self.latencies.add(latency_ns)
 
     def snapshot(self) -> DirectionStats:
         with self.lock:

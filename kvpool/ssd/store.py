@@ -11,16 +11,16 @@ from typing import TypeVar
 from kvpool.errors import SsdClosed, SsdError, SsdFolderError, SsdIoError
 from kvpool.ssd.disk import Disk, IoThreads
 from kvpool.ssd.folder import Segments, check_folder, lock_folder
-from kvpool.ssd.group_commit import Commits
-from kvpool.ssd.journal import Header
+from kvpool.ssd.group_commit import GroupCommit
+from kvpool.ssd.journal import JournalHeader
 from kvpool.ssd.kernels import kernels
-from kvpool.ssd.read_write import Carrier, Reader, Writer
+from kvpool.ssd.read_write import IoDirection, SsdReader, SsdWriter
 from kvpool.ssd.records import ExtentState, SsdConfig, SsdEntry, SsdRead, SsdWrite
-from kvpool.ssd.recovery import lying_within, recover
+from kvpool.ssd.recovery import extents_within, recover
 from kvpool.ssd.stats import DirectionCounters, SsdStats
 
 
-class OpenCalls:
+class CallGate:
     """Counts calls; from any thread."""
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class SsdStore:
         self.config = config
         self._disk, self._lock_fd = disk, lock_fd
         found = recover(config, disk)
-        header = found.header or Header(config.node_id, config.cluster, config.segment_nbytes)
+        header = found.header or JournalHeader(config.node_id, config.cluster, config.segment_nbytes)
         self._segments = Segments(disk, config.dir, header.segment_nbytes, config.nbytes)
         try:
-            extents = lying_within(found, self._segments)
-            self._commits = Commits(disk, config, header, self._segments, extents)
+            extents = extents_within(found, self._segments)
+            self._commits = GroupCommit(disk, config, header, self._segments, extents)
             self._segments.trim()
         except OSError as error:
             self._segments.close()
@@ -87,9 +87,13 @@ class SsdStore:
         self._reads, self._writes = DirectionCounters(), DirectionCounters()
         self._reading = IoThreads(config.read_depth, "ssd-read")
         self._writing = IoThreads(config.write_depth, "ssd-write")
-        self._reader = Reader(self._commits, Carrier(disk, self._segments, self._reading, self._reads, write=False))
-        self._writer = Writer(self._commits, Carrier(disk, self._segments, self._writing, self._writes, write=True))
-        self._calls = OpenCalls()
+        self._reader = SsdReader(
+            self._commits, IoDirection(disk, self._segments, self._reading, self._reads, write=False)
+        )
+        self._writer = SsdWriter(
+            self._commits, IoDirection(disk, self._segments, self._writing, self._writes, write=True)
+        )
+        self._calls = CallGate()
         self._released = threading.Event()
 
     @classmethod
@@ -128,7 +132,7 @@ class SsdStore:
     def free(self, offsets: Iterable[int]) -> None:
         """Forget the blocks at these offsets; offsets without a block are passed over.
 
-        At once for readers; durable before any of the space is written again, with the next write, `settle` or `close`.
+        At once for readers; durable before any of the space is written again, with the next write, `sync_frees` or `close`.
         A block freed while it is being written is forgotten as soon as that write returns.
         """
         commits = self._commits
@@ -140,11 +144,11 @@ class SsdStore:
                 self._num_freed += extent.state is not ExtentState.DOOMED
                 if extent.state is ExtentState.SEALED:
                     commits.extents.remove(extent)
-                    commits.undurable.add(extent)
+                    commits.pending_frees.add(extent)
                 else:
                     extent.state = ExtentState.DOOMED
 
-    def settle(self) -> None:
+    def sync_frees(self) -> None:
         """Make durable what was freed. Where the journal cannot be written, the next write or `close` tries again."""
         if self._calls.enter():
             try:

@@ -62,10 +62,10 @@ def test_a_conversation_that_stays_away_for_long_leaves_before_new_prompts() -> 
     "cheapen",
     [
         lambda block: setattr(block, "replicas", 3),
-        lambda block: setattr(block, "kept_below", True),
+        lambda block: setattr(block, "in_slower_tier", True),
         lambda block: setattr(block, "cost_s", 0.1),
     ],
-    ids=["replicas", "kept_below", "cost"],
+    ids=["replicas", "in_slower_tier", "cost"],
 )
 def test_of_equally_likely_blocks_the_one_that_is_cheaper_to_have_again_leaves_first(
     cheapen: Callable[[Resident], None],
@@ -85,18 +85,18 @@ def test_of_equally_likely_blocks_the_one_that_is_cheaper_to_have_again_leaves_f
 def test_a_block_that_got_dearer_while_it_waited_is_not_taken_for_what_it_was() -> None:
     policy = make_policy("moonpool", 100)
     use = Use(0, 1)
-    once_below, plain = (Resident(key, None, 1, kept_below=key == "a") for key in "ab")
+    once_below, plain = (Resident(key, None, 1, in_slower_tier=key == "a") for key in "ab")
     for block in (once_below, plain):
         policy.insert(block, use)
         policy.offer(block)
-    once_below.kept_below = False
+    once_below.in_slower_tier = False
     plain.replicas = 1
     policy.offer(plain)
     assert drained(policy, 1) == ["b", "a"]
 
 
 def turn_of(policy: Moonpool, block: Resident) -> int:
-    return policy._places[block.key].visit.turn
+    return policy._entries[block.key].visit.turn
 
 
 def test_the_blocks_of_a_put_are_of_the_turn_that_looked_up_what_they_come_after() -> None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.errors import PutLost
-from kvpool.policy import Load, LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, Write
+from kvpool.policy import LoadOutcome, PoolCore, PoolLimits, SlotStatus, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.eviction import POLICIES
 from tests.kvpool import pool_sight
 from tests.kvpool.pool_sight import DIGESTS, NAMESPACES, ROOT, SPEC, SPECS, Address, Told, address, key, path
@@ -51,8 +51,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.puts: dict[str, tuple[int, str, list[tuple[Address, tuple[int, ...]]]]] = {}
         self.leases: dict[str, tuple[int, str, dict[int, Address]]] = {}
         self.unrevoked: dict[str, set[int]] = {}  # ended put -> slots that its writer may still write
-        self.loads: list[Load] = []
-        self.writes: list[Write] = []
+        self.loads: list[TierLoad] = []
+        self.writes: list[TierWrite] = []
         self.told = Told(self.core)
         self.totals: dict[str, int] = {}
         self.before: dict[Address, tuple[bool, bool]] = {}
@@ -310,7 +310,7 @@ class PoolMachine(RuleBasedStateMachine):
             span = range(write.ssd_offset, write.ssd_offset + -(-write.block.spec.block_nbytes // 4096) * 4096, 4096)
             assert not any(page in self.extents for page in span), "an extent was given again before that was told"
             self.extents[write.ssd_offset] = None
-            parent = write.block.place.parent
+            parent = write.block.prefix_node.parent
             assert parent is not None
             assert everything or parent.is_root or (parent.block is not None and parent.block.ssd is not None)
         self.writes += writes

@@ -165,7 +165,7 @@ def test_an_ssd_smaller_than_dram_comes_to_rest_with_what_leaves_next() -> None:
         pool.core.take_ssd_freed()
     assert [pool.where(keys(1, salt)) for salt in range(8)] == ["d"] * 3 + ["b"] * 3 + ["d"] * 2
     assert (pool.write_back(), pool.core.take_ssd_freed()) == ([], [])
-    assert [pool.core.store.find(NS, keys(1, salt)[0]).dram.kept_below for salt in (0, 3)] == [False, True]
+    assert [pool.core.store.find(NS, keys(1, salt)[0]).dram.in_slower_tier for salt in (0, 3)] == [False, True]
     assert pool.core.validate() == []
 
 
@@ -219,7 +219,7 @@ def test_restored_blocks_are_found_in_whatever_order_they_come() -> None:
     assert set(pool.told().values()) == {Tier.SSD}
     assert pool.load(chain) == 3
     assert pool.use(chain) == 3
-    assert [pool.core.store.find(NS, k).place.depth for k in chain] == [0, 1, 2]
+    assert [pool.core.store.find(NS, k).prefix_node.depth for k in chain] == [0, 1, 2]
     assert pool.core.validate() == []
 
 

@@ -265,7 +265,7 @@ async def test_what_somebody_waits_for_goes_before_what_is_prefetched(
     pins = [asyncio.create_task(client.pin(worker.ns, chain, lease_s=30, wait_s=60)) for chain in (waited, ahead[1])]
 
     async def both_wait() -> bool:
-        return len(pool_nodes[0].ssd.loader._waited_for) == 24
+        return len(pool_nodes[0].ssd.loader._urgent) == 24
 
     await until(both_wait)
     slow_reads.set()

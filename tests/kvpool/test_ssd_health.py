@@ -22,7 +22,7 @@ def test_a_failed_write_makes_it_read_only_for_longer_each_time(health: SsdHealt
         pauses.append(pause_s)
         now_s += pause_s
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    health.wrote()
+    health.write_succeeded()
     assert (health.state, health.may_write(now_s)) == (SsdState.OK, True)
     health.write_failed(now_s, "again")
     assert health.may_write(now_s + 1)
@@ -32,7 +32,7 @@ def test_only_reads_that_fail_in_a_row_make_it_failed(health: SsdHealth) -> None
     for _ in range(5):
         health.read_failed(0.0, "unreadable")
         health.read_failed(0.0, "unreadable")
-        health.was_read()
+        health.read_succeeded()
     assert health.state is SsdState.OK
     for _ in range(3):
         assert health.may_read(0.0)
@@ -41,14 +41,14 @@ def test_only_reads_that_fail_in_a_row_make_it_failed(health: SsdHealth) -> None
     assert not health.may_read(0.5)
     assert not health.may_write(0.5)
     assert health.may_read(1.0)
-    health.was_read()
+    health.read_succeeded()
     assert health.state is SsdState.OK
 
 
 def test_a_write_ends_failed_reads_until_the_next_one(health: SsdHealth) -> None:
     for _ in range(3):
         health.read_failed(0.0, "gone")
-    health.wrote()
+    health.write_succeeded()
     assert health.state is SsdState.OK
     health.read_failed(10.0, "gone")
     assert health.state is SsdState.FAILED
@@ -68,6 +68,6 @@ def test_each_change_is_logged_once(health: SsdHealth, caplog: pytest.LogCapture
     for second in range(5):
         health.write_failed(float(second), "no space left")
     for _ in range(5):
-        health.wrote()
+        health.write_succeeded()
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
     assert "the folder is read_only now: no space left" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import Model
-from kvpool.local.server import Door, open_door
+from kvpool.local.server import LocalPoolServer, start_local_pool_server
 from kvpool.node import PoolNode
 
 Start = Callable[..., Awaitable[Any]]
@@ -17,18 +17,18 @@ Greedy = Callable[[Model, list[int], int], list[int]]
 
 
 @pytest.fixture
-async def open_at() -> AsyncIterator[Callable[[PoolNode], Awaitable[Door]]]:
-    opened: list[Door] = []
+async def open_at() -> AsyncIterator[Callable[[PoolNode], Awaitable[LocalPoolServer]]]:
+    opened: list[LocalPoolServer] = []
 
-    async def open_it(node: PoolNode) -> Door:
-        door = await open_door(node)
+    async def open_it(node: PoolNode) -> LocalPoolServer:
+        door = await start_local_pool_server(node)
         assert door is not None
         opened.append(door)
         return door
 
     yield open_it
     for door in opened:
-        if door.node.door:
+        if door.node.local_socket:
             await door.close()
 
 

@@ -32,7 +32,7 @@ class Resident:
     cost_s: float = 0.0  # what computing it took, 0 = not known
     num_tokens: int = 0  # of a partial block; 0 = full
     replicas: int = 0  # copies on other nodes, as last told
-    kept_below: bool = False  # a slower tier has it too: leaving here loses nothing but time
+    in_slower_tier: bool = False  # a slower tier has it too: leaving here loses nothing but time
     born_ns: int = 0
     used_ns: int = 0  # last use; while a policy is told of a hit still the one before it
     hits: int = 0  # uses after the one that stored it

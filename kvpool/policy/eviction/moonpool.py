@@ -29,7 +29,7 @@ _GHOST_CAPACITIES = 2
 _QueueKey = tuple[int, int]  # class of reuse rate, half octaves of value
 
 
-class _Place:
+class _QueuedBlock:
     """What is known of a block that is here. `serial`: of its last use; `ticket`: of its queueing, 0 = not queued."""
 
     __slots__ = ("block", "key", "serial", "ticket", "visit")
@@ -42,26 +42,26 @@ class _Place:
         self.key: _QueueKey = (0, 0)
 
 
-_Ranked = tuple[float, int, int, int, _Place]  # index, serial, whether it is the newest end, ticket
-_Entry = tuple[int, int, _Place]  # serial (of the newest end's heap: negative), ticket
+_RankedEnd = tuple[float, int, int, int, _QueuedBlock]  # index, serial, whether it is the newest end, ticket
+_HeapEntry = tuple[int, int, _QueuedBlock]  # serial (of the newest end's heap: negative), ticket
 
 
-class _Queue:
+class _ReuseQueue:
     """Places of one class by the time of their last use; both ends can be had. Entries of other tickets are dead."""
 
     def __init__(self) -> None:
-        self._ends: tuple[list[_Entry], list[_Entry]] = ([], [])
+        self._ends: tuple[list[_HeapEntry], list[_HeapEntry]] = ([], [])
 
-    def add(self, place: _Place) -> None:
-        heapq.heappush(self._ends[0], (place.serial, place.ticket, place))
-        heapq.heappush(self._ends[1], (-place.serial, place.ticket, place))
+    def add(self, entry: _QueuedBlock) -> None:
+        heapq.heappush(self._ends[0], (entry.serial, entry.ticket, entry))
+        heapq.heappush(self._ends[1], (-entry.serial, entry.ticket, entry))
 
-    def end(self, newest: int) -> _Place | None:
+    def end(self, newest: int) -> _QueuedBlock | None:
         heap = self._ends[newest]
         while heap:
-            _, ticket, place = heap[0]
-            if place.ticket == ticket:
-                return place
+            _, ticket, entry = heap[0]
+            if entry.ticket == ticket:
+                return entry
             heapq.heappop(heap)
         return None
 
@@ -79,15 +79,15 @@ class Moonpool(EvictionPolicy):
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._model = ReuseModel()
-        self._places: dict[object, _Place] = {}  # of the blocks that are here
+        self._entries: dict[object, _QueuedBlock] = {}  # of the blocks that are here
         self._ghosts: OrderedDict[object, tuple[int, Visit, int]] = OrderedDict()  # hits, last visit, bytes
         self._ghost_nbytes = 0
         self._max_ghost_nbytes = _GHOST_CAPACITIES * capacity_nbytes
         self._use: Use | None = None
         self._visit = Visit(0, 0)
-        self._queues: dict[_QueueKey, _Queue] = {}
+        self._queues: dict[_QueueKey, _ReuseQueue] = {}
         # Ends of queues by their index at `_ranked_ns`, the worst first; those that are no end any more are skipped.
-        self._worst: list[_Ranked] = []
+        self._worst: list[_RankedEnd] = []
         self._ranked_ns = -1
         self._num_uses = self._num_tickets = self._num_queued = self._num_entries = 0
         self._cost_s = self._cost_nbytes = 0.0
@@ -101,7 +101,7 @@ class Moonpool(EvictionPolicy):
         worst = self._find_worst(use.now_ns)
         if worst is None or self._index(key, 0) >= worst[0]:
             return True
-        self._model.used(block.key, visit, hits, block.depth, block.num_tokens > 0, len(self._places))
+        self._model.used(block.key, visit, hits, block.depth, block.num_tokens > 0, len(self._entries))
         self._remember(block, hits, visit)
         return False
 
@@ -119,67 +119,67 @@ class Moonpool(EvictionPolicy):
             self._cost_s += block.cost_s
             self._cost_nbytes += block.nbytes
         self._num_uses += 1
-        block.state = self._places[block.key] = _Place(block, visit, self._num_uses)
-        self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._places))
+        block.state = self._entries[block.key] = _QueuedBlock(block, visit, self._num_uses)
+        self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._entries))
 
     def hit(self, block: Resident, use: Use) -> None:
-        place = _place(block)
-        visit, before = self._visit_of(block, use), place.visit
+        entry = _entry_of(block)
+        visit, before = self._visit_of(block, use), entry.visit
         visit.reached_blocks = block.depth + 1
         if before is visit:
             return
         if not use.stores:
             block.hits += 1
             _follow(visit, before, block.depth + 1)
-            self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._places))
-        place.visit = visit
+            self._model.used(block.key, visit, block.hits, block.depth, block.num_tokens > 0, len(self._entries))
+        entry.visit = visit
         self._num_uses += 1
-        place.serial = self._num_uses
-        if place.ticket:
-            self._unqueue(place)
+        entry.serial = self._num_uses
+        if entry.ticket:
+            self._unqueue(entry)
             self.offer(block)
 
     def offer(self, block: Resident) -> None:
-        place = _place(block)
-        key = self._queue_key(block, place.visit, block.hits)
-        if place.ticket:
-            if place.key == key:
+        entry = _entry_of(block)
+        key = self._queue_key(block, entry.visit, block.hits)
+        if entry.ticket:
+            if entry.key == key:
                 return
-            self._unqueue(place)
+            self._unqueue(entry)
         self._num_tickets += 1
         self._num_queued += 1
         self._num_entries += 1
-        place.key, place.ticket = key, self._num_tickets
+        entry.key, entry.ticket = key, self._num_tickets
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[key] = _Queue()
-        queue.add(place)
+            queue = self._queues[key] = _ReuseQueue()
+        queue.add(entry)
         for newest in (0, 1):
-            if self._ranked_ns >= 0 and queue.end(newest) is place:
-                self._rank(place, newest)
+            if self._ranked_ns >= 0 and queue.end(newest) is entry:
+                self._rank(entry, newest)
         if self._num_entries > 4 * self._num_queued + 256:
             self._sweep()
 
     def pop(self, now_ns: int, may_take: Callable[[Resident], bool]) -> Resident | None:
         while (worst := self._find_worst(now_ns)) is not None:
-            place = worst[-1]
-            block = place.block
-            if self._value_steps(block) != place.key[1]:
+            entry = worst[-1]
+            block = entry.block
+            if self._value_steps(block) != entry.key[1]:
                 self.offer(block)
                 continue
-            self._unqueue(place)
+            self._unqueue(entry)
             if may_take(block):
-                self._remember(block, block.hits, place.visit)
+                self._remember(block, block.hits, entry.visit)
                 self.remove(block)
                 return block
         return None
 
     def remove(self, block: Resident) -> None:
-        place = _place(block)
-        if place.ticket:
-            self._unqueue(place)
+        entry = _entry_of(block)
+        if entry.ticket:
+            self._unqueue(entry)
         block.state = None
-        del self._places[block.key]
+        del self._entries[block.key]
 
     def _visit_of(self, block: Resident, use: Use) -> Visit:
         if use is self._use:
@@ -195,7 +195,7 @@ class Moonpool(EvictionPolicy):
 
         Unless another request has been there since, as happens to beginnings that many share.
         """
-        last = self._places.get(block.parent if use.after is None else use.after)
+        last = self._entries.get(block.parent if use.after is None else use.after)
         if last is None:
             return Visit(use.now_ns, use.request_blocks)
         depth = last.block.depth + 1
@@ -211,7 +211,7 @@ class Moonpool(EvictionPolicy):
         value = 1.0
         if block.cost_s > 0 and self._cost_s > 0:
             value = block.cost_s / block.nbytes * self._cost_nbytes / self._cost_s
-        if block.kept_below:
+        if block.in_slower_tier:
             value *= _LOADING_SHARE
         if value == 1.0 and not block.replicas:
             return 0
@@ -221,11 +221,11 @@ class Moonpool(EvictionPolicy):
     def _index(self, key: _QueueKey, age_ns: int) -> float:
         return self._model.uses_per_second(key[0], age_ns) * math.sqrt(2) ** key[1]
 
-    def _rank(self, place: _Place, newest: int) -> None:
-        index = self._index(place.key, self._ranked_ns - place.visit.now_ns)
-        heapq.heappush(self._worst, (index, place.serial, newest, place.ticket, place))
+    def _rank(self, entry: _QueuedBlock, newest: int) -> None:
+        index = self._index(entry.key, self._ranked_ns - entry.visit.now_ns)
+        heapq.heappush(self._worst, (index, entry.serial, newest, entry.ticket, entry))
 
-    def _find_worst(self, now_ns: int) -> _Ranked | None:
+    def _find_worst(self, now_ns: int) -> _RankedEnd | None:
         if self._ranked_ns != now_ns:
             self._ranked_ns = now_ns
             self._worst.clear()
@@ -233,23 +233,23 @@ class Moonpool(EvictionPolicy):
                 self._rank_ends(queue)
         while self._worst:
             worst = self._worst[0]
-            _, _, newest, ticket, place = worst
-            if place.ticket == ticket and self._queues[place.key].end(newest) is place:
+            _, _, newest, ticket, entry = worst
+            if entry.ticket == ticket and self._queues[entry.key].end(newest) is entry:
                 return worst
             heapq.heappop(self._worst)
         return None
 
-    def _rank_ends(self, queue: _Queue) -> None:
+    def _rank_ends(self, queue: _ReuseQueue) -> None:
         for newest in (0, 1):
-            place = queue.end(newest)
-            if place is not None:
-                self._rank(place, newest)
+            entry = queue.end(newest)
+            if entry is not None:
+                self._rank(entry, newest)
 
-    def _unqueue(self, place: _Place) -> None:
+    def _unqueue(self, entry: _QueuedBlock) -> None:
         """The place is in no queue any more; who was next to it is an end now, if it was one."""
-        queue = self._queues[place.key]
-        was_end = queue.end(0) is place, queue.end(1) is place
-        place.ticket = 0
+        queue = self._queues[entry.key]
+        was_end = queue.end(0) is entry, queue.end(1) is entry
+        entry.ticket = 0
         self._num_queued -= 1
         for newest in (0, 1):
             if was_end[newest] and self._ranked_ns >= 0 and (end := queue.end(newest)) is not None:
@@ -286,7 +286,7 @@ def _follow(visit: Visit, before: Visit, known_blocks: int) -> None:
             visit.turn, visit.pause_s = 0, 0.0
 
 
-def _place(block: Resident) -> _Place:
-    place = block.state
-    assert isinstance(place, _Place), "a block that the policy was not told of, or has forgotten"
-    return place
+def _entry_of(block: Resident) -> _QueuedBlock:
+    entry = block.state
+    assert isinstance(entry, _QueuedBlock), "a block that the policy was not told of, or has forgotten"
+    return entry

@@ -24,7 +24,7 @@ from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
 Rank = tuple[int, ...]
 
 
-class _Place:
+class _RankedEntry:
     """A block's rank now, and whether the heap has an entry for it. Kept in `Resident.state`."""
 
     __slots__ = ("block", "queued", "rank")
@@ -42,7 +42,7 @@ class RankedQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Rank, _Place]] = []
+        self._heap: list[tuple[Rank, _RankedEntry]] = []
         self._num_blocks = 0
         self._num_dead = 0
 
@@ -56,55 +56,55 @@ class RankedQueue:
 
     def add(self, block: Resident, rank: Rank) -> None:
         """The block is in this queue from now on, not yet offered."""
-        block.state = _Place(block, rank)
+        block.state = _RankedEntry(block, rank)
         self._num_blocks += 1
 
     def raise_rank(self, block: Resident, rank: Rank) -> None:
         """A new rank, above the block's last one."""
-        _place(block).rank = rank
+        _entry_of(block).rank = rank
 
     def offer(self, block: Resident) -> None:
         """The block may be taken; to say so again changes nothing."""
-        place = _place(block)
-        if not place.queued:
-            place.queued = True
-            heapq.heappush(self._heap, (place.rank, place))
+        entry = _entry_of(block)
+        if not entry.queued:
+            entry.queued = True
+            heapq.heappush(self._heap, (entry.rank, entry))
 
     def is_offered(self, block: Resident) -> bool:
         """Whether the block was offered, and not found untakeable since."""
-        return _place(block).queued
+        return _entry_of(block).queued
 
     def take(self, may_take: Callable[[Resident], bool]) -> Resident | None:
         """Take out the block of the lowest rank among those offered that may be taken; None when there is none."""
         heap = self._heap
         while heap:
-            rank, place = heap[0]
-            block = place.block
+            rank, entry = heap[0]
+            block = entry.block
             if block is None:
                 heapq.heappop(heap)
                 self._num_dead -= 1
-            elif place.rank != rank:
-                heapq.heapreplace(heap, (place.rank, place))
+            elif entry.rank != rank:
+                heapq.heapreplace(heap, (entry.rank, entry))
             else:
                 heapq.heappop(heap)
-                place.queued = False
+                entry.queued = False
                 if may_take(block):
-                    self._forget(place, block)
+                    self._forget(entry, block)
                     return block
         return None
 
     def discard(self, block: Resident) -> None:
         """The block is in this queue no more."""
-        place = _place(block)
-        self._forget(place, block)
-        self._num_dead += place.queued
+        entry = _entry_of(block)
+        self._forget(entry, block)
+        self._num_dead += entry.queued
         if 2 * self._num_dead > len(self._heap) + 64:
             self._heap = [entry for entry in self._heap if entry[1].block is not None]
             heapq.heapify(self._heap)
             self._num_dead = 0
 
-    def _forget(self, place: _Place, block: Resident) -> None:
-        place.block = None
+    def _forget(self, entry: _RankedEntry, block: Resident) -> None:
+        entry.block = None
         block.state = None
         self._num_blocks -= 1
 
@@ -140,10 +140,10 @@ class RankedPolicy(EvictionPolicy):
         self._queue.discard(block)
 
 
-def _place(block: Resident) -> _Place:
-    place: Any = block.state
-    assert place is not None, "a block that the policy was not told of, or has forgotten"
-    return place  # type: ignore[no-any-return]
+def _entry_of(block: Resident) -> _RankedEntry:
+    entry: Any = block.state
+    assert entry is not None, "a block that the policy was not told of, or has forgotten"
+    return entry  # type: ignore[no-any-return]
 
 
 class Lru(RankedPolicy):

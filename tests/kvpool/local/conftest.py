@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import KvSpec, PoolClient, kv_namespace, parent_keys
-from kvpool.local import LocalPool, PutStatus
+from kvpool.local import LocalPoolClient, PutStatus
 from messenger import SharedMemory
 
 
@@ -17,7 +17,7 @@ class HostProcess:
     """Calls block: in a test whose loop runs the pool node, make them from a thread."""
 
     def __init__(self, door: str, spec: KvSpec) -> None:
-        self.pool = LocalPool(door, owner="host", owner_incarnation=1)
+        self.pool = LocalPoolClient(door, owner="host", owner_incarnation=1)
         self.spec, self.ns = spec, kv_namespace("weights", spec)
         self.memory = SharedMemory.create(1 << 20, "host process")
         self.region = self.pool.offer(self.memory)
@@ -63,7 +63,7 @@ class HostProcess:
 async def door_of(target: str) -> str:
     client = PoolClient(target, owner="asks", owner_incarnation=1)
     try:
-        return (await client.describe()).door
+        return (await client.describe()).local_socket
     finally:
         await client.close()
 

@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvpool.local.index_layout import SpecPlan
-from kvpool.local.protocol import MAX_BODY_NBYTES, Hello, Offer, Put, Touch, Welcome, encode
+from kvpool.local.index_layout import SpecLayout
+from kvpool.local.protocol import MAX_BODY_NBYTES, Attach, Attached, PutBlocks, RegisterMemory, TouchBlocks, encode
 from messenger import SharedMemory
 
 
@@ -25,7 +25,7 @@ class Raw:
         self.sock.connect(door)
 
     def hello(self) -> "Raw":
-        self.sock.sendall(encode(Hello("raw", 1)))
+        self.sock.sendall(encode(Attach("raw", 1)))
         _, fds, _, _ = socket.recv_fds(self.sock, 4096, 4)
         for fd in fds:
             os.close(fd)
@@ -54,11 +54,11 @@ BAD: dict[str, Callable[[], bytes]] = {
     "over the limit": lambda: frame(8, b"", length=MAX_BODY_NBYTES + 1),
     "no msgpack": lambda: frame(10, b"\xc1\xc1"),
     "number or type": lambda: frame(10, msgpack.packb([1, 2])),
-    "no Hello can be": lambda: encode(Hello("again", 1)),
-    "no request": lambda: encode(Welcome("n", 1, 2, 3)),
-    "without a descriptor": lambda: encode(Offer(1, 4096)),
-    "never offered": lambda: encode(Put(bytes(16), b"", 9, b"", b"", b"", b"", b"", 0.0)),
-    "a namespace of": lambda: encode(Touch(b"short", bytes(16))),
+    "no Attach can be": lambda: encode(Attach("again", 1)),
+    "no request": lambda: encode(Attached("n", 1, 2, 3)),
+    "without a descriptor": lambda: encode(RegisterMemory(1, 4096)),
+    "never offered": lambda: encode(PutBlocks(bytes(16), b"", 9, b"", b"", b"", b"", b"", 0.0)),
+    "a namespace of": lambda: encode(TouchBlocks(b"short", bytes(16))),
 }
 
 
@@ -84,7 +84,7 @@ async def test_who_does_not_say_hello_first_is_sent_away(start_pool: Any, enter:
 
     def misbehave() -> bytes:
         raw = Raw(str(host.pool._caller.path))
-        raw.sock.sendall(encode(Touch(bytes(16), b"")))
+        raw.sock.sendall(encode(TouchBlocks(bytes(16), b"")))
         return raw.sent_away()
 
     assert b"only Hello can be" in await asyncio.to_thread(misbehave)
@@ -96,7 +96,7 @@ async def test_a_descriptor_that_is_no_sealed_memory_is_refused(start_pool: Any,
 
     def misbehave(fd: int) -> bytes:
         raw = Raw(str(host.pool._caller.path)).hello()
-        socket.send_fds(raw.sock, [encode(Offer(1, 4096))], [fd])
+        socket.send_fds(raw.sock, [encode(RegisterMemory(1, 4096))], [fd])
         return raw.sent_away()
 
     file = os.open(tmp_path / "file", os.O_RDONLY)
@@ -112,15 +112,17 @@ async def test_a_put_whose_parts_do_not_fit_is_refused_and_the_caller_stays(
     start_pool: Any, enter: Any, chain_of: Any
 ) -> None:
     host = await enter((await start_pool()).target)
-    chain, spec_bytes = chain_of(1).tobytes(), SpecPlan(host.spec).proto_bytes
+    chain, spec_bytes = chain_of(1).tobytes(), SpecLayout(host.spec).proto_bytes
 
     def misbehave() -> list[bytes]:
         raw = Raw(str(host.pool._caller.path)).hello()
         memory = SharedMemory.create(4096, "raw")
-        socket.send_fds(raw.sock, [encode(Offer(1, 4096))], [memory.fd])
+        socket.send_fds(raw.sock, [encode(RegisterMemory(1, 4096))], [memory.fd])
         raw.sock.recv(4096)
         answers = []
-        good = Put(host.ns, spec_bytes, 1, chain, bytes(16), np.zeros(2, np.int64).tobytes(), bytes(40), bytes(4), 0.0)
+        good = PutBlocks(
+            host.ns, spec_bytes, 1, chain, bytes(16), np.zeros(2, np.int64).tobytes(), bytes(40), bytes(4), 0.0
+        )
         for change in (
             {"parents": b""},
             {"spec": b"\xff\xff"},
@@ -160,7 +162,7 @@ async def test_a_caller_that_hangs_up_in_mid_frame_leaves_nothing_behind(
 
     def leave() -> None:
         raw = Raw(str(host.pool._caller.path)).hello()
-        raw.sock.sendall(encode(Touch(bytes(16), bytes(1600)))[:40])
+        raw.sock.sendall(encode(TouchBlocks(bytes(16), bytes(1600)))[:40])
         raw.sock.close()
 
     for _ in range(20):

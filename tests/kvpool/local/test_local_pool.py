@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvpool import KvGroup, KvSpec, PoolClient, layer_digests
-from kvpool.errors import AddressError, DoorClosed, PoolConfigError, SpecError, SpecMismatch
-from kvpool.local import LocalPool, PutStatus
-from kvpool.local.index_layout import SpecPlan
-from kvpool.local.protocol import Put
+from kvpool.errors import AddressError, LocalPoolUnavailable, PoolConfigError, SpecError, SpecMismatch
+from kvpool.local import LocalPoolClient, PutStatus
+from kvpool.local.index_layout import SpecLayout
+from kvpool.local.protocol import PutBlocks
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
 
@@ -196,7 +196,7 @@ async def test_what_is_read_is_used_and_stays(start_pool: Any, enter: Any, chain
     for i in range(room):
         await asyncio.to_thread(host.put, old[i : i + 1])
     assert await asyncio.to_thread(host.get, old[:1]) == 1
-    await asyncio.to_thread(host.pool.tell_touches)
+    await asyncio.to_thread(host.pool.send_touches)
     for i in range(room // 2):
         await asyncio.to_thread(host.put, new[i : i + 1])
     assert host.pool.contains(host.ns, old[0])
@@ -214,7 +214,7 @@ async def test_after_the_pool_nodes_death_no_get_succeeds_and_a_successor_can_be
     assert host.get(chain) == 2
     await pool.end(signal.SIGKILL)
     for use in (host.get, host.put):
-        with pytest.raises(DoorClosed, match="gone"):
+        with pytest.raises(LocalPoolUnavailable, match="gone"):
             use(chain)
     await start_process(target)
     again = await enter(target)
@@ -226,8 +226,8 @@ async def test_after_the_pool_nodes_death_no_get_succeeds_and_a_successor_can_be
 async def test_a_node_that_speaks_tcp_alone_has_no_door(start_pool: Any, door_at: Any, tmp_path: Path) -> None:
     pool = await start_pool(messenger=MessengerConfig(transport="tcp"))
     assert await door_at(pool.target) == ""
-    with pytest.raises(DoorClosed, match="no pool node answers"):
-        LocalPool(f"{tmp_path}/nothing.sock", owner="host", owner_incarnation=1)
+    with pytest.raises(LocalPoolUnavailable, match="no pool node answers"):
+        LocalPoolClient(f"{tmp_path}/nothing.sock", owner="host", owner_incarnation=1)
 
 
 async def test_callers_map_the_arena_and_the_index_for_reading_only(start_pool: Any, enter: Any) -> None:
@@ -288,7 +288,7 @@ async def test_a_put_of_many_bytes_keeps_its_order_with_what_follows(
         nothing = np.zeros((40, 16), np.uint8)
         status = host.pool.put(host.ns, big, chain, nothing, host.region, one.repeat(40, axis=1))
         assert (status == PutStatus.STORED).all()
-        host.pool.tell_touches()
+        host.pool.send_touches()
         return host.pool.get(host.ns, big, chain, host.landing, one.repeat(40, axis=1))
 
     assert await asyncio.to_thread(put_and_get) == 40
@@ -306,8 +306,8 @@ async def test_a_put_whose_caller_hangs_up_stores_what_has_the_digests_told_and_
     core = pool_nodes[0].core
     chain, offsets = chain_of(n), leaving.offsets(1).repeat(n, axis=1)
     digests = leaving.pool.digests(big, leaving.region, offsets).tobytes() if told else b""
-    message = Put(
-        leaving.ns, SpecPlan(big).proto_bytes, leaving.region, chain.tobytes(), bytes(16 * n), offsets.tobytes(),
+    message = PutBlocks(
+        leaving.ns, SpecLayout(big).proto_bytes, leaving.region, chain.tobytes(), bytes(16 * n), offsets.tobytes(),
         digests, bytes(4 * n), 0.0,
     )  # fmt: skip
     # Both in this loop's thread, so that the node reads the put after the caller's end, whose memory may hold anything.

@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import KvGroup, KvSpec, layer_digests
-from kvpool.local import LocalPool, index_layout
+from kvpool.local import LocalPoolClient, index_layout
 from kvpool.local.index_kernels import index_kernels
-from kvpool.local.index_layout import SpecPlan
+from kvpool.local.index_layout import SpecLayout
 from kvpool.local.shared_index import SharedIndex
 from messenger.memory import PeerMemory
 
@@ -39,7 +39,7 @@ async def test_eviction_under_a_readers_feet_never_gives_other_bytes(
     writer = await asyncio.create_subprocess_exec(
         sys.executable, str(HERE / "writer_process.py"), door, str(tmp_path / "progress")
     )
-    pool = LocalPool(door, owner="reader", owner_incarnation=1)
+    pool = LocalPoolClient(door, owner="reader", owner_incarnation=1)
     landing, offsets = np.zeros(SPEC.block_nbytes, np.uint8), np.zeros((1, 1), np.int64)
     done, rng, found, missed = np.memmap(tmp_path / "progress", np.uint64), np.random.default_rng(0), 0, 0
     try:
@@ -65,7 +65,7 @@ async def test_eviction_under_a_readers_feet_never_gives_other_bytes(
 
 
 class Reader:
-    """Looks into an index as `LocalPool` does, with an arena of its own; block i lies at 64 * i."""
+    """Looks into an index as `LocalPoolClient` does, with an arena of its own; block i lies at 64 * i."""
 
     def __init__(self, index: NDArray[np.uint8]) -> None:
         self.words = index.view(np.uint64)
@@ -73,7 +73,7 @@ class Reader:
         self.shape = np.array([self.words[i] for i in at], np.int64)
         self.kernels = index_kernels()
         spec = KvSpec((KvGroup("full", 0, tuple(range(NUM_LAYERS)), kv_heads=1, head_dim=1, dtype="float32"),), 1)
-        self.plan = SpecPlan(spec).array
+        self.plan = SpecLayout(spec).array
 
     def find(self, i: int) -> bool:
         name = key = np.full(2, int.from_bytes(bytes([i + 1]) * 8, "little"), np.uint64)
@@ -147,7 +147,7 @@ def test_a_block_that_leaves_while_it_is_copied_is_a_miss(verify: bool) -> None:
     leaving.digests = (layer_digests(arena.reshape(1, -1), spec, 0, np.full(1, spec.block_tokens, np.int32)).tobytes(),)
     index.apply([(True, leaving)])  # type: ignore[list-item]
     reader = Reader(index.memory.array)
-    reader.plan = SpecPlan(spec).array
+    reader.plan = SpecLayout(spec).array
 
     cleared = threading.Event()
 

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 
 from kvpool import KvGroup, KvSpec, chain_keys, chain_seed, kv_namespace
-from kvpool.local import LocalPool
+from kvpool.local import LocalPoolClient
 from messenger import SharedMemory
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), kv_heads=1, head_dim=64, dtype="float32"),), 64)
@@ -26,7 +26,7 @@ def bytes_of(i: int) -> np.ndarray:
 
 def main(door: str, progress: str) -> None:
     done = np.memmap(progress, np.uint64)
-    pool = LocalPool(door, owner="writer", owner_incarnation=1)
+    pool = LocalPoolClient(door, owner="writer", owner_incarnation=1)
     memory = SharedMemory.create(SPEC.block_nbytes, "writer")
     region = pool.offer(memory)
     nothing, offsets = np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.int64)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.ssd.disk import Batch, Disk, IoThreads
+from kvpool.ssd.disk import Disk, IoBatch, IoThreads
 
 MIB = 1 << 20
 # By the xxhash library, seed 0, of bytes 0, 1, ... 250, 0, 1, ... of this length with zeros up to whole pages; beyond
@@ -29,7 +29,7 @@ def test_the_checksum_is_xxh64_however_its_memory_is_cut(ssd_path: Path, nbytes:
     for cut in (nbytes, nbytes // 3):
         memory = [(start, cut), (start + cut, nbytes - cut)] if cut < nbytes else [(start, nbytes)]
         for write in (True, False):
-            outcome = disk.start(threads, Batch([0], [memory], 8 * MIB), fds, write=write).finish()
+            outcome = disk.start(threads, IoBatch([0], [memory], 8 * MIB), fds, write=write).finish()
             assert (outcome.status.tolist(), outcome.sums.tolist()) == ([0], [expected])
     threads.stop()
     disk.close(int(fds[0]))

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool.ssd import SsdStore
-from kvpool.ssd.disk import Batch, Disk, Flight, IoThreads
+from kvpool.ssd.disk import Disk, InFlightBatch, IoBatch, IoThreads
 
 Open = Callable[..., SsdStore]
 PAGE, SECTOR = 4096, 512
@@ -51,7 +51,7 @@ class RecordingDisk(Disk):
     def sync_dir(self, path: Path) -> None:
         self.log.append(("sync_dir",))
 
-    def start(self, threads: IoThreads, batch: Batch, fds: NDArray[np.int32], *, write: bool) -> Flight:
+    def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         if write:
             for _, at, nbytes, first, count, _ in batch.pieces.tolist():
                 data = b"".join(ctypes.string_at(*run) for run in batch.piece_runs[first : first + count].tolist())

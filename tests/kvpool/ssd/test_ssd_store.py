@@ -85,7 +85,7 @@ def test_what_is_freed_is_gone_after_a_crash_once_it_was_settled(open_store: Ope
         # What a crash leaves: the folder as it is now, its store open.
         crashed = open_store(shutil.copytree(ssd_path, ssd_path / name, ignore=lambda *_: ["before"]))
         assert blocks.pages(crashed) == found
-        store.settle()
+        store.sync_frees()
 
 
 def test_a_block_is_never_given_in_the_place_of_another(open_store: Open, blocks: Any) -> None:
