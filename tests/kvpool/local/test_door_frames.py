@@ -54,7 +54,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "over the limit": lambda: frame(8, b"", length=MAX_BODY_NBYTES + 1),
     "no msgpack": lambda: frame(10, b"\xc1\xc1"),
     "number or type": lambda: frame(10, msgpack.packb([1, 2])),
-    "no Attach can be": lambda: encode(Attach("again", 1)),
+    "Attach was sent already": lambda: encode(Attach("again", 1)),
     "no request": lambda: encode(Attached("n", 1, 2, 3)),
     "without a descriptor": lambda: encode(RegisterMemory(1, 4096)),
     "never offered": lambda: encode(PutBlocks(bytes(16), b"", 9, b"", b"", b"", b"", b"", 0.0)),
