@@ -147,8 +147,8 @@ def _match(words: Any, shape: Any, name: Any, chain: Any) -> Any:
 
 
 def _get(
-    words: Any, shape: Any, name: Any, chain: Any, layout: Any, source8: Any, source32: Any, target8: Any, target32: Any,
-    targets: Any, first_block: Any, verify: Any,
+    words: Any, shape: Any, name: Any, chain: Any, layout: Any, source8: Any, source32: Any, target8: Any,
+    target32: Any, targets: Any, first_block: Any, verify: Any,
 ) -> Any:  # fmt: skip
     """Copy leading blocks from `first_block` on: (how many blocks are right, why it ended there).
 

@@ -56,8 +56,8 @@ def copy_blocks(
         raise SpecError(f"digests of shape {expected.shape}: expected [{n}, {layout.num_layers}]")
     right, digests = np.empty(n, np.uint8), np.empty(shape, np.uint64)
     done = _kernels()[0](
-        source.array, source.words, starts, target.array, target.words, targets, layout.array, num_tokens, told, digests,
-        right,
+        source.array, source.words, starts, target.array, target.words, targets, layout.array, num_tokens, told,
+        digests, right,
     )  # fmt: skip
     if done:
         raise _not_done(done, f"{len(source.array)} bytes to copy from, {len(target.array)} to copy to", layout)

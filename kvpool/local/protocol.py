@@ -113,28 +113,16 @@ class ErrorReply(NamedTuple):
 
 
 Message = (
-    Attach | Attached | GetIndex | IndexReply | RegisterMemory | MemoryRegistered | UnregisterMemory | PutBlocks | PutReply | TouchBlocks | ReportCorrupt | ErrorReply
+    Attach | Attached | GetIndex | IndexReply | RegisterMemory | MemoryRegistered
+    | UnregisterMemory | PutBlocks | PutReply | TouchBlocks | ReportCorrupt | ErrorReply
 )  # fmt: skip
 
-_FRAMING = Framing(
-    MAGIC,
-    VERSION,
-    (
-        Attach,
-        Attached,
-        GetIndex,
-        IndexReply,
-        RegisterMemory,
-        MemoryRegistered,
-        UnregisterMemory,
-        PutBlocks,
-        PutReply,
-        TouchBlocks,
-        ReportCorrupt,
-        ErrorReply,
-    ),
-    MAX_BODY_NBYTES,
-)
+# A message's number on the wire is its place in this tuple: append new ones at the end.
+_KINDS = (
+    Attach, Attached, GetIndex, IndexReply, RegisterMemory, MemoryRegistered,
+    UnregisterMemory, PutBlocks, PutReply, TouchBlocks, ReportCorrupt, ErrorReply,
+)  # fmt: skip
+_FRAMING = Framing(MAGIC, VERSION, _KINDS, MAX_BODY_NBYTES)
 encode: Callable[[Message], bytes] = _FRAMING.encode
 decode_prefix = _FRAMING.decode_prefix
 decode_body: Callable[[int, bytes | bytearray | memoryview], Message] = _FRAMING.decode_body

@@ -235,7 +235,7 @@ LANDING_NBYTES = 1 << 18
 _MAX_FDS = 4
 _FD = struct.Struct("@i")
 _ANCILLARY_NBYTES = socket.CMSG_LEN(_MAX_FDS * _FD.size)
-_HELLO_S = 10.0  # until when a caller must have said who it is
+_ATTACH_S = 10.0  # until when a caller must have said who it is
 
 
 class ClientConnection:
@@ -264,7 +264,7 @@ class ClientConnection:
         self._unsent = bytearray()
         self.putting: asyncio.Task[None] | None = None  # a put that takes its time
         self._loop.add_reader(sock.fileno(), self._readable)
-        self._silent = self._loop.call_later(_HELLO_S, self._refuse, "ProtocolError", "no Attach came")
+        self._silent = self._loop.call_later(_ATTACH_S, self._refuse, "ProtocolError", "no Attach came")
 
     def close(self) -> None:
         """Let go of the caller and of its memory. A put under way goes on to its end; nobody is told."""
@@ -326,9 +326,9 @@ class ClientConnection:
 
     def _do(self, message: Message) -> None:
         if (self._caller is None) != isinstance(message, Attach):
-            raise ProtocolError(
-                f"{type(message).__name__} where {'only' if self._caller is None else 'no'} Hello can be"
-            )
+            if self._caller is None:
+                raise ProtocolError(f"the first message was {type(message).__name__}, expected Attach")
+            raise ProtocolError("Attach was sent already")
         try:
             self._answer(message)
         except KvPoolError as error:

@@ -132,8 +132,8 @@ class SsdStore:
     def free(self, offsets: Iterable[int]) -> None:
         """Forget the blocks at these offsets; offsets without a block are passed over.
 
-        At once for readers; durable before any of the space is written again, with the next write, `sync_frees` or `close`.
-        A block freed while it is being written is forgotten as soon as that write returns.
+        At once for readers; durable before any of the space is written again, with the next write, `sync_frees` or
+        `close`. A block freed while it is being written is forgotten as soon as that write returns.
         """
         commits = self._commits
         with commits.lock:

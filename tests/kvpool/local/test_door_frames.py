@@ -87,7 +87,7 @@ async def test_who_does_not_say_hello_first_is_sent_away(start_pool: Any, enter:
         raw.sock.sendall(encode(TouchBlocks(bytes(16), b"")))
         return raw.sent_away()
 
-    assert b"only Hello can be" in await asyncio.to_thread(misbehave)
+    assert b"expected Attach" in await asyncio.to_thread(misbehave)
 
 
 async def test_a_descriptor_that_is_no_sealed_memory_is_refused(start_pool: Any, enter: Any, tmp_path: Any) -> None:
