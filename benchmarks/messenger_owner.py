@@ -43,7 +43,7 @@ def own(transport: str, path: str, run_dir: str) -> None:
     """The other process: answers "cpu" with its CPU seconds, and is busy from "busy" to the next line."""
     if path == "python":
         for kind in (TcpResponder, ShmResponder):
-            kind.fast_lane = lambda *_: None  # type: ignore[method-assign]
+            kind.compiled_loop = lambda *_: None  # type: ignore[method-assign]
     config = MessengerConfig(transport=transport, run_dir=Path(run_dir))  # type: ignore[arg-type]
     messenger = Messenger(config, node_id="owner", incarnation=1)
     messenger.on_notify(lambda *_: None)

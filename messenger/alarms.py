@@ -1,8 +1,7 @@
 """One thread that calls back at given times: deadlines of operations and grace periods.
 
-Alarms are kept in buckets of `TICK_S`, so setting and clearing one costs a dictionary operation.
-
-One alarm for many deadlines: it rings when the earliest may have passed, and is then set to the next.
+Alarms are kept in buckets of `TICK_S`, so setting and clearing one costs a dictionary operation. The clock's lock is a
+leaf, held for no callback.
 """
 
 import heapq
@@ -14,13 +13,13 @@ from collections.abc import Callable
 
 TICK_S = 0.005
 _FOREVER_S = threading.TIMEOUT_MAX / 2
-"""Longer than this no thread can wait."""
+"""A thread cannot wait for longer."""
 
 _log = logging.getLogger(__name__)
 
 
 class Alarm:
-    """A callback that is due; `clear` it when it is no longer wanted."""
+    """A callback that is due at a time; cleared by `AlarmClock.clear`."""
 
     __slots__ = ("callback", "tick")
 
@@ -30,7 +29,7 @@ class Alarm:
 
 
 class AlarmClock:
-    """Callbacks run on the clock's thread, must be brief, and run at most `TICK_S` late on an idle machine."""
+    """Thread of alarms. Callbacks run on it, must be brief, and run at most `TICK_S` late on an idle machine."""
 
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
@@ -40,6 +39,7 @@ class AlarmClock:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def set(self, delay_s: float, callback: Callable[[], None]) -> Alarm:
@@ -56,19 +56,19 @@ class AlarmClock:
         return alarm
 
     def clear(self, alarm: Alarm) -> None:
-        """Forget the alarm; too late if it rings already."""
+        """Remove the alarm; has no effect on one that is ringing already."""
         with self._changed:
             bucket = self._buckets.get(alarm.tick)
             if bucket is not None:
                 bucket.discard(alarm)
 
     def pending(self) -> int:
-        """Alarms that are set."""
+        """Return the number of alarms that are set."""
         with self._changed:
             return sum(map(len, self._buckets.values()))
 
-    def is_here(self) -> bool:
-        """Whether the calling thread is the clock's: in a callback."""
+    def is_current_thread(self) -> bool:
+        """Return True on the clock's thread, that is, inside a callback."""
         return self._thread is threading.current_thread()
 
     def close(self) -> None:
@@ -76,13 +76,13 @@ class AlarmClock:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.is_alive() and not self.is_here():
+        if self._thread.is_alive() and not self.is_current_thread():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._forget_empty()
+                self._drop_empty_buckets()
                 if self._closing:
                     return
                 wait_s = self._ticks[0] * TICK_S - time.monotonic() if self._ticks else None
@@ -96,16 +96,18 @@ class AlarmClock:
                 except Exception:
                     _log.exception("an alarm's callback failed")
 
-    def _forget_empty(self) -> None:
+    def _drop_empty_buckets(self) -> None:
         # Only at the head: operations that ended in time leave empty buckets, which must not wake the thread.
         while self._ticks and not self._buckets[self._ticks[0]]:
             del self._buckets[heapq.heappop(self._ticks)]
 
 
-class Deadlines:
-    """Guarded by its user's lock. `ring` is called without it, and calls `rang` first, then `watch` for what is open.
+class EarliestAlarm:
+    """One alarm for many deadlines: it rings when the earliest may have passed, and is then set to the next.
 
-    A deadline that is kept costs no call of the clock: the alarm rings for nothing, now and then.
+    Guarded by its user's lock. `ring` is called without that lock; it must call `rang` first, and then `watch` for each
+    deadline that is still open. A deadline that is met costs no call of the clock; instead, the alarm sometimes rings
+    without need.
     """
 
     def __init__(self, clock: AlarmClock, ring: Callable[[], None]) -> None:
@@ -122,12 +124,12 @@ class Deadlines:
             self._alarm = self._clock.set(max(0.0, due_s - time.monotonic()), self._ring)
 
     def rang(self) -> None:
-        """The alarm has rung, and watches nothing now."""
+        """Record that the alarm has rung and watches nothing."""
         self._alarm = None
         self._due_s = math.inf
 
     def clear(self) -> None:
-        """Ring no more."""
+        """Watch nothing, and do not ring."""
         if self._alarm is not None:
             self._clock.clear(self._alarm)
         self.rang()

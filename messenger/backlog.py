@@ -1,12 +1,6 @@
-"""The parts that no stream to a peer has begun yet, by priority, and which of them a stream may begin next. Pure.
+"""Queues of one peer's parts: those that no stream has begun (Backlog), and those a stream has begun (InFlight). Pure.
 
-Within a priority, parts wait in three queues. Ordered: writes and notifications that go by the first stream, one after
-the other. Spread: parts of large writes, for any write stream. Reads: for any read stream. What joins the queues again
-are the notifications: none begins before every spread write that was submitted before it has landed or failed.
-
-What one stream has begun: the parts in flight, in order, and those that are to be sent again. Pure.
-
-A part that is sent again because its connection broke keeps its number, by which the owner recognises it.
+Both are guarded by the peer's traffic lock.
 """
 
 from collections import deque
@@ -15,49 +9,53 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from messenger.operation import READ, Operation, Part
-from messenger.priority import BACKGROUND, Priority, Turns
+from messenger.priority import BACKGROUND, Priority, PriorityPicker
 
 
-class Way(IntEnum):
-    """By which streams a part goes."""
+class QueueKind(IntEnum):
+    """Queue in which a part waits, which decides the streams that may carry it."""
 
     ORDERED = 0
+    """Writes and notifications that go one after the other by the first stream."""
     SPREAD = 1
+    """Parts of large writes, for any write stream."""
     READS = 2
+    """Reads, for any read stream."""
 
 
-# As of messenger.operation.Kind.
-ORDERED, SPREAD, READS = Way.ORDERED, Way.SPREAD, Way.READS
+# Module constants for hot paths; see messenger.operation.Kind.
+ORDERED, SPREAD, READS = QueueKind.ORDERED, QueueKind.SPREAD, QueueKind.READS
 
 
 @dataclass(frozen=True)
-class Role:
-    """What one stream of a peer carries."""
+class StreamRole:
+    """Queues that one stream of a peer serves."""
 
     ordered: bool
     spread: bool
     reads: bool
 
-    def carries(self, way: Way) -> bool:
-        """Whether parts of this way may go by the stream."""
-        return (self.ordered, self.spread, self.reads)[way]
+    def carries(self, kind: QueueKind) -> bool:
+        """Return True if parts of this queue may go by the stream."""
+        return (self.ordered, self.spread, self.reads)[kind]
 
 
-class _Class:
-    """One priority's queues."""
+class _PriorityQueues:
+    """Queues of one priority."""
 
     def __init__(self) -> None:
         self.ordered: deque[Part] = deque()
         self.spread: deque[Part] = deque()
         self.reads: deque[Part] = deque()
         self.spreading: dict[Operation, int] = {}
-        """Writes of which spread parts are queued or in flight, and how many; the oldest first."""
+        """Writes with spread parts that are queued or in flight, and the number of those parts; the oldest first."""
 
     def queues(self) -> tuple[deque[Part], deque[Part], deque[Part]]:
+        """Return the queues in the order of QueueKind."""
         return self.ordered, self.spread, self.reads
 
-    def next_queue(self, role: Role) -> deque[Part] | None:
-        """The queue whose head the stream may begin; of several the oldest."""
+    def next_queue(self, role: StreamRole) -> deque[Part] | None:
+        """Return the queue whose head the stream may begin; of several, the one with the oldest head."""
         best = self.ordered if role.ordered and self.ordered and self._may_begin(self.ordered[0]) else None
         for queue, carried in ((self.spread, role.spread), (self.reads, role.reads)):
             if carried and queue and (best is None or queue[0].operation.number < best[0].operation.number):
@@ -67,44 +65,50 @@ class _Class:
     def _may_begin(self, part: Part) -> bool:
         if part.notification is None or not self.spreading:
             return True
-        # Its own parts first: threads that submit at once may be here in another order than by number.
+        # The operation's own parts come first: concurrent submitters may arrive here out of the order of numbers.
         return part.operation not in self.spreading and next(iter(self.spreading)).number > part.operation.number
 
 
 class Backlog:
+    """Parts that no stream has begun yet, by priority and queue.
+
+    Notifications join the queues of a priority: none begins before every spread write that was submitted before it has
+    landed or failed.
+    """
+
     def __init__(self) -> None:
-        self._classes = {priority: _Class() for priority in Priority}
-        self._turns: dict[Role, Turns] = {}
+        self._classes = {priority: _PriorityQueues() for priority in Priority}
+        self._pickers: dict[StreamRole, PriorityPicker] = {}
         self._queued = 0
 
     def __len__(self) -> int:
         return self._queued
 
     def depths(self) -> list[int]:
-        """Parts queued, by priority."""
+        """Return the number of queued parts by priority."""
         return [sum(len(queue) for queue in self._classes[priority].queues()) for priority in Priority]
 
-    def push(self, way: Way, part: Part) -> None:
-        """Queue a part behind those of its way and priority; all parts of an operation before any of them begins."""
+    def push(self, kind: QueueKind, part: Part) -> None:
+        """Append a part to its queue. All parts of an operation must be pushed before any of them begins."""
         own = self._classes[part.operation.priority]
-        if way is ORDERED:
+        if kind is ORDERED:
             own.ordered.append(part)
-        elif way is READS:
+        elif kind is READS:
             own.reads.append(part)
         else:
             own.spread.append(part)
             own.spreading[part.operation] = own.spreading.get(part.operation, 0) + 1
         self._queued += 1
 
-    def take(self, role: Role, *, background: bool) -> Part | None:
-        """The next part for a stream of this role; of the lowest class only if `background`."""
+    def take(self, role: StreamRole, *, background: bool) -> Part | None:
+        """Dequeue the next part for a stream of this role; one of BACKGROUND only if `background`."""
         if not self._queued:
             return None
         queues = [
             self._classes[priority].next_queue(role) if background or priority is not BACKGROUND else None
             for priority in Priority
         ]
-        chosen = self._turns.setdefault(role, Turns()).pick([queue is not None for queue in queues])
+        chosen = self._pickers.setdefault(role, PriorityPicker()).pick([queue is not None for queue in queues])
         if chosen is None:
             return None
         queue = queues[chosen]
@@ -112,16 +116,16 @@ class Backlog:
         self._queued -= 1
         return queue.popleft()
 
-    def waits_for(self, role: Role, *, background: bool) -> bool:
-        """Whether `take` would give a part."""
+    def has_startable(self, role: StreamRole, *, background: bool) -> bool:
+        """Return True if `take` would return a part."""
         return self._queued > 0 and any(
             self._classes[priority].next_queue(role) is not None
             for priority in Priority
             if background or priority is not BACKGROUND
         )
 
-    def has_for(self, role: Role) -> bool:
-        """Whether a part is queued that such a stream carries, even if it may not begin yet."""
+    def has_any(self, role: StreamRole) -> bool:
+        """Return True if a part is queued that such a stream carries, even if it may not begin yet."""
         return self._queued > 0 and any(
             queue and carried
             for own in self._classes.values()
@@ -129,7 +133,7 @@ class Backlog:
         )
 
     def spread_ended(self, part: Part) -> bool:
-        """A part landed, failed or was dropped; True when that may let a notification begin."""
+        """Record that a part landed, failed or was dropped. Returns True if a notification may be able to begin now."""
         spreading = self._classes[part.operation.priority].spreading
         left = spreading.get(part.operation)
         if left is None or part.transfer is None:
@@ -141,7 +145,7 @@ class Backlog:
         return True
 
     def drop(self, operations: Iterable[Operation]) -> list[Part]:
-        """Take what is queued of these operations out of the queues."""
+        """Remove and return the queued parts of these operations."""
         doomed = set(operations)
         dropped: list[Part] = []
         for own in self._classes.values():
@@ -156,74 +160,82 @@ class Backlog:
         return dropped
 
     def is_clear(self, priority: Priority) -> bool:
-        """Whether a new part of any way may begin without being queued."""
+        """Return True if a new part of any queue may begin without being queued."""
         return not self._queued and not self._classes[priority].spreading
 
     def has_background(self) -> bool:
-        """Whether anything of the lowest class is queued."""
+        """Return True if a part of BACKGROUND is queued."""
         return any(self._classes[BACKGROUND].queues())
 
 
-class Flight:
+class InFlight:
+    """Parts that one stream has begun, in order.
+
+    A part that is sent again because its connection broke keeps its number, by which the owner recognises it.
+    """
+
     def __init__(self) -> None:
-        self.in_flight: deque[Part] = deque()
+        self.sent: deque[Part] = deque()
         """On the wire, the oldest first; they are answered in this order."""
-        self.again: deque[Part] = deque()
-        """To be begun before anything new."""
+        self.repeats: deque[Part] = deque()
+        """To be begun again before anything new."""
         self._next_seq = 1
 
     def begin(self, part: Part) -> None:
-        """The part is in flight from now on."""
+        """Add a part that is about to be sent."""
         if not part.seq:
             part.seq = self._next_seq
             self._next_seq += 1
-        part.operation.flying += 1
-        self.in_flight.append(part)
+        part.operation.num_in_flight += 1
+        self.sent.append(part)
 
-    def waiting(self, place: int = 0) -> Part | None:
-        """The part that is answered after so many others. With or without the lock: the newest may be taken back."""
+    def waiting(self, index: int = 0) -> Part | None:
+        """Return the part that is answered after `index` others.
+
+        With or without the lock; without it, the newest part may be taken back at any time.
+        """
         try:
-            return self.in_flight[place]
+            return self.sent[index]
         except IndexError:
             return None
 
-    def reads_next(self) -> bool:
-        """Whether the part that is answered next reads. With or without the lock."""
+    def next_is_read(self) -> bool:
+        """Return True if the part that is answered next is a read. With or without the lock."""
         part = self.waiting()
         return part is not None and part.operation.kind is READ
 
     def answered(self) -> Part:
-        """The oldest part was answered."""
-        part = self.in_flight.popleft()
-        part.operation.flying -= 1
+        """Remove and return the oldest part, which was answered."""
+        part = self.sent.popleft()
+        part.operation.num_in_flight -= 1
         return part
 
     def ended(self, part: Part) -> None:
-        """A part that was just begun ended without an answer."""
-        assert self.in_flight.pop() is part
-        part.operation.flying -= 1
+        """Remove the newest part, which ended without an answer."""
+        assert self.sent.pop() is part
+        part.operation.num_in_flight -= 1
 
-    def one_step_more(self) -> None:
-        """The oldest part was answered, and is to be sent once more as a new request."""
+    def next_step(self) -> None:
+        """Queue the oldest part, which was answered, to be sent once more as a new request."""
         part = self.answered()
         part.seq = 0
-        self.again.appendleft(part)
+        self.repeats.appendleft(part)
 
     def connection_lost(self) -> None:
-        """What was in flight is sent again, before everything else."""
-        for part in self.in_flight:
+        """Queue everything on the wire to be sent again, before everything else."""
+        for part in self.sent:
             part.copied = False
-            part.operation.flying -= 1
-        self.again.extendleft(reversed(self.in_flight))
-        self.in_flight.clear()
+            part.operation.num_in_flight -= 1
+        self.repeats.extendleft(reversed(self.sent))
+        self.sent.clear()
 
     def carries(self, operations: Collection[Operation]) -> bool:
-        """Whether a part of one of them is in flight."""
-        return any(part.operation in operations for part in self.in_flight)
+        """Return True if a part of one of these operations is on the wire."""
+        return any(part.operation in operations for part in self.sent)
 
     def drop(self, operations: Collection[Operation]) -> list[Part]:
-        """Take the parts of these operations out of what is to be sent again."""
-        dropped = [part for part in self.again if part.operation in operations]
+        """Remove and return the parts of these operations that wait to be sent again."""
+        dropped = [part for part in self.repeats if part.operation in operations]
         if dropped:
-            self.again = deque(part for part in self.again if part.operation not in operations)
+            self.repeats = deque(part for part in self.repeats if part.operation not in operations)
         return dropped

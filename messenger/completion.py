@@ -1,7 +1,7 @@
-"""A future that is cheap to make, to settle and to wait for, and is a `concurrent.futures.Future` to its callers.
+"""A `concurrent.futures.Future` that is cheap to create, to settle and to wait for.
 
-The standard one makes a condition variable each time. This one makes what its observers need, when they need it:
-`asyncio.wrap_future`, `concurrent.futures.wait` and `as_completed` find all that they use.
+The standard future creates a condition variable each time. This one creates what its observers need when they need it;
+`asyncio.wrap_future`, `concurrent.futures.wait` and `as_completed` work with it.
 """
 
 import logging
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Held for a few instructions, whenever a completion is settled or gets an observer.
+# One lock for all completions, a leaf: held for a few instructions when one is settled or gets an observer.
 _LOCK = threading.Lock()
 
 
 class Completion(Future[T]):
-    """Settled once, by `settle`, with a result or a failure. It is never in the future's own cancelled state."""
+    """Future that is settled once, by `settle`, with a result or a failure; never in the cancelled state."""
 
-    # What most completions never change is kept once, for all of them.
+    # Class attributes hold the defaults, so that creating a completion does not set them.
     _state = RUNNING
     _result: T | None = None
     _exception: BaseException | None = None
@@ -31,25 +31,25 @@ class Completion(Future[T]):
     _foreign: threading.Condition | None = None
 
     def __init__(self) -> None:
-        """Not the standard one's, which would make what this class does without."""
+        """Skip the standard initialiser, which would create a condition variable."""
 
     @classmethod
     def of(cls, result: T) -> "Completion[T]":
-        """One that is settled from the beginning."""
+        """Return a completion that is settled already."""
         completion = cls()
         completion._result, completion._state = result, FINISHED
         return completion
 
-    # What the owner of an unsettled completion may do when somebody begins to look at it.
+    # Hooks of subclasses, called while the completion is not settled.
 
-    def _is_observed(self) -> None:
-        """Somebody wants to hear of the end without waiting in `result` or `exception` for as long as it takes."""
+    def _on_observed(self) -> None:
+        """React to an observer that does not wait in `result` or `exception` without a time limit."""
 
-    def _help(self) -> None:
-        """The calling thread is about to wait as long as it takes, and may do something for the end meanwhile."""
+    def _before_wait(self) -> None:
+        """Contribute to the outcome on the calling thread, which is about to wait without a time limit."""
 
     def settle(self, result: T | None, failure: BaseException | None) -> None:
-        """Give the outcome; callbacks run on this thread."""
+        """Set the outcome and run the callbacks on the calling thread."""
         with _LOCK:
             foreign = self._foreign
             if foreign is None:
@@ -77,19 +77,19 @@ class Completion(Future[T]):
 
     @property
     def settled(self) -> bool:
-        """As `done`, without the effects of being observed."""
+        """True once the outcome is set; unlike `done`, does not count as observing."""
         return self._state == FINISHED
 
     def done(self) -> bool:
         if self._state != FINISHED:
-            self._is_observed()
+            self._on_observed()
         return self._state == FINISHED
 
     def running(self) -> bool:
         return self._state != FINISHED
 
     def cancelled(self) -> bool:
-        """Never: a cancelled operation ends with an error, which says how far it came."""
+        """Return False: a cancelled operation ends with an error, which reports its progress."""
         return False
 
     def result(self, timeout: float | None = None) -> T:
@@ -109,11 +109,11 @@ class Completion(Future[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:
-            self._help()
+            self._before_wait()
             if self._state == FINISHED:
                 return
         else:
-            self._is_observed()
+            self._on_observed()
         gate = threading.Lock()
         gate.acquire()
         with _LOCK:
@@ -132,18 +132,18 @@ class Completion(Future[T]):
             if open_yet:
                 self._callbacks = [*self._callbacks, fn]
         if open_yet:
-            self._is_observed()
+            self._on_observed()
         else:
             self._call(fn)
 
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
-        """What `concurrent.futures.wait` and its kin lock while they look at the state and add to `_waiters`."""
+        """Lock that `concurrent.futures.wait` and `as_completed` hold while they use the state and `_waiters`."""
         with _LOCK:
             if self._foreign is None:
                 self._foreign = threading.Condition()
                 self._waiters: list[Any] = []
             condition = self._foreign
         if self._state != FINISHED:
-            self._is_observed()
+            self._on_observed()
         return condition

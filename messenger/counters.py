@@ -38,7 +38,8 @@ _NBYTES, _SLICES, _OPERATIONS, _SECONDS, _BUCKETS = range(5)
 _LAST = _BUCKETS + len(LATENCY_EDGES_S)
 
 NUM_SUMS = _LAST + 1
-Sums = list[float] | npt.NDArray[np.float64]
+FloatSums = npt.NDArray[np.float64]
+Sums = list[float] | FloatSums
 """[NUM_SUMS]: [bytes, slices, operations, seconds, one count per latency bucket ...]"""
 
 

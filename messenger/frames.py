@@ -220,14 +220,14 @@ class Fabric(NamedTuple):
     payload: bytes
 
 
-class Ask(NamedTuple):
+class KeyQuery(NamedTuple):
     """rdma: what does the key allow, and where?"""
 
     region_id: int
     token: int
 
 
-class Allow(NamedTuple):
+class KeyInfo(NamedTuple):
     """rdma: under the key, bytes [offset, offset + nbytes) of the region that begins at `address` may be touched by the
     keys `rkeys`, uint32 for each rail. Without a right: the key is void. `trouble`: why a good key cannot be served.
 
@@ -248,7 +248,9 @@ class Allow(NamedTuple):
     settles: bool
 
 
-Message = Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | Ask | Allow
+Message = (
+    Hello | Welcome | Reject | Write | Notify | Read | Offer | Ack | Refused | Goodbye | Fabric | KeyQuery | KeyInfo
+)
 Frame = NewType("Frame", bytes)
 """A message that is encoded already."""
 
@@ -265,21 +267,15 @@ def is_node_id(text: str) -> bool:
 
 
 def pack_write(
-    seq: int,
-    operation: int,
-    region_id: int,
-    token: int,
-    source_id: int,
-    nbytes: int,
-    rows: bytes,
-    notify: bool,
-    tag: bytes,
-    payload: bytes,
+    numbers: tuple[int, int, int, int, int, int], rows: bytes, notify: bool, tag: bytes, payload: bytes
 ) -> Frame:
-    """The frame of a Write with these fields. Raises struct.error for a number that its field cannot hold."""
+    """Return the frame of a Write; `numbers` are (seq, operation, region_id, token, source_id, nbytes).
+
+    Raises struct.error for a number that its field cannot hold.
+    """
     sizes = len(rows), len(tag), len(payload)
     length = _WRITE.size + sum(sizes)
-    head = _WRITE_FRAME.pack(_WRITE_HEAD, length, seq, operation, region_id, token, source_id, nbytes, *sizes, notify)
+    head = _WRITE_FRAME.pack(_WRITE_HEAD, length, *numbers, *sizes, notify)
     return Frame(head + rows + tag + payload)
 
 
@@ -326,7 +322,7 @@ def ack_at(buffer: bytes | memoryview, start: int, end: int) -> Ack | None:
 
 
 _CODECS = {
-    Write: Codec(lambda message: pack_write(*message), _unpack_write),
+    Write: Codec(lambda message: pack_write(message[:6], *message[6:]), _unpack_write),
     Notify: Codec(lambda message: pack_notify(*message), _unpack_notify),
     Read: Codec(
         lambda message: pack_read(*message),
@@ -344,7 +340,7 @@ _CODECS = {
 _FRAMING = Framing(
     MAGIC,
     VERSION,
-    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye, Fabric, Ask, Allow),
+    (Hello, Welcome, Reject, Write, Notify, Read, Offer, Ack, Refused, Goodbye, Fabric, KeyQuery, KeyInfo),
     MAX_BODY_NBYTES,
     _CODECS,
 )

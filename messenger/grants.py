@@ -11,7 +11,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory, out_of_reach
+from messenger.link import Cuttable
+from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory, unreachable_gpu_error
 from messenger.shm.grant_page import GrantPage
 from messenger.slices import Rows, within
 from rpc.errors import InvalidArgument
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
 
 class AccessDenied(Exception):
     """The reason for which a peer is refused; travels to it as text."""
-
-
-class Cuttable(Protocol):
-    """Whatever moves the bytes of an access, and can be made to stop at once."""
-
-    def cut(self) -> None: ...
 
 
 class Window(Protocol):
@@ -180,7 +175,7 @@ class GrantTable:
             if not within(rows[:, 0], rows[:, 1], key.offset, key.offset + key.nbytes):
                 raise AccessDenied(f"out of bounds: the key's window is [{key.offset}, {key.offset + key.nbytes})")
             if not reaches_gpus and isinstance(grant.region, GpuRegion):
-                raise AccessDenied(out_of_reach(grant.region))
+                raise AccessDenied(unreachable_gpu_error(grant.region))
             grant.movers.append(mover)
         return Access(self, grant, mover)
 

@@ -1,7 +1,12 @@
-"""One accepted connection: greeting, then requests done one by one, in order, on a thread of its own.
+"""One accepted connection: greeting, then requests executed one by one, in order, on a thread of its own.
 
-Everything a peer sends is checked before it has an effect. Bytes that are no frame of this protocol end this
-connection, with a logged reason, and touch nothing else.
+Everything a peer sends is checked before it has an effect. Bytes that are not a frame of this protocol end this
+connection, with a logged reason, and touch nothing else. This module defines the behaviour; a transport's compiled loop
+(`messenger.native.responder_loop`) executes well-formed requests in the same way, and leaves all others to it.
+
+All state belongs to the connection's thread, except the link: `_cut_lock` guards its replacement in `_adopt` against
+`cut`, which any thread may call. Memory is touched only inside an access of the grant table; the last access is left
+before `_ended` is set, and then the session may be used by the next connection.
 """
 
 import logging
@@ -13,14 +18,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from messenger.counters import NUM_SUMS, Counters, Direction, Flow
+from messenger.counters import NUM_SUMS, Counters, Direction, FloatSums, Flow
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import (
     MAX_SESSION_NBYTES,
     Ack,
-    Ask,
     Goodbye,
     Hello,
+    KeyQuery,
     Message,
     Notify,
     Offer,
@@ -35,25 +40,28 @@ from messenger.grants import Access, AccessDenied, GrantTable
 from messenger.link import Link, LinkClosed
 from messenger.sessions import Session, SessionTable
 from messenger.slices import Rows
-from messenger.transport import FloatSums, Responder, Transport
+from messenger.transport import Responder, Transport
 
 if TYPE_CHECKING:
-    from messenger.native.fast_lane import FastLane
+    from messenger.native.fast_lane import CompiledLoop
 
 _log = logging.getLogger(__name__)
 
 
-class Host(Protocol):
-    """What a connection needs of the server that accepted it."""
+class AcceptingServer(Protocol):
+    """The server that accepted a connection, as the connection sees it."""
 
     def admit(self, hello: Hello) -> bool: ...
     def greeted(self, hello: Hello) -> None: ...
-    def ended(self, connection: "Inbound", hello: Hello | None, *, in_peace: bool) -> None: ...
+    def ended(self, connection: "InboundConnection", hello: Hello | None, *, said_goodbye: bool) -> None: ...
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The messenger's side that all its inbound connections share."""
+class ServerContext:
+    """Identity and tables of a messenger, shared by all its inbound connections.
+
+    `deliver(node_id, tag, payload)` calls the notification handlers.
+    """
 
     node_id: str
     incarnation: int
@@ -64,13 +72,17 @@ class Owner:
     deliver: Callable[[str, bytes, bytes], None]
 
 
-class Inbound:
-    def __init__(self, owner: Owner, host: Host, transports: Mapping[str, Transport], link: Link) -> None:
-        self._owner = owner
-        self._host = host
+class InboundConnection:
+    """A connection that a peer made to this messenger."""
+
+    def __init__(
+        self, context: ServerContext, server: AcceptingServer, transports: Mapping[str, Transport], link: Link
+    ) -> None:
+        self._context = context
+        self._server = server
         self._transports = transports
         self._link = link
-        self._cutting = threading.Lock()
+        self._cut_lock = threading.Lock()
         self._was_cut = False
         self._transport: Transport
         self._responder: Responder
@@ -80,33 +92,33 @@ class Inbound:
         self._hello: Hello | None = None
 
     @property
-    def may_give_way(self) -> bool:
-        """Whether the caller has not said who it is yet, and was not cut off for it."""
+    def is_evictable(self) -> bool:
+        """True if the caller has not greeted yet, and the connection was not cut."""
         return self._hello is None and not self._was_cut
 
     def cut(self) -> None:
-        """End the connection; its thread stops touching memory and ends soon after."""
-        with self._cutting:
+        """Cut the link; the connection's thread stops touching memory and ends soon after."""
+        with self._cut_lock:
             self._was_cut = True
             self._link.cut()
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Whether the thread has let go of everything."""
+        """Wait until the thread has released everything. Returns False if that takes longer than `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
-        """The thread: until the peer leaves, breaks the protocol, or is cut."""
-        in_peace = False
+        """Serve the connection until the peer leaves, violates the protocol, or is cut; the thread's main function."""
+        said_goodbye = False
         try:
             session = self._greet()
             if session is not None:
-                in_peace = self._serve(session)
+                said_goodbye = self._serve(session)
         except EncryptionRefused as error:
-            self._owner.counters.add("tls_refused")
+            self._context.counters.add("tls_refused")
             _log.warning("refused a connection: %s", str(error))
             self._reject("tls", str(error))
         except ProtocolError as error:
-            self._owner.counters.add("malformed_frames")
+            self._context.counters.add("malformed_frames")
             _log.warning("closed the connection from %s: %s", self._link.address, str(error))
             self._reject("malformed", str(error))
         except OSError as error:
@@ -117,53 +129,55 @@ class Inbound:
             self._link.cut()
             self._ended.set()
             if self._hello is not None:
-                self._owner.sessions.detach(self._hello.session, self, forget=in_peace)
+                self._context.sessions.detach(self._hello.session, self, forget=said_goodbye)
             self._link.close()
-            self._host.ended(self, self._hello, in_peace=in_peace)
+            self._server.ended(self, self._hello, said_goodbye=said_goodbye)
 
     def _greet(self) -> Session | None:
-        owner = self._owner
-        self._link.set_timeout(owner.handshake_timeout_s)
+        context = self._context
+        self._link.set_timeout(context.handshake_timeout_s)
         self._link.open()
         hello = self._link.receive()
         if not isinstance(hello, Hello):
-            raise ProtocolError(f"a connection begins with Hello, not {type(hello).__name__}")
-        # Both are kept long after the connection.
+            raise ProtocolError(f"a connection must begin with Hello, got {type(hello).__name__}")
+        # Both are kept long after the connection, so their size is bounded.
         if not is_node_id(hello.node_id) or len(hello.session) > MAX_SESSION_NBYTES:
-            raise ProtocolError("a greeting with a node id or a session that no messenger has")
-        if (hello.peer_node_id, hello.peer_incarnation) != (owner.node_id, owner.incarnation):
-            owner.counters.add("stale_greetings")
+            raise ProtocolError("the greeting has an invalid node id, or a session that is too long")
+        if (hello.peer_node_id, hello.peer_incarnation) != (context.node_id, context.incarnation):
+            context.counters.add("stale_greetings")
             reason = (
-                f"node {owner.node_id!r} of incarnation {owner.incarnation:#x} listens here, not "
-                f"{hello.peer_node_id!r} of {hello.peer_incarnation:#x}: ask for the new endpoint"
+                f"node {context.node_id!r} of incarnation {context.incarnation:#x} listens here, not "
+                f"{hello.peer_node_id!r} of {hello.peer_incarnation:#x}: get the new endpoint"
             )
             self._reject("restarted", reason)
             return None
         transport = self._transports.get(hello.transport)
         if transport is None:
-            self._reject("transport", f"{hello.transport!r} is not spoken here, only {', '.join(self._transports)}")
+            self._reject(
+                "transport", f"transport {hello.transport!r} is not accepted here, only {', '.join(self._transports)}"
+            )
             return None
-        if not self._host.admit(hello):
-            owner.counters.add("connections_turned_away")
+        if not self._server.admit(hello):
+            context.counters.add("connections_turned_away")
             reason = f"{hello.node_id} has as many connections here as max_connections_per_peer allows"
             _log.warning("turned away a connection from %s: %s", self._link.address, reason)
             self._reject("full", reason)
             return None
         self._hello = hello
-        session = owner.sessions.attach(hello.session, self, owner.handshake_timeout_s)
+        session = context.sessions.attach(hello.session, self, context.handshake_timeout_s)
         if session is None:
             self._reject("busy", "the stream's earlier connection has not ended yet")
             return None
         self._link.address = f"{hello.node_id} at {self._link.address}"
-        self._host.greeted(hello)
-        self._link.send(Welcome(owner.node_id, owner.incarnation))
+        self._server.greeted(hello)
+        self._link.send(Welcome(context.node_id, context.incarnation))
         self._adopt(transport)
         self._link.set_timeout(None)
         return session
 
     def _adopt(self, transport: Transport) -> None:
         link = transport.adopt(self._link, caller=False)
-        with self._cutting:
+        with self._cut_lock:
             self._link = link
             if self._was_cut:
                 link.cut()
@@ -171,26 +185,26 @@ class Inbound:
         self._responder = transport.responder(link)
 
     def _serve(self, session: Session) -> bool:
-        """True when the peer said goodbye."""
+        """Serve requests until the connection ends. Returns True if the peer said goodbye."""
         landed, served = np.zeros(NUM_SUMS), np.zeros(NUM_SUMS)
-        lane = self._responder.fast_lane(self._owner.grants, self, landed, served)
-        if lane is None:
+        loop = self._responder.compiled_loop(self._context.grants, self, landed, served)
+        if loop is None:
             self._landed, self._served = self._flow("landed"), self._flow("served")
-            return self._take_all(session)
+            return self._take_requests(session)
         self._landed, self._served = self._flow("landed", landed), self._flow("served", served)
         try:
-            return self._take_all(session, lane)
+            return self._take_requests(session, loop)
         finally:
-            lane.close()
+            loop.close()
 
-    def _take_all(self, session: Session, lane: "FastLane | None" = None) -> bool:
+    def _take_requests(self, session: Session, loop: "CompiledLoop | None" = None) -> bool:
         while True:
-            note = lane.run(session) if lane is not None else None
+            note = loop.run(session) if loop is not None else None
             if note is not None:
-                self._still_wanted()
+                self._raise_if_caller_gone()
                 session.last_seq = note.seq
                 self._deliver(note.tag, note.payload)
-                continue  # the lane answers
+                continue  # the loop sends the answer
             message = self._link.receive()
             if isinstance(message, Goodbye):
                 return True
@@ -205,16 +219,16 @@ class Inbound:
             self._read(message)
         elif isinstance(message, Offer):
             self._responder.offered(message)
-        elif isinstance(message, Ask):
-            self._ask(session, message)
+        elif isinstance(message, KeyQuery):
+            self._query_key(session, message)
         else:
-            raise ProtocolError(f"a caller does not send {type(message).__name__}")
+            raise ProtocolError(f"{type(message).__name__} is not a request")
 
     def _write(self, session: Session, message: Write) -> None:
         rows = self._responder.target_rows(message)
         if message.seq <= session.last_seq:
             self._responder.skip(message)
-            self._answer_again(session, message.seq, message.nbytes)
+            self._repeat_answer(session, message.seq, message.nbytes)
             return
         try:
             if session.has_refused(message.operation):
@@ -229,10 +243,10 @@ class Inbound:
             return
         begun_s = time.monotonic()
         with access:
-            self._still_wanted()
+            self._raise_if_caller_gone()
             self._responder.land(message, rows, access.region)
         self._landed.add(message.nbytes, len(rows), time.monotonic() - begun_s)
-        self._still_wanted()
+        self._raise_if_caller_gone()
         session.last_seq = message.seq
         if message.notify:
             self._deliver(message.tag, message.payload)
@@ -240,9 +254,9 @@ class Inbound:
 
     def _notify(self, session: Session, message: Notify) -> None:
         if message.seq <= session.last_seq:
-            self._answer_again(session, message.seq, 0)
+            self._repeat_answer(session, message.seq, 0)
             return
-        self._still_wanted()
+        self._raise_if_caller_gone()
         session.last_seq = message.seq
         self._deliver(message.tag, message.payload)
         self._link.send(Ack(message.seq, 0))
@@ -261,39 +275,39 @@ class Inbound:
 
     def _flow(self, direction: Direction, sums: FloatSums | None = None) -> Flow:
         assert self._hello is not None
-        return self._owner.counters.flow(
+        return self._context.counters.flow(
             peer=self._hello.node_id, transport=self._transport.name, direction=direction, sums=sums
         )
 
-    def _ask(self, session: Session, ask: Ask) -> None:
+    def _query_key(self, session: Session, query: KeyQuery) -> None:
         try:
-            access = self._owner.grants.expose(ask.region_id, ask.token, mover=self)
+            access = self._context.grants.expose(query.region_id, query.token, mover=self)
         except AccessDenied:
-            self._responder.denied(ask, session.last_seq)
+            self._responder.key_void(query, session.last_seq)
             return
         with access:
-            self._responder.asked(ask, access, session.last_seq)
+            self._responder.key_queried(query, access, session.last_seq)
 
     def _enter(self, region_id: int, token: int, rows: Rows, *, write: bool) -> Access:
         reaches_gpus = self._responder.reaches_gpus
-        return self._owner.grants.enter(region_id, token, rows, write=write, mover=self, reaches_gpus=reaches_gpus)
+        return self._context.grants.enter(region_id, token, rows, write=write, mover=self, reaches_gpus=reaches_gpus)
 
     def _deliver(self, tag: bytes, payload: bytes) -> None:
         assert self._hello is not None
-        self._owner.counters.add("notifies_delivered")
-        self._owner.deliver(self._hello.node_id, tag, payload)
+        self._context.counters.add("notifies_delivered")
+        self._context.deliver(self._hello.node_id, tag, payload)
 
-    def _still_wanted(self) -> None:
-        """A caller whose deadline passed cuts the link: what it sent before must not take effect any more."""
+    def _raise_if_caller_gone(self) -> None:
+        """Raise LinkClosed if the caller has cut the link: after its deadline its requests must not take effect."""
         if self._link.peer_is_gone():
             raise LinkClosed("the caller cut the connection")
 
-    def _answer_again(self, session: Session, seq: int, nbytes: int) -> None:
+    def _repeat_answer(self, session: Session, seq: int, nbytes: int) -> None:
         refusal = session.refusal(seq)
         self._link.send(Ack(seq, nbytes) if refusal is None else Refused(seq, refusal))
 
     def _refuse(self, seq: int, reason: str) -> None:
-        self._owner.counters.add("accesses_denied")
+        self._context.counters.add("accesses_denied")
         self._link.send(Refused(seq, reason))
 
     def _reject(self, code: str, reason: str) -> None:

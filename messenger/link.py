@@ -19,6 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from messenger.errors import ProtocolError
 from messenger.frames import ACK_NBYTES, PREFIX, Frame, Message, ack_at, decode_body, decode_prefix
@@ -27,6 +28,12 @@ from messenger.memory import Region, views
 
 class LinkClosed(ConnectionError):
     """The other side closed, or this side cut the link."""
+
+
+class Cuttable(Protocol):
+    """Moves bytes of an access to granted memory, and can be made to stop at once."""
+
+    def cut(self) -> None: ...
 
 
 class Link(ABC):
@@ -53,7 +60,7 @@ class Link(ABC):
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
 
-    def receive_here(self) -> Message | None:
+    def try_receive(self) -> Message | None:
         """The next frame if it is here already, as a whole; a link that cannot tell has none."""
         return None
 
@@ -135,7 +142,7 @@ class BufferedLink(Link):
     def receive(self) -> Message:
         """The next frame. Raises ProtocolError for bytes that are none, LinkClosed or OSError when the link ended."""
         self._fill(PREFIX.size)
-        message = self.receive_here()
+        message = self.try_receive()
         return self._receive_frame() if message is None else message
 
     def receive_before_payload(self) -> Message:
@@ -143,7 +150,7 @@ class BufferedLink(Link):
         self._fill(PREFIX.size, ACK_NBYTES)
         return self.receive()
 
-    def receive_here(self) -> Message | None:
+    def try_receive(self) -> Message | None:
         ack = ack_at(self._buffer, self._start, self._end)
         if ack is not None:
             self._start += ACK_NBYTES

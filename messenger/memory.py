@@ -254,14 +254,14 @@ class GpuRegion:
 AnyRegion = Region | GpuRegion
 
 
-def in_host(region: AnyRegion) -> Region:
+def require_host_region(region: AnyRegion) -> Region:
     """The region, if this process may touch its bytes itself. Raises NotInHostMemory."""
     if isinstance(region, Region):
         return region
-    raise NotInHostMemory(out_of_reach(region))
+    raise NotInHostMemory(unreachable_gpu_error(region))
 
 
-def out_of_reach(region: GpuRegion) -> str:
+def unreachable_gpu_error(region: GpuRegion) -> str:
     """Why a transport that moves host memory leaves the region alone, and what to do."""
     return (
         f"region {region.region_id} is GPU memory, which rdma alone reaches: see to it that both sides speak rdma, or "
@@ -271,7 +271,7 @@ def out_of_reach(region: GpuRegion) -> str:
 
 def views(region: AnyRegion, runs: Iterable[Sequence[int]]) -> list[memoryview]:
     """One view for each (offset, nbytes); none for an empty one, which reads as an end. Raises NotInHostMemory."""
-    view = in_host(region).view
+    view = require_host_region(region).view
     return [view[offset : offset + nbytes] for offset, nbytes in runs if nbytes]
 
 

@@ -1,4 +1,20 @@
-"""The messenger: one per process. Owns the regions and grants, listens for peers, and connects to them."""
+"""The messenger, one per process: owns regions and grants, listens for peers, and connects to them.
+
+Threads: one alarm clock; per listening socket one that accepts; per inbound connection one (`inbound.py`); per stream
+of a peer one or two (`stream.py`). Locks, each acquired only before those below it:
+
+    Messenger._lock        the peers, and which of them are lost
+    Server._lock           inbound connections and their callers (`server.py`)
+    SessionTable._lock     the sessions of callers (`sessions.py`)
+    GrantTable._changed    regions, grants and accesses (`grants.py`); revoke cuts connections under it
+    Traffic.lock           everything pending towards one peer (`traffic.py`, `stream.py`)
+    leaves                 TrafficGate, AlarmClock, Counters, Completion, InboundConnection._cut_lock, links
+
+Handlers and callbacks of futures run without any of these locks.
+
+Lifetimes: regions and grants live until they are deregistered or revoked, or the messenger closes; a Peer until it is
+idle and more than `_MAX_IDLE_PEERS` are known; transports until `close` has closed all peers and connections.
+"""
 
 import logging
 import os
@@ -14,10 +30,10 @@ from messenger.dialing import Dialer
 from messenger.errors import GpuMemoryUnsupported, MessengerClosed, RdmaUnavailable
 from messenger.frames import MAX_NODE_ID_CHARS, is_node_id
 from messenger.grants import GrantTable
-from messenger.inbound import Owner
+from messenger.inbound import ServerContext
 from messenger.memory import AnyRegion, GpuMemory, GpuRegion, Region, RemoteKey, SharedMemory
-from messenger.peer import Peer, roles
-from messenger.priority import Priority, Road
+from messenger.peer import Peer, stream_roles
+from messenger.priority import Priority, TrafficGate
 from messenger.rdma.topology import rdma_ports
 from messenger.server import Server
 from messenger.sessions import SessionTable
@@ -32,22 +48,24 @@ from rpc.tls import identity
 NotifyHandler = Callable[[str, bytes, bytes], None]
 PeerLostHandler = Callable[[str, int], None]
 
-_MAX_SPENT_PEERS = 256
+_MAX_IDLE_PEERS = 256
 _MAX_LOST = 4096
 
 _log = logging.getLogger(__name__)
 
 
 class Messenger:
-    """Safe to use from any thread, and from asyncio: no call blocks on a peer, except `revoke`, `deregister` (at most
-    for the grace and the end of what is under way) and `close`. Handlers run on messenger threads and must be brief.
+    """Moves bytes between registered memories. Safe to use from any thread, and from asyncio.
+
+    No call blocks on a peer, except `revoke` and `deregister` (at most for the grace period and the end of the accesses
+    under way) and `close`. Handlers run on messenger threads and must be brief.
     """
 
     def __init__(self, config: MessengerConfig, *, node_id: str, incarnation: int) -> None:
         if not is_node_id(node_id) or not 0 <= incarnation < 1 << 64:
             raise InvalidArgument(
-                f"node {node_id!r} of incarnation {incarnation} is no identity: expected 1 to {MAX_NODE_ID_CHARS} "
-                "printable characters, and a number of 64 bits"
+                f"node id {node_id!r} with incarnation {incarnation} is invalid: the id must have 1 to "
+                f"{MAX_NODE_ID_CHARS} printable characters, and the incarnation must be an unsigned 64-bit number"
             )
         self._config = config
         self._node_id = node_id
@@ -55,16 +73,16 @@ class Messenger:
         self._counters = Counters()
         self._grants = GrantTable()
         self._clock = AlarmClock(f"{node_id}-alarms")
-        self._road = Road()
+        self._gate = TrafficGate()
         self._notify_handlers: list[NotifyHandler] = []
         self._lost_handlers: list[PeerLostHandler] = []
         self._lock = threading.Lock()
         self._peers: dict[Endpoint, Peer] = {}
-        self._lost: dict[tuple[str, int], None] = {}  # the longest lost first
+        self._lost: dict[tuple[str, int], None] = {}  # in the order in which they were lost
         self._transports: dict[str, Transport] = {}
         self._endpoint: Endpoint | None = None
         self._closed = False
-        owner = Owner(
+        context = ServerContext(
             node_id=node_id,
             incarnation=incarnation,
             handshake_timeout_s=config.handshake_timeout_s,
@@ -74,7 +92,7 @@ class Messenger:
             deliver=self._deliver,
         )
         self._server = Server(
-            owner,
+            context,
             self._clock,
             max_connections=config.max_connections,
             max_connections_per_peer=config.max_connections_per_peer,
@@ -84,19 +102,19 @@ class Messenger:
         )
 
     def start(self) -> Endpoint:
-        """Listen; returns where. Raises AddressInUse or BindFailed, and is closed then."""
+        """Start to listen and return the endpoint. Raises AddressInUse or BindFailed; the messenger is then closed."""
         if self._endpoint is not None or self._closed:
-            raise InvalidArgument("a messenger is started once")
+            raise InvalidArgument("a messenger can be started only once: create another")
         config = self._config
         self._clock.start()
         tcp_host, tcp_port, shm_socket = "", 0, ""
         try:
             if config.transport != "shm":
                 tcp = TcpTransport(config)
-                spoken = self._spoken_at(tcp)
-                self._transports |= spoken
+                accepted = self._transports_over(tcp)
+                self._transports |= accepted
                 tcp_host = config.advertise_host or config.listen_host
-                tcp_port = self._server.listen(tcp, spoken).getsockname()[1]
+                tcp_port = self._server.listen(tcp, accepted).getsockname()[1]
             if config.transport in ("auto", "shm"):
                 shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
                 self._grants.page()
@@ -112,7 +130,7 @@ class Messenger:
         return self._endpoint
 
     def close(self) -> None:
-        """Fail what is pending, disconnect, end the threads. Regions stay their memory's owner's. Idempotent."""
+        """Fail everything pending, disconnect and end the threads. Regions' memory stays open. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -128,7 +146,7 @@ class Messenger:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where this messenger listens."""
+        """Endpoint at which this messenger listens."""
         if self._endpoint is None:
             raise InvalidArgument("the messenger has not been started")
         return self._endpoint
@@ -138,20 +156,20 @@ class Messenger:
     @overload
     def register(self, memory: GpuMemory) -> GpuRegion: ...
     def register(self, memory: SharedMemory | GpuMemory) -> AnyRegion:
-        """Make memory usable as source, destination and, by grants, for peers.
+        """Register memory as a source and destination of transfers, and for grants to peers.
 
-        GPU memory is moved by rdma alone, straight between adapter and GPU (see rdma/gpu_memory.py), once this
-        messenger was started. Raises GpuMemoryUnsupported, naming what is missing, where that cannot be: then keep a
-        copy in host memory and register that. Towards a peer that rdma does not reach its transfers end with
-        MemoryOutOfReach, and peers that come by tcp or shm are refused.
+        GPU memory is moved by rdma alone, directly between adapter and GPU (see rdma/gpu_memory.py), and can be
+        registered once this messenger was started. Raises GpuMemoryUnsupported with the reason if that is impossible:
+        then register a copy in host memory. Transfers of GPU memory towards a peer that rdma does not reach fail with
+        MemoryOutOfReach, and accesses by peers that connect by tcp or shm are refused.
         """
         if isinstance(memory, SharedMemory):
             return self._grants.register(memory)
         transport = self._transports.get("rdma")
         if transport is None:
-            spoken = ", ".join(self._transports) or "nothing before it is started"
+            available = ", ".join(self._transports) or "none, since it was not started"
             raise GpuMemoryUnsupported(
-                f"GPU memory is reached by rdma alone, and this messenger speaks {spoken}: give it rdma, or register "
+                f"GPU memory takes the rdma transport, and this messenger has: {available}. Enable rdma, or register "
                 "host memory and copy"
             )
         region = self._grants.register_gpu(memory)
@@ -163,61 +181,61 @@ class Messenger:
         return region
 
     def deregister(self, region: AnyRegion) -> None:
-        """Revoke all grants of the region and forget it. Own operations under way keep the mapping until they end."""
+        """Revoke all grants of the region and remove it. Own operations under way keep its mapping until they end."""
         self._grants.deregister(region, self._config.revoke_grace_s)
         for transport in self._transports.values():
             transport.deregister(region)
 
     def grant(self, region: AnyRegion, offset: int, nbytes: int, *, read: bool, write: bool) -> RemoteKey:
-        """Let whoever has the key read or write bytes [offset, offset + nbytes) of the region."""
+        """Return a key with which peers may read or write bytes [offset, offset + nbytes) of the region."""
         return self._grants.grant(region, offset, nbytes, read=read, write=write)
 
     def revoke(self, key: RemoteKey) -> None:
-        """Void the key. When this returns, no operation under it can touch the memory any more, on any transport.
+        """Revoke the key. When this returns, no operation under it can touch the memory, on any transport.
 
-        Transfers in flight get the configured grace to finish, then their connections are cut: see grants.py.
+        Transfers in flight get the configured grace period to finish; then their connections are cut. See grants.py.
         """
         self._grants.revoke(key, self._config.revoke_grace_s)
 
     def connect(self, endpoint: Endpoint) -> Peer:
-        """The peer, by the best transport both sides have; cached, and connected at its first operation.
+        """Return the peer, reached by the best transport that both sides have; cached, connected when first used.
 
-        Shared memory is chosen where the peer's socket is in sight; should it vanish, connections are made by tcp.
+        Shared memory is chosen if the peer's unix socket is visible; if that disappears, connections go by tcp.
 
-        Raises InvalidArgument when there is no transport in common.
+        Raises InvalidArgument if there is no transport in common.
         """
         with self._lock:
             if self._closed or self._endpoint is None:
-                raise MessengerClosed("the messenger is not running")
+                raise MessengerClosed("the messenger was not started, or is closed")
             peer = self._peers.get(endpoint)
             if peer is None:
-                self._forget_spent_peers()
+                self._evict_idle_peers()
                 peer = self._peers[endpoint] = self._new_peer(endpoint)
             return peer
 
     def on_notify(self, handler: NotifyHandler) -> None:
-        """Call `handler(peer_node_id, tag, payload)` for each notification, in order per peer; before `start`."""
+        """Call `handler(peer_node_id, tag, payload)` for each notification, in order per peer. Call before `start`."""
         self._notify_handlers.append(handler)
 
     def on_peer_lost(self, handler: PeerLostHandler) -> None:
-        """Call `handler(node_id, incarnation)` once when a peer's process is found gone or unreachable."""
+        """Call `handler(node_id, incarnation)` once when a peer's process is found to be gone or unreachable."""
         self._lost_handlers.append(handler)
 
     def counters(self) -> dict[str, int]:
-        """Totals since the start, and what is open now (names ending in `_open`)."""
-        return self._counters.snapshot() | self._held()
+        """Return totals since the start, and what is open now (names ending in `_open`)."""
+        return self._counters.snapshot() | self._open_counts()
 
     def reported(self) -> dict[str, float]:
-        """The same for metrics: by peer, transport, rail and direction, and how long operations took."""
-        numbers = reported(self._counters, self._held())
+        """Return the counters for metrics: by peer, transport, rail and direction, with operations' latencies."""
+        numbers = reported(self._counters, self._open_counts())
         tls = self._config.tls
         return numbers if tls is None else numbers | {CERTIFICATE_LEFT: identity(tls).left_s()}
 
     def flows(self) -> list[FlowTotals]:
-        """What went which way since the start, by peer, transport, rail and direction."""
+        """Return the bytes moved since the start, by peer, transport, rail and direction."""
         return self._counters.flows()
 
-    def _held(self) -> dict[str, int]:
+    def _open_counts(self) -> dict[str, int]:
         regions, grants = self._grants.counts()
         with self._lock:
             peers = list(self._peers.values())
@@ -231,33 +249,36 @@ class Messenger:
         }
 
     def validate(self) -> list[str]:
-        """Operations pending here and transfers under way in granted memory; empty at rest."""
+        """Describe operations pending here and transfers under way in granted memory; empty at rest."""
         with self._lock:
             peers = list(self._peers.values())
         return [*self._grants.problems(), *(problem for peer in peers for problem in peer.problems())]
 
-    def _spoken_at(self, tcp: TcpTransport) -> dict[str, Transport]:
-        """The transports for which peers come by tcp. Raises RdmaUnavailable when rdma is asked for by name."""
+    def _transports_over(self, tcp: TcpTransport) -> dict[str, Transport]:
+        """Return the transports whose peers connect by tcp.
+
+        Raises RdmaUnavailable if rdma is not available and the configuration names it.
+        """
         config = self._config
-        spoken: dict[str, Transport] = {} if config.transport == "rdma" else {"tcp": tcp}
-        # Encryption was asked for, and what goes over rails is in the clear: only who names rdma gets it then.
+        accepted: dict[str, Transport] = {} if config.transport == "rdma" else {"tcp": tcp}
+        # Traffic over rails is not encrypted: if encryption is configured, rdma must be named explicitly.
         may_choose = config.transport == "auto" and config.tls is None and bool(config.rdma_devices or rdma_ports())
         if config.transport == "rdma" or may_choose:
             from messenger.rdma.transport import RdmaTransport
 
             try:
-                spoken["rdma"] = RdmaTransport(config, tcp, self._counters)
+                accepted["rdma"] = RdmaTransport(config, tcp, self._counters)
             except RdmaUnavailable as error:
                 if config.transport == "rdma":
                     raise
                 _log.warning("rdma is not used: %s", error)
-        return spoken
+        return accepted
 
     def _choose(self, endpoint: Endpoint) -> tuple[Transport, ...]:
         chosen = []
         shm = self._transports.get("shm")
         same_host = self._endpoint is not None and endpoint.host_id == self._endpoint.host_id
-        # The path may be out of sight, in another container of the same machine.
+        # The path may be invisible, in another container of the same machine.
         if shm is not None and endpoint.shm_socket and same_host and os.path.exists(endpoint.shm_socket):
             chosen.append(shm)
         rdma = self._transports.get("rdma")
@@ -276,7 +297,7 @@ class Messenger:
     def _new_peer(self, endpoint: Endpoint) -> Peer:
         transports = self._choose(endpoint)
         identity = (endpoint.node_id, endpoint.incarnation)
-        traffic = Traffic(endpoint, self._clock, self._counters, self._road)
+        traffic = Traffic(endpoint, self._clock, self._counters, self._gate)
         streams = [
             Stream(
                 Dialer(
@@ -294,9 +315,9 @@ class Messenger:
                 on_lost=lambda reason: self._peer_lost(*identity, reason),
                 on_connected=lambda: self._peer_found(*identity),
             )
-            for index, role in enumerate(roles(self._config.streams_per_peer))
+            for index, role in enumerate(stream_roles(self._config.streams_per_peer))
         ]
-        traffic.go_by(streams)
+        traffic.attach_streams(streams)
         return Peer(
             endpoint,
             traffic,
@@ -305,9 +326,9 @@ class Messenger:
             require_region=self._grants.require,
         )
 
-    def _forget_spent_peers(self) -> None:
-        if len(self._peers) >= _MAX_SPENT_PEERS:
-            for endpoint in [endpoint for endpoint, peer in self._peers.items() if peer.is_spent()]:
+    def _evict_idle_peers(self) -> None:
+        if len(self._peers) >= _MAX_IDLE_PEERS:
+            for endpoint in [endpoint for endpoint, peer in self._peers.items() if peer.is_idle()]:
                 del self._peers[endpoint]
                 self._lost.pop((endpoint.node_id, endpoint.incarnation), None)
 

@@ -1,4 +1,7 @@
-"""What a caller asked for (an operation) and the pieces it travels in (parts); plain state, guarded by its traffic."""
+"""Operations (what a caller requested) and their parts (one request on the wire each).
+
+Plain state: once an operation is submitted, it and its parts are guarded by the lock of the peer's traffic.
+"""
 
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -9,24 +12,23 @@ from messenger.priority import Priority
 from messenger.slices import Rows, Slices
 from rpc.errors import InvalidArgument
 
-__all__ = ["Carrier", "Kind", "Notification", "Operation", "Part", "Transfer", "TransferResult"]
-
-
-WAITS_FOR_ITSELF = (
-    "a callback waits in result() or exception() for what its own thread is to send, to receive or to end in time: add "
-    "a callback to that future, or wait on another thread"
+SELF_WAIT_ERROR = (
+    "a callback waits in result() or exception() for an operation that its own thread must send, receive or time out: "
+    "add a callback to that future, or wait on another thread"
 )
 
 
 class Kind(Enum):
+    """Kind of an operation."""
+
     WRITE = "write"
     READ = "read"
     NOTIFY = "notify"
 
-    __hash__ = object.__hash__  # an Enum's own is written in Python
+    __hash__ = object.__hash__  # Enum's own hash is a Python function
 
 
-# Who asks often takes these: to name a member by its class takes ten times as long in Python 3.11.
+# Module constants for hot paths: access to a member through its class takes ten times as long in Python 3.11.
 WRITE, READ, NOTIFY = Kind.WRITE, Kind.READ, Kind.NOTIFY
 
 
@@ -38,8 +40,8 @@ class TransferResult(NamedTuple):
     transport: str
 
 
-class Carrier(Protocol):
-    """The stream that a part of an operation is in flight on."""
+class OperationStream(Protocol):
+    """Stream that carries a part of an operation."""
 
     @property
     def transport(self) -> str: ...
@@ -48,41 +50,47 @@ class Carrier(Protocol):
     @property
     def cause(self) -> str: ...
 
-    def help(self, operation: "Operation") -> None: ...
-    def is_observed(self) -> None: ...
+    def receive_for(self, operation: "Operation") -> None: ...
+    def on_observed(self) -> None: ...
 
 
-class Canceller(Protocol):
-    """Whoever has the operation in hand."""
+class OperationTraffic(Protocol):
+    """Traffic in which an operation is pending."""
 
     def cancel(self, operation: "Operation") -> bool: ...
-    def is_ended_here(self) -> bool: ...
+    def settles_on_current_thread(self) -> bool: ...
 
 
-class Copier(Protocol):
-    """Whoever queues parts that any thread may copy."""
+class OperationCopies(Protocol):
+    """Queue of an operation's parts that any thread may copy."""
 
     def copy_all_of(self, operation: "Operation") -> None: ...
-    def is_observed(self) -> None: ...
+    def on_observed(self) -> None: ...
 
 
 class Operation(Completion[Any]):
-    """`outstanding` counts the parts that are queued or in flight; at zero it is settled, once.
+    """One write, read or notify, and its future.
 
-    `canceller` is None until it is submitted.
+    `outstanding` counts the parts that are queued, being copied or in flight; at zero the operation is settled, once.
+    `deadline_s` counts from `started_s` (monotonic time). The operation fails once the peer has acknowledged nothing
+    for `stall_s`; None: never.
     """
 
-    # Kept for each only once it is something else.
-    flying = 0
-    """Parts in flight."""
+    # Class attributes hold the defaults, so that creating an operation does not set them.
+    num_in_flight = 0
+    """Number of parts in flight."""
     acknowledged_nbytes = 0
     failure: Exception | None = None
     awaited = False
-    """A thread waits in `result`, and may help next time."""
+    """True if a thread waits in `result`: its next wait may receive the answer itself."""
     observed = False
-    carrier: Carrier | None = None
-    canceller: Canceller | None = None
-    copier: Copier | None = None
+    """True if somebody looks at the future who cannot receive the answer: a callback, asyncio, a time limit."""
+    stream: OperationStream | None = None
+    """The stream that carries, or last carried, a part of it."""
+    traffic: OperationTraffic | None = None
+    """None until it is submitted."""
+    mapped_reads: OperationCopies | None = None
+    """Set if its parts are copied from mapped memory."""
 
     def __init__(
         self,
@@ -103,44 +111,44 @@ class Operation(Completion[Any]):
         self.single = outstanding == 1
         self.started_s = started_s
         self.deadline_s = deadline_s
-        self.stall_s = stall_s  # given up once the peer has acknowledged nothing for so long; None: never
+        self.stall_s = stall_s
 
     def cancel(self) -> bool:
-        """Drop what is queued and cut off what is on the wire; whether it will end with TransferCancelled.
+        """Drop queued parts and cut off those on the wire. Return True if it will end with TransferCancelled.
 
-        Local memory is free when the future is done, as always, not when this returns.
+        As always, local memory is free for reuse when the future is done, not when this returns.
         """
-        return self.canceller is not None and self.canceller.cancel(self)
+        return self.traffic is not None and self.traffic.cancel(self)
 
-    def _is_observed(self) -> None:
-        # In this order: whoever puts a part in flight sets the carrier before it looks at these.
+    def _on_observed(self) -> None:
+        # In this order: a thread that puts a part in flight sets the stream before it looks at `observed`.
         self.observed = True
-        if self.copier is not None:
-            self.copier.is_observed()
-        carrier = self.carrier
-        if carrier is not None:
-            carrier.is_observed()
+        if self.mapped_reads is not None:
+            self.mapped_reads.on_observed()
+        stream = self.stream
+        if stream is not None:
+            stream.on_observed()
 
-    def _help(self) -> None:
-        if self.copier is not None:
-            self.copier.copy_all_of(self)
+    def _before_wait(self) -> None:
+        if self.mapped_reads is not None:
+            self.mapped_reads.copy_all_of(self)
             if self.settled:
                 return
-        carrier = self.carrier
-        if carrier is None:
+        stream = self.stream
+        if stream is None:
             self.awaited = True
-            carrier = self.carrier
-        if carrier is not None and self.single:
-            carrier.help(self)
+            stream = self.stream
+        if stream is not None and self.single:
+            stream.receive_for(self)
             return
-        if self.canceller is not None and self.canceller.is_ended_here():
-            raise InvalidArgument(WAITS_FOR_ITSELF)
-        if carrier is not None:
-            carrier.help(self)
+        if self.traffic is not None and self.traffic.settles_on_current_thread():
+            raise InvalidArgument(SELF_WAIT_ERROR)
+        if stream is not None:
+            stream.receive_for(self)
 
 
 class Transfer(NamedTuple):
-    """The memory side of a part: slices (local_offset, remote_offset, nbytes) between `region` and the key's region."""
+    """Memory of a part: slices (local_offset, remote_offset, nbytes) between `region` and the key's region."""
 
     key: RemoteKey
     region: AnyRegion
@@ -152,17 +160,23 @@ class Transfer(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """int64 [n, 3]"""
+        """Slices as int64 [n, 3]."""
         return self.slices.rows
 
 
 class Notification(NamedTuple):
+    """Message for the peer's notification handlers."""
+
     tag: bytes
     payload: bytes
 
 
 class Part:
-    """One request on the wire. `seq` is given at the first sending and kept when it is sent again after a loss."""
+    """One request on the wire.
+
+    `seq` is assigned when the part is first sent (0 before), and kept when it is sent again after a lost connection.
+    `copied` is the transport's: shm has copied the bytes of a read, and asks whether the key is still valid.
+    """
 
     __slots__ = ("copied", "nbytes", "notification", "operation", "seq", "transfer")
 

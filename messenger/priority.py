@@ -1,8 +1,6 @@
-"""Whose bytes go first: classes of urgency, turns within a queue, and background that yields to what is urgent.
+"""Priorities: which part begins next within a queue, and how background traffic yields to urgent operations.
 
-Pure: time is an argument, and whoever shares these objects between threads locks them.
-
-What the traffic to all peers shares: background yields to urgent operations, whoever they go to.
+All but TrafficGate is pure: time is an argument, and callers that share an object between threads lock it.
 """
 
 import threading
@@ -10,38 +8,40 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 MAX_PASSED = 8
-"""How often a waiting part of a lower class is passed over before its turn comes all the same."""
+"""How often a waiting part of a lower priority is passed over before it is chosen all the same."""
 
 BACKGROUND_PART_NBYTES = 1 << 20
 MAX_BACKGROUND_PARTS = 4
-"""Background travels in small parts, few at a time on a connection: an urgent one never waits for more than these."""
+"""Background goes in small parts, few at a time per connection: an urgent part waits for at most these."""
 
 HELD_S = 0.05
-"""How long, at most, background towards a peer is held back for urgent bytes before one part of it goes."""
+"""Longest time that background towards a peer is held back for urgent bytes before one part of it begins."""
 FRESH_S = 0.1
-"""Urgent bytes that have not moved for so long hold nobody back: their peer is slow, or stands still."""
+"""Urgent bytes that have not progressed for this long hold nothing back: their peer is slow, or does not answer."""
 
 
 class Priority(IntEnum):
-    """URGENT: somebody's next token waits for it. BACKGROUND: nobody waits. Order and notifications hold within one."""
+    """Priority of an operation; order and notifications hold within one priority."""
 
     URGENT = 0
+    """A user's next token waits for it."""
     NORMAL = 1
     BACKGROUND = 2
+    """Nobody waits for it."""
 
 
-# As of messenger.operation.Kind.
+# Module constants for hot paths; see messenger.operation.Kind.
 URGENT, BACKGROUND = Priority.URGENT, Priority.BACKGROUND
 
 
-class Turns:
-    """Which class begins a part next, in one queue: the highest, unless a lower one was passed over too often."""
+class PriorityPicker:
+    """Chooses the priority that begins a part next: the highest, unless a lower one was passed over too often."""
 
     def __init__(self) -> None:
         self._passed = [0] * len(Priority)
 
     def pick(self, waiting: Sequence[bool]) -> int | None:
-        """One of the classes that have a part waiting; None when there is none. It counts as taken."""
+        """Return one of the priorities that have a part waiting, counted as served; None if there is none."""
         first = next((each for each in Priority if waiting[each]), None)
         if first is None:
             return None
@@ -58,64 +58,71 @@ class Turns:
         return chosen
 
 
-class Yielding:
-    """How long background is held back while urgent operations are open, to whatever peer."""
+class BackgroundHold:
+    """Computes how long background is held back while urgent operations, to any peer, are pending."""
 
     def __init__(self) -> None:
-        self._open = 0
-        self._moved_s = 0.0
+        self._pending = 0
+        self._progressed_s = 0.0
 
-    def opened(self, now_s: float) -> None:
-        """An urgent operation was submitted."""
-        self._open += 1
-        self._moved_s = now_s
+    def urgent_submitted(self, now_s: float) -> None:
+        """Record that an urgent operation was submitted."""
+        self._pending += 1
+        self._progressed_s = now_s
 
-    def moved(self, now_s: float) -> None:
-        """Urgent bytes were acknowledged."""
-        self._moved_s = now_s
+    def urgent_progressed(self, now_s: float) -> None:
+        """Record that urgent bytes were acknowledged."""
+        self._progressed_s = now_s
 
-    def closed(self) -> bool:
-        """An urgent operation ended; whether none is left."""
-        self._open -= 1
-        return not self._open
+    def urgent_ended(self) -> bool:
+        """Record that an urgent operation ended. Returns True if none is left."""
+        self._pending -= 1
+        return not self._pending
 
-    def until_s(self, last_s: float, now_s: float) -> float:
-        """When background may begin towards a peer to which its last part began at `last_s`; `now_s` or before: now."""
-        if not self._open:
+    def allowed_s(self, last_s: float, now_s: float) -> float:
+        """Return the time at which background may begin towards a peer; at most `now_s` if it may begin now.
+
+        `last_s` is the time at which the last background part towards this peer began.
+        """
+        if not self._pending:
             return now_s
-        return min(self._moved_s + FRESH_S, last_s + HELD_S)
+        return min(self._progressed_s + FRESH_S, last_s + HELD_S)
 
 
-class Road:
-    """Any thread. Nobody waits here: who may not go yet is told when to ask again, and called if that is sooner."""
+class TrafficGate:
+    """Shared by the traffic of all peers: background yields to urgent operations, whichever peer they go to.
+
+    Safe to use from any thread; its lock is a leaf. Nobody blocks here: a caller that must wait gets the time at which
+    to ask again, and its callback runs if the last urgent operation ends earlier.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._yielding = Yielding()
+        self._hold = BackgroundHold()
         self._held: set[Callable[[], None]] = set()
 
-    def opened(self, now_s: float) -> None:
-        """An urgent operation was submitted."""
+    def urgent_submitted(self, now_s: float) -> None:
+        """Record that an urgent operation was submitted."""
         with self._lock:
-            self._yielding.opened(now_s)
+            self._hold.urgent_submitted(now_s)
 
-    def moved(self, now_s: float) -> None:
-        """Urgent bytes were acknowledged."""
+    def urgent_progressed(self, now_s: float) -> None:
+        """Record that urgent bytes were acknowledged."""
         with self._lock:
-            self._yielding.moved(now_s)
+            self._hold.urgent_progressed(now_s)
 
-    def closed(self) -> list[Callable[[], None]]:
-        """An urgent operation ended: who is to be called now, with no lock held."""
+    def urgent_ended(self) -> list[Callable[[], None]]:
+        """Record that an urgent operation ended. Returns callbacks to run now, with no lock held."""
         with self._lock:
-            if not self._yielding.closed():
+            if not self._hold.urgent_ended():
                 return []
             held, self._held = list(self._held), set()
             return held
 
-    def until_s(self, last_s: float, now_s: float, call: Callable[[], None]) -> float:
-        """As `Yielding.until_s`; who has to wait is called when the last urgent operation ends."""
+    def background_allowed_s(self, last_s: float, now_s: float, callback: Callable[[], None]) -> float:
+        """Return the time as `BackgroundHold.allowed_s`; if it is later than `now_s`, keep the callback."""
         with self._lock:
-            until_s = self._yielding.until_s(last_s, now_s)
-            if until_s > now_s:
-                self._held.add(call)
-            return until_s
+            allowed_s = self._hold.allowed_s(last_s, now_s)
+            if allowed_s > now_s:
+                self._held.add(callback)
+            return allowed_s

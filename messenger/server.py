@@ -1,4 +1,8 @@
-"""Listening sockets, the bounded set of accepted connections, and word of peers whose connections all broke."""
+"""Listening sockets, the bounded set of accepted connections, and the detection of lost callers.
+
+One thread per listening socket accepts; each connection then has a thread of its own (`inbound.py`). `_lock` guards the
+connections, their callers and the absences; connections are cut, and handlers called, without it.
+"""
 
 import logging
 import socket
@@ -8,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from messenger.alarms import AlarmClock
 from messenger.frames import Hello, Reject
-from messenger.inbound import Inbound, Owner
+from messenger.inbound import InboundConnection, ServerContext
 from messenger.link import Link
-from messenger.transport import Door, Transport
+from messenger.transport import Acceptor, Transport
 
 _BACKLOG = 128
 
@@ -20,14 +24,15 @@ Caller = tuple[str, int]
 
 
 class Server:
-    """`on_lost(node_id, incarnation)`: a caller's last connection broke, and none came back within the grace.
+    """Accepts connections.
 
-    `on_found` is called whenever one connects.
+    `on_lost(node_id, incarnation)` is called when a caller's last connection broke and it has not connected again
+    within the grace period; `on_found` whenever a caller connects.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        context: ServerContext,
         clock: AlarmClock,
         *,
         max_connections: int,
@@ -36,7 +41,7 @@ class Server:
         on_lost: Callable[[str, int], None],
         on_found: Callable[[str, int], None],
     ) -> None:
-        self._owner = owner
+        self._context = context
         self._clock = clock
         self._max_connections = max_connections
         self._max_of_peer = max_connections_per_peer
@@ -44,27 +49,27 @@ class Server:
         self._on_lost = on_lost
         self._on_found = on_found
         self._lock = threading.Lock()
-        self._connections: dict[Inbound, threading.Thread] = {}
+        self._connections: dict[InboundConnection, threading.Thread] = {}
         self._callers: dict[Caller, Counter[bytes]] = {}  # connections by session
-        self._gone: dict[Caller, object] = {}  # whose last connection broke, until it is back or reported
-        self._listeners: list[tuple[Door, socket.socket, threading.Thread]] = []
+        self._gone: dict[Caller, object] = {}  # callers without a connection, until they are back or reported
+        self._listeners: list[tuple[Acceptor, socket.socket, threading.Thread]] = []
         self._closing = False
 
-    def listen(self, door: Door, transports: Mapping[str, Transport]) -> socket.socket:
-        """Accept connections of the transports from now on; returns the listening socket, which stays the server's."""
-        listener = door.listen(_BACKLOG)
+    def listen(self, acceptor: Acceptor, transports: Mapping[str, Transport]) -> socket.socket:
+        """Accept connections of the transports from now on. Returns the listening socket, which the server owns."""
+        listener = acceptor.listen(_BACKLOG)
         thread = threading.Thread(
             target=self._accept,
-            args=(door, listener, transports),
-            name=f"{self._owner.node_id}-{door.name}",
+            args=(acceptor, listener, transports),
+            name=f"{self._context.node_id}-{acceptor.name}",
             daemon=True,
         )
-        self._listeners.append((door, listener, thread))
+        self._listeners.append((acceptor, listener, thread))
         thread.start()
         return listener
 
     def connections(self) -> int:
-        """Inbound connections open now."""
+        """Return the number of inbound connections open now."""
         with self._lock:
             return len(self._connections)
 
@@ -73,12 +78,12 @@ class Server:
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
-        for door, listener, thread in self._listeners:
+        for acceptor, listener, thread in self._listeners:
             # Closing alone would leave the thread in accept.
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
             listener.close()
-            door.unlisten()
+            acceptor.clean_up()
         for connection in connections:
             connection.cut()
         for thread in connections.values():
@@ -86,7 +91,10 @@ class Server:
                 thread.join()
 
     def admit(self, hello: Hello) -> bool:
-        """Whether the caller may have this connection too; one that takes an earlier one's place always may."""
+        """Count a connection of the caller; returns False if it has too many.
+
+        A connection that replaces an earlier one of its session is always admitted.
+        """
         caller = (hello.node_id, hello.incarnation)
         with self._lock:
             streams = self._callers.get(caller, Counter())
@@ -98,9 +106,11 @@ class Server:
         return True
 
     def greeted(self, hello: Hello) -> None:
+        """Report that a caller has connected."""
         self._on_found(hello.node_id, hello.incarnation)
 
-    def ended(self, connection: Inbound, hello: Hello | None, *, in_peace: bool) -> None:
+    def ended(self, connection: InboundConnection, hello: Hello | None, *, said_goodbye: bool) -> None:
+        """Remove a connection whose thread ends; start the grace period if it was the caller's last."""
         with self._lock:
             self._connections.pop(connection, None)
             if hello is None:
@@ -113,20 +123,20 @@ class Server:
             if streams:
                 return
             del self._callers[caller]
-            if in_peace or self._closing:
+            if said_goodbye or self._closing:
                 return
             absence = self._gone[caller] = object()
         self._clock.set(self._loss_grace_s, lambda: self._report_lost(caller, absence))
 
     def _report_lost(self, caller: Caller, absence: object) -> None:
         with self._lock:
-            # It may be away again, and was there meanwhile: that is another absence.
+            # If it was back meanwhile and is away again, that is another absence.
             if self._gone.get(caller) is not absence or self._closing:
                 return
             del self._gone[caller]
         self._on_lost(*caller)
 
-    def _accept(self, door: Door, listener: socket.socket, transports: Mapping[str, Transport]) -> None:
+    def _accept(self, acceptor: Acceptor, listener: socket.socket, transports: Mapping[str, Transport]) -> None:
         while True:
             try:
                 sock, address = listener.accept()
@@ -134,37 +144,37 @@ class Server:
                 with self._lock:
                     if self._closing:
                         return
-                # Out of descriptors, or a caller that left at once: neither ends the service.
-                _log.warning("accepting a %s connection failed: %s", door.name, str(error))
+                # No descriptor is free, or the caller left at once: neither may end the service.
+                _log.warning("accepting a %s connection failed: %s", acceptor.name, str(error))
                 threading.Event().wait(0.05)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
             try:
-                self._begin(transports, door.welcome(sock, name))
-            except Exception:  # whatever it is about one connection, the next is accepted
+                self._begin(transports, acceptor.wrap_accepted(sock, name))
+            except Exception:  # an error of one connection must not prevent the next
                 _log.exception("cannot serve a connection from %s", name)
                 sock.close()
 
     def _begin(self, transports: Mapping[str, Transport], link: Link) -> None:
-        connection = Inbound(self._owner, self, transports, link)
-        thread = threading.Thread(target=connection.run, name=f"{self._owner.node_id}-inbound", daemon=True)
+        connection = InboundConnection(self._context, self, transports, link)
+        thread = threading.Thread(target=connection.run, name=f"{self._context.node_id}-inbound", daemon=True)
         with self._lock:
-            gives_way = None
+            evicted = None
             if len(self._connections) >= self._max_connections:
-                # Whoever knocks and says nothing must not keep out those who greet.
-                gives_way = next((one for one in self._connections if one.may_give_way), None)
-            has_room = len(self._connections) < self._max_connections or gives_way is not None
-            refusal = f"{self._max_connections} connections are open, which is the limit of all peers"
+                # A connection that sends no greeting must not keep out callers that do.
+                evicted = next((one for one in self._connections if one.is_evictable), None)
+            has_room = len(self._connections) < self._max_connections or evicted is not None
+            refusal = f"{self._max_connections} connections are open, which is the limit for all peers together"
             if has_room and not self._closing:
                 refusal = self._start(connection, thread)
-        if gives_way is not None:
-            self._owner.counters.add("connections_turned_away")
-            gives_way.cut()
+        if evicted is not None:
+            self._context.counters.add("connections_turned_away")
+            evicted.cut()
         if refusal:
             self._turn_away(link, refusal)
 
-    def _start(self, connection: Inbound, thread: threading.Thread) -> str:
-        """Empty, or why not. With the lock held."""
+    def _start(self, connection: InboundConnection, thread: threading.Thread) -> str:
+        """Start the thread; returns the reason if that is impossible, else an empty string. With the lock held."""
         self._connections[connection] = thread
         try:
             thread.start()
@@ -174,7 +184,7 @@ class Server:
         return ""
 
     def _turn_away(self, link: Link, reason: str) -> None:
-        self._owner.counters.add("connections_turned_away")
+        self._context.counters.add("connections_turned_away")
         _log.warning("turned away a connection from %s: %s", link.address, reason)
         try:
             link.set_timeout(0.1)

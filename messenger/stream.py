@@ -1,586 +1,273 @@
-"""Receiving the answers of one link: by a thread of its own, or by a caller that waits for one of them anyway.
+"""One ordered stream of requests to a peer: its connection, the sending of requests, and the receiving of answers.
 
-Whoever receives holds the role; nobody else touches the link's receiving side meanwhile. At first the thread holds it.
-After an answer for which a caller was waiting in `result`, and while nobody waits for another one, the thread stands
-back for a moment: the next caller that waits so takes the role and wakes up by its own answer, which spares the change
-of threads on the way back. As soon as somebody waits in another way (a callback, asyncio, a time limit, `result` on
-another thread), the thread is called and keeps the role. In any case it takes it when nobody has had it for `PARK_S`:
-so an answer is never left lying for longer, and a connection that ends is noticed although nobody waits for anything.
-Answers that came together are taken together.
+Requests are sent, executed and answered in the order in which they begin. A connection that breaks is made again, and
+unanswered requests are repeated under the same numbers, which the owner recognises; a peer whose process is gone fails
+everything at once.
 
-The connection of one stream: made, made again when it breaks, and cleaned up after; one thread does all of that.
+Threads:
 
-A connection that breaks is made again and what was not answered is repeated under the same numbers, which the owner
-recognises; a peer whose process is gone fails everything at once.
+    caller            a thread that submits an operation. If nothing is being sent, it sends its request itself, as far
+                      as the link accepts it without blocking. In `result` it may also receive the answer itself.
+    "<name>-send"     one per stream, started on demand. Connects, sends what was queued, finishes requests that a
+                      caller could not send whole, copies mapped reads, and cleans up after a connection. It ends when
+                      the stream closes, or when it cannot connect and nothing is left to send.
+    "<name>-receive"  one per connection, started with it. Receives answers, except while a caller does (see Receiver).
 
-One ordered stream of requests to a peer: whoever sends on its connection, and what its answers mean.
+Lock: `Stream.lock` is `Traffic.lock`, one per peer. It guards all state of the stream except what two roles hold
+exclusively, each one thread at a time and without the lock:
 
-Order: requests are sent, done and answered in the order in which they begin.
+    sending role      `_sending` is the part being sent; its sender alone uses the link's sending side. Taken under the
+                      lock by `begin_locked`, returned under the lock by `_sent_locked`.
+    receiving role    `Receiver._held`; its holder alone uses the link's receiving side, including the memory into which
+                      payloads are received.
 
-One at a time sends. Where nobody does, a caller sends its request itself, as far as the link takes it without waiting;
-the rest, and what was queued meanwhile, is the sending thread's, which also connects, and cleans up after a connection.
+`_changed` (a condition on the lock) is notified when the sending thread may have work, when a part that the receiver
+waits for has been sent, and when the link ends or the stream closes.
+
+Lifetimes of one connection (all transitions under the lock):
+
+    _connect        _link        set before anything blocks, so that `cut` can end the dialing
+                    _requester   set with _receiver when the receive thread runs; from then on parts may begin
+    end_link        _link_ended  set by whichever thread finds the error; both sides of the link are cut
+    _clean_up       runs on the sending thread when nobody sends any more: cut, join the receiver, clear _requester and
+                    _link, close the link without the lock, then clear _receiver and _link_ended and move the parts in
+                    flight to the repeat queue. Memory of a part is in use until then at the latest.
+
+A part moves: Traffic.backlog -> in_flight.sent (begin_locked) -> landed | refused | in_flight.repeats (connection lost,
+or another step is needed) -> in_flight.sent ... An answer may arrive before the sending call has returned: the part is
+then `early_answered` and ends when it has.
 """
 
 import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from messenger.backlog import Flight, Role
+from messenger.backlog import InFlight, StreamRole
 from messenger.counters import Counters, Flow
 from messenger.dialing import Dialer, Restarted, Unreachable
 from messenger.errors import MemoryOutOfReach, PeerLost, PeerRestarted, PeerUnreachable, ProtocolError
-from messenger.frames import Ack, Allow, Goodbye, Message, Offer, Refused
+from messenger.frames import Ack, Goodbye, KeyInfo, Message, Offer, Refused
 from messenger.link import Link, LinkClosed
-from messenger.memory import NotInHostMemory, RemoteKey
-from messenger.operation import READ, WAITS_FOR_ITSELF, Kind, Operation, Part, Transfer
+from messenger.memory import Loan, NotInHostMemory, RemoteKey
+from messenger.operation import READ, SELF_WAIT_ERROR, Kind, Operation, Part, Transfer
 from messenger.priority import BACKGROUND
 from messenger.traffic import Traffic
-from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, Sent, Transport
+from messenger.transport import DONE, PARTLY, UNABLE, WHOLE, Requester, SendStatus, Transport
 from rpc.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from messenger.memory import Loan
-
-
 PARK_S = 0.02
+"""If nobody has received for this long, the receive thread takes the role."""
+_MAX_FRUITLESS_LINKS = 4
+_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_IDLE_CONNECT_ATTEMPTS = 3
+_MAX_PARTS_TO_SCAN = 32
 _ANSWERS = Ack, Refused
 
 _log = logging.getLogger(__name__)
 
 
-class Receiver:
-    """Methods with the stream's lock held, unless they say otherwise."""
+class Stream:
+    """One stream of a peer. Methods named `..._locked` require the lock; see the module's map of threads and locks.
 
-    def __init__(self, stream: "Stream", link: Link, requester: Requester, name: str) -> None:
-        self._stream = stream
-        self._link = link
-        self._requester = requester
-        self._wakes = threading.Condition(stream.lock)
-        self.thread_holds = False
-        self._held = False
-        self._helper = 0
-        self._called = False
-        self._helps = 0
-        self._seen_helps = 0
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Raises RuntimeError when the system has no thread left."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """The link was cut: whoever receives leaves."""
-        self._ended = True
-        self._wakes.notify_all()
-
-    def join(self) -> None:
-        """Wait until nobody receives. Without the lock."""
-        self._thread.join()
-        with self._stream.lock:
-            self._wakes.wait_for(lambda: not self._held)
-
-    def is_held_here(self) -> bool:
-        """Whether the calling thread receives. With or without the lock."""
-        own = threading.get_ident()
-        return own in (self._helper, self._thread.ident)
-
-    def is_receiving_here(self) -> bool:
-        """Whether the calling thread holds the role: it is in a callback then. With or without the lock."""
-        own = threading.get_ident()
-        return own == self._helper or (self.thread_holds and own == self._thread.ident)
-
-    def call_thread(self) -> None:
-        """Have the thread receive, since somebody waits who does not."""
-        if not self.thread_holds:
-            self._called = True
-            if not self._held:
-                self._wakes.notify_all()
-
-    def may_stand_back(self) -> None:
-        """Whoever waited for the last answer would have received it himself, and nobody waits for another."""
-        if self.thread_holds:
-            self.thread_holds = self._held = self._called = False
-            self._seen_helps = -1
-
-    def help(self, operation: Operation) -> None:
-        """Receive on the calling thread until the operation is over, if nobody else does. Without the lock."""
-        with self._stream.lock:
-            # What is in flight here, as a whole, ends by an answer or the link's end alone.
-            may_help = operation.flying and operation.single and self._requester.always_answers(operation)
-            if self.is_receiving_here():
-                raise InvalidArgument(WAITS_FOR_ITSELF)
-            if self._held or self._called or self._ended or not may_help:
-                operation.awaited = True
-                self.call_thread()
-                return
-            self._held = True
-            self._helper = threading.get_ident()
-        try:
-            while operation.flying and not self._ended and not self._stream.is_early(operation):
-                self._receive()
-        except BaseException as error:
-            # An interrupt, perhaps in the middle of a frame.
-            self._stream.end_link(error)
-            raise
-        finally:
-            with self._stream.lock:
-                self._held = False
-                self._helper = 0
-                self._helps += 1
-                if not operation.settled:
-                    operation.awaited = True
-                    self._called = True
-                if self._called or self._ended:
-                    self._wakes.notify_all()
-
-    def _run(self) -> None:
-        while self._take_over():
-            while self.thread_holds and not self._ended:
-                self._receive()
-        with self._stream.lock:
-            if self.thread_holds:
-                self.thread_holds = self._held = False
-
-    def _take_over(self) -> bool:
-        """Wait until the thread is needed; False when the link has ended."""
-        with self._stream.lock:
-            while not self._ended:
-                if not self._held and (self._called or self._helps == self._seen_helps):
-                    self._held = self.thread_holds = True
-                    return True
-                self._seen_helps = self._helps
-                self._wakes.wait(PARK_S)
-            return False
-
-    def _receive(self) -> None:
-        """Receive and handle a message, and those that came with it; with the role and without the lock."""
-        stream, receive_here = self._stream, self._requester.receive_here
-        landed: list[Part] = []
-        goes_on = True
-        try:
-            try:
-                message: Message | None = self._requester.receive(stream.flight.reads_next())
-                while message is not None:
-                    self._take(message, landed)
-                    message = receive_here()
-                goes_on = False
-            finally:
-                if landed:
-                    stream.acknowledged(landed, goes_on=goes_on)
-        except OSError as error:
-            stream.end_link(error)
-        except ProtocolError as error:
-            _log.warning("closed the connection to %s: %s", self._link.address, str(error))
-            stream.count("malformed_frames")
-            stream.end_link(error)
-        except Exception as error:
-            _log.exception("receiving from %s failed", self._link.address)
-            stream.end_link(error)
-
-    def _take(self, message: Message, landed: list[Part]) -> None:
-        """Handle a message; a part that is done by it joins those that have `landed`, which nobody was told of yet."""
-        requester, stream = self._requester, self._stream
-        if isinstance(message, Offer):
-            requester.offered(message)
-            return
-        if isinstance(message, Allow):
-            requester.allowed(message)
-            return
-        part = stream.flight.waiting(len(landed))
-        if part is None or not isinstance(message, _ANSWERS) or message.seq != part.seq or part is stream.early:
-            raise ProtocolError(f"{self._link.address} answers {type(message).__name__} to what was not asked")
-        takes_time = part.operation.kind is READ or isinstance(message, Refused)
-        must_be_sent = stream.sends(part) and (takes_time or not requester.takes_early_answers)
-        if landed and (takes_time or must_be_sent):
-            # Those before it do not wait for its bytes.
-            stream.acknowledged(landed, goes_on=True)
-        if must_be_sent:
-            stream.await_sent(part)
-        if isinstance(message, Refused):
-            requester.refused(part)
-            stream.refused(part, message.reason)
-        elif requester.accept(part, message):
-            landed.append(part)
-        else:
-            stream.one_step_more()
-
-
-_MAX_BARREN_LINKS = 4
-_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_PROBES_WHEN_IDLE = 3
-
-
-class Connecting(ABC):
-    """`on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers.
-
-    `lock` is the traffic's; methods named `..._locked` are called with it.
+    `on_lost(reason)` is called when the peer's process is found gone, `on_connected()` when it answers.
     """
 
     def __init__(
         self,
         dialer: Dialer,
         traffic: Traffic,
+        role: StreamRole,
         counters: Counters,
         *,
         name: str,
         on_lost: Callable[[str], None],
         on_connected: Callable[[], None],
     ) -> None:
+        self.role = role
         self.lock = traffic.lock
-        self.flight = Flight()
+        self.in_flight = InFlight()
         self.cause = "it has not been connected yet"
         """The connection's last trouble."""
         self._dialer = dialer
         self._transport = dialer.transports[0]
         self.transport = self._transport.name
-        """Name of the transport last connected by; before that, of the first to be tried."""
+        """Name of the transport of the last connection; before that, of the first to be tried."""
         self._traffic = traffic
         self._counters = counters
         self._name = name
         self._on_lost = on_lost
         self._on_connected = on_connected
-        self._wakes = threading.Condition(self.lock)
+        self._changed = threading.Condition(self.lock)
+        self._closing = False
+        # The connection.
         self._link: Link | None = None
         self._link_ended = False
         self._requester: Requester | None = None
         self._receiver: Receiver | None = None
         self._flows: dict[Kind, Flow] = {}
-        self._closing = False
-        self._answered = False
-        self._was_cut_here = False  # for the sake of an operation that was to end early
-        self._barren_links = 0
-        self._barren_number = 0  # of the operation that was the oldest over them
-
-    @abstractmethod
-    def _has_work_locked(self) -> bool:
-        """Whether something waits for a connection."""
-
-    @abstractmethod
-    def _receiver_of(self, link: Link, requester: Requester) -> Receiver:
-        """Who is to take the answers of a fresh link."""
+        self._answered = False  # the connection has brought at least one answer
+        self._was_cut_here = False  # cut to end an operation early
+        self._fruitless_links = 0  # connections in a row that broke before any answer
+        self._oldest_number = 0  # of the operation that was the oldest in flight on all of them
+        # Sending.
+        self._sender: threading.Thread | None = None
+        self._sending: Part | None = None  # its sending call has not returned
+        self._receiver_waits = False  # in `await_sent`
+        self.early_answered: Part | None = None
+        """Answered before its sending call has returned; in flight until then."""
+        self._unsendable_reason = ""  # why the last part could not be sent
+        self._has_unfinished_part = False  # a caller began `_sending`; the sending thread must finish it
 
     @property
     def address(self) -> str:
-        """Where the peer is sought."""
+        """Address of the peer, for errors and logs."""
         return self._transport.address_of(self._dialer.endpoint)
 
     def connected(self) -> bool:
+        """Return True if the stream has a connection now."""
         with self.lock:
             return self._receiver is not None and not self._link_ended
 
-    def count(self, name: str) -> None:
-        """An event of this stream's."""
-        self._counters.add(name)
-
-    def cut_locked(self) -> None:
-        """End the link for the sake of what is to end early: whoever uses it lets go of it soon."""
-        if self._link is not None:
-            self._was_cut_here = True
-            self._link.cut()
-
-    def cut_if_idle_locked(self) -> None:
-        """End the link if it was made and nothing is under way on it: it is made again, and nothing repeated."""
-        if self._receiver is not None and not self.flight.in_flight:
-            self.cut_locked()
-
-    def end_link(self, error: BaseException) -> None:
-        """The connection is of no use any more."""
-        with self.lock:
-            if not self._link_ended:  # what follows from it tells less
-                self.cause = str(error) or type(error).__name__
-            self._link_ended = True
-            if self._link is not None:
-                self._link.cut()
-            if self._receiver is not None:
-                self._receiver.end()
-            self._wakes.notify_all()
-
-    # The sending thread's.
-
-    def _connect(self) -> Requester | None:
-        """A fresh connection; None when the stream closes, or the peer is lost and everything has failed."""
-        failures = 0
-        while not self._given_up(failures):
-            try:
-                transport, link, requester = self._dialer.dial(self._opened)
-                self._begin_receiving(transport, link, requester)
-                return requester
-            except Unreachable as error:
-                self._lose(PeerUnreachable, str(error))
-                return None
-            except Restarted as error:
-                self._lose(PeerRestarted, str(error))
-                return None
-            except OSError as error:
-                self._counters.add("failed_connects")
-                with self.lock:
-                    self._link = None
-                    self.cause = f"cannot connect: {error}"
-                    self._wakes.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-                failures += 1
-                continue
-            except Exception as error:  # an address that is none, say: the thread outlives it
-                _log.warning("cannot connect to %s: %s", self.address, repr(error))
-                self._lose(PeerUnreachable, f"cannot connect: {error}")
-                return None
-        return None
-
-    def _given_up(self, failures: int) -> bool:
-        with self.lock:
-            if self._closing:
-                return True
-            if self._has_work_locked() or failures < _PROBES_WHEN_IDLE:
-                return False
-        # Nobody waits for an answer, but whoever relies on this peer wants to know that it does not answer. Other
-        # streams may do better, and what is submitted meanwhile too.
-        self._on_lost(self.cause)
-        return True
-
-    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
-        peer = self._dialer.endpoint.node_id
-        flows = {
-            Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
-            Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
-        }
-        receiver = self._receiver_of(link, requester)
-        try:
-            with self.lock:
-                receiver.start()
-                self._transport = transport
-                self.transport = transport.name
-                self._receiver = receiver
-                self._requester = requester
-                self._flows = flows
-                self._link_ended = self._answered = self._was_cut_here = False
-        except RuntimeError as error:
-            link.close()
-            raise OSError(f"the system gives this process no thread: {error}") from error
-        self._counters.add("connects")
-        self._on_connected()
-
-    def _opened(self, link: Link) -> None:
-        with self.lock:
-            self._link = link
-            if self._closing:
-                link.cut()
-
-    def _clean_up(self) -> None:
-        """All threads have let go of the parts in flight after this: drop the doomed, send the others again."""
-        link, receiver = self._link, self._receiver
-        assert link is not None
-        assert receiver is not None
-        with self._telling("ending"):
-            link.cut()
-        with self.lock:
-            receiver.end()
-        receiver.join()
-        with self.lock:
-            reset = bool(self.flight.in_flight)
-            self._link = self._requester = None
-        # Without the lock, since a transport may take its time. Nothing new begins meanwhile: there is no requester.
-        with self._telling("closing"):
-            link.close(reset=reset)
-        with self.lock:
-            self._receiver = None
-            self._link_ended = False
-            self._blame_oldest()
-            self.flight.connection_lost()
-            ended = self._traffic.drop_doomed_locked()
-        self._traffic.settle(ended)
-
-    @contextlib.contextmanager
-    def _telling(self, doing: str) -> Iterator[None]:
-        """What fails at the end of a connection is told, and stops neither the clearing up nor the next connection."""
-        try:
-            yield
-        except Exception:
-            _log.exception("%s the connection to %s failed", doing, self.address)
-
-    def _blame_oldest(self) -> None:
-        """A request over which connection after connection breaks must not hold up the others for ever."""
-        if self._answered or not self.flight.in_flight:
-            self._barren_links = 0
-            return
-        if self._was_cut_here:
-            return
-        oldest = self.flight.in_flight[0].operation
-        if oldest.number != self._barren_number:
-            self._barren_links, self._barren_number = 0, oldest.number
-        self._barren_links += 1
-        if self._barren_links >= _MAX_BARREN_LINKS:
-            self._barren_links = 0
-            reason = f"{_MAX_BARREN_LINKS} connections in a row broke over it, at last because {self.cause}"
-            self._traffic.give_up_locked(oldest, reason)
-
-    def _lose(self, kind: type[PeerLost], reason: str) -> None:
-        self._on_lost(reason)
-        with self.lock:
-            self._link = None
-            self.cause = reason
-        self._traffic.lose(kind, reason)
-
-
-_FEW = 32
-
-
-class Stream(Connecting):
-    """The lock is the traffic's; methods named `..._locked` are called with it."""
-
-    def __init__(
-        self,
-        dialer: Dialer,
-        traffic: Traffic,
-        role: Role,
-        counters: Counters,
-        *,
-        name: str,
-        on_lost: Callable[[str], None],
-        on_connected: Callable[[], None],
-    ) -> None:
-        super().__init__(dialer, traffic, counters, name=name, on_lost=on_lost, on_connected=on_connected)
-        self.role = role
-        self._sender: threading.Thread | None = None
-        self._sending: Part | None = None  # whoever sends it has not come back
-        self._is_awaited = False  # whoever receives waits until he has
-        self.early: Part | None = None
-        """Answered, and in flight until whoever sends it has come back."""
-        self._unable = ""  # why the last part could not be sent
-        self._unfinished = False  # a caller began a part, whose rest the sending thread is to send
-
     def has_thread(self) -> bool:
+        """Return True if the stream's sending thread is running."""
         with self.lock:
             return self._sender is not None
 
     def close(self) -> None:
-        """Say goodbye and end the threads; the traffic has failed what was pending."""
+        """Send Goodbye if nothing is under way, and end the threads; the traffic has failed all pending operations."""
         with self.lock:
             self._closing = True
-            if self._link is not None and (self.flight.in_flight or self._receiver is None):
+            if self._link is not None and (self.in_flight.sent or self._receiver is None):
                 self._link.cut()
-            self._wakes.notify_all()
+            self._changed.notify_all()
             sender, receiver = self._sender, self._receiver
-        # A future's callback may close the messenger: it runs on a thread that sends or receives, and ends after it.
-        is_used_here = threading.current_thread() is sender or (receiver is not None and receiver.is_held_here())
-        if sender is not None and not is_used_here:
+        # A future's callback may close the messenger: it runs on a thread that sends or receives, which ends later.
+        is_own_thread = threading.current_thread() is sender or (
+            receiver is not None and receiver.is_receiver_or_helper_thread()
+        )
+        if sender is not None and not is_own_thread:
             sender.join()
 
-    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
-        """As `Requester.lend`."""
+    def count(self, name: str) -> None:
+        """Count an event."""
+        self._counters.add(name)
+
+    # Access to the owner's memory without a request, on any thread.
+
+    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
+        """Return bytes of the owner's region in place; see `Requester.lend`."""
         requester = self._requester
         return None if requester is None else requester.lend(key, offset, nbytes)
 
-    # Reads that take no request, on any thread.
-
     def may_copy(self, transfer: Transfer) -> bool:
-        """As `Requester.may_copy`."""
+        """Return True if `try_copy` would probably succeed; see `Requester.may_copy`."""
         requester = self._requester
         return requester is not None and requester.may_copy(transfer)
 
-    def copied(self, transfer: Transfer) -> bool:
-        """As `Requester.copied`."""
+    def try_copy(self, transfer: Transfer) -> bool:
+        """Do a read without a request; see `Requester.try_copy`."""
         requester = self._requester
-        return requester is not None and requester.copied(transfer)
+        return requester is not None and requester.try_copy(transfer)
 
     def count_copied_locked(self, transfer: Transfer, seconds: float) -> None:
-        """Such a read was done."""
+        """Count a read that `try_copy` has done."""
         flow = self._flows.get(READ)
         if flow is not None:
             flow.add(transfer.nbytes, len(transfer.slices), seconds)
 
     # Observers of an operation in flight.
 
-    def help(self, operation: Operation) -> None:
-        """The calling thread waits for the operation: it receives the answer itself if it may."""
-        if threading.current_thread() is self._sender or self._traffic.keeps_time_here():
-            raise InvalidArgument(WAITS_FOR_ITSELF)
+    def receive_for(self, operation: Operation) -> None:
+        """Let the calling thread, which waits for the operation, receive the answer itself if it may."""
+        if threading.current_thread() is self._sender or self._traffic.is_alarm_thread():
+            raise InvalidArgument(SELF_WAIT_ERROR)
         receiver = self._receiver
         if receiver is None:
             operation.awaited = True
         else:
-            receiver.help(operation)
+            receiver.receive_for(operation)
 
-    def is_observed(self) -> None:
-        """Somebody waits for an operation who does not receive."""
+    def on_observed(self) -> None:
+        """Have the receive thread receive, because an operation has an observer that does not."""
         receiver = self._receiver
         if receiver is not None:
             with self.lock:
-                receiver.call_thread()
+                receiver.request_thread_locked()
 
-    def works_here(self) -> bool:
-        """Whether the calling thread is the one that sends for this stream, or receives its answers now."""
+    def runs_on_current_thread(self) -> bool:
+        """Return True if the calling thread is the sending thread, or holds the receiving role."""
         receiver = self._receiver
-        return threading.current_thread() is self._sender or (receiver is not None and receiver.is_receiving_here())
+        return threading.current_thread() is self._sender or (
+            receiver is not None and receiver.is_held_by_current_thread()
+        )
 
-    # Sending: whoever submitted, and the thread.
+    # Sending, by a caller or by the sending thread.
 
     def has_room_locked(self) -> bool:
-        """Whether nobody sends on the connection, nor has anything to send before what is new."""
+        """Return True if nothing is being sent, and nothing must be sent before a new part."""
         return self._requester is not None and not (
-            self._sending is not None or self._link_ended or self._closing or self.flight.again
+            self._sending is not None or self._link_ended or self._closing or self.in_flight.repeats
         )
 
     def begin_locked(self, part: Part) -> None:
-        """Begin the part; the calling thread sends it, with `send_as_caller` or as the sending thread."""
+        """Begin the part; the calling thread must send it, by `send_as_caller` or as the sending thread."""
         self._sending = part
         if part.seq:
             self._counters.add("retries")
-        self.flight.begin(part)
+        self.in_flight.begin(part)
         operation = part.operation
-        operation.carrier = self
+        operation.stream = self
         if (operation.observed or operation.awaited) and self._receiver is not None:
-            self._receiver.call_thread()
+            self._receiver.request_thread_locked()
 
     def send_as_caller(self) -> None:
-        """Send the part that was just begun as far as it goes without waiting; the thread does the rest."""
+        """Send the part just begun as far as the link accepts it without blocking; the sending thread does the rest."""
         requester, part = self._requester, self._sending
         assert requester is not None
         assert part is not None
         try:
-            sent = self._send(requester.begin, part)
+            status = self._send(requester.begin, part)
         except BaseException as error:
             # An interrupt, perhaps in the middle of a frame.
             self.end_link(error)
             with self.lock:
-                self._sending = self.early = None
+                self._sending = self.early_answered = None
                 self.wake_locked()
             raise
         with self.lock:
-            if sent is PARTLY:
-                self._unfinished = True
+            if status is PARTLY:
+                self._has_unfinished_part = True
                 self.wake_locked()
                 return
-            ended = self._sent_locked(part, sent)
-            if self._link_ended or self._closing or self.flight.again or self._traffic.waits_locked(self):
+            ended = self._sent_locked(part, status)
+            if self._link_ended or self._closing or self.in_flight.repeats or self._traffic.has_part_locked(self):
                 self.wake_locked()
         self._traffic.settle(ended)
 
     def wake_locked(self) -> None:
-        """There may be something to do for the sending thread."""
+        """Wake the sending thread, or start it, because it may have something to do."""
         if self._sender is None:
             if self._closing:
                 return
             sender = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
             sender.start()
-            self._sender = sender  # only now: the system may have no thread left, and some later
-        self._wakes.notify_all()
+            self._sender = sender  # only now: the system may refuse a thread, and grant one later
+        self._changed.notify_all()
 
     def num_background_locked(self) -> int:
-        """Background parts in flight."""
-        return sum(part.operation.priority is BACKGROUND for part in self.flight.in_flight)
+        """Return the number of background parts in flight."""
+        return sum(part.operation.priority is BACKGROUND for part in self.in_flight.sent)
 
-    def _send(self, send: Callable[..., Sent], *part: Part) -> Sent:
-        """Send, or finish sending; what fails in it ends the link, which is where its parts are told of."""
+    def _send(self, send: Callable[..., SendStatus], *part: Part) -> SendStatus:
+        """Call `send`, which sends or finishes a part. An error ends the link, whose cleanup handles its parts."""
         try:
             return send(*part)
         except OSError as error:
             self.end_link(error)
         except NotInHostMemory as error:
-            self._unable = str(error)
+            self._unsendable_reason = str(error)
             return UNABLE
         except Exception as error:
             _log.exception("sending to %s failed", self.address)
@@ -601,172 +288,85 @@ class Stream(Connecting):
             if self._send_next(requester):
                 continue
             with self.lock:
-                said_goodbye = self._closing and not self._link_ended
-            if said_goodbye:
-                self._say_goodbye()
+                closes_in_order = self._closing and not self._link_ended
+            if closes_in_order:
+                self._send_goodbye()
             self._clean_up()
             requester = None
 
     def _has_work_locked(self) -> bool:
-        return bool(self.flight.again) or self._traffic.backlog.has_for(self.role) or self._traffic.copies.has_for(self)
+        """Return True if something waits for a connection."""
+        traffic = self._traffic
+        return (
+            bool(self.in_flight.repeats)
+            or traffic.backlog.has_any(self.role)
+            or traffic.mapped_reads.has_part_locked(self)
+        )
 
     def _send_next(self, requester: Requester) -> bool:
-        """Send one part, or the rest of one; False when the link ended or the stream closes."""
+        """Wait for a part and send it, or finish one. Returns False when the link ended or the stream closes."""
         with self.lock:
             part = self._next_locked()
             copy: Part | None = None
-            while part is None and not self._unfinished and not self._over_locked():
-                copy = self._traffic.copies.take_for(self)
+            while part is None and not self._has_unfinished_part and not self._is_over_locked():
+                copy = self._traffic.mapped_reads.claim_locked(self)
                 if copy is not None:
                     break
-                self._wakes.wait()
+                self._changed.wait()
                 part = self._next_locked()
-            unfinished, self._unfinished = self._unfinished, False
+            unfinished, self._has_unfinished_part = self._has_unfinished_part, False
         if copy is not None:
-            self._traffic.copies.copy(copy)
+            self._traffic.mapped_reads.copy(copy)
             return True
         if part is not None:
-            sent = self._send(requester.send, part)
+            status = self._send(requester.send, part)
         elif unfinished:
             part = self._sending
             assert part is not None
-            sent = self._send(requester.finish)
+            status = self._send(requester.finish)
         else:
             return False
         with self.lock:
-            ended = self._sent_locked(part, sent)
+            ended = self._sent_locked(part, status)
         self._traffic.settle(ended)
         return True
 
     def _next_locked(self) -> Part | None:
-        """The next part, begun, if there is one and nobody sends."""
+        """Begin and return the next part, if there is one and nothing is being sent."""
         if self._sending is not None or self._link_ended or self._closing:
             return None
-        part = self.flight.again.popleft() if self.flight.again else self._traffic.take_locked(self)
+        repeats = self.in_flight.repeats
+        part = repeats.popleft() if repeats else self._traffic.take_locked(self)
         if part is not None:
             self.begin_locked(part)
         return part
 
-    def _over_locked(self) -> bool:
-        """Whether the link is to be cleaned up, and no caller uses it any more."""
+    def _is_over_locked(self) -> bool:
+        """Return True if the link must be cleaned up, and no caller is sending on it."""
         return (self._link_ended or self._closing) and self._sending is None
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbye(self) -> None:
         link = self._link
         if link is not None:
-            try:
+            with contextlib.suppress(OSError):
                 link.send(Goodbye())
-            except OSError:
-                pass
 
-    def _receiver_of(self, link: Link, requester: Requester) -> Receiver:
-        return Receiver(self, link, requester, f"{self._name}-receive")
-
-    # Answers, from whoever receives.
-
-    def sends(self, part: Part) -> bool:
-        """Whether whoever sends the part has not come back. With or without the lock."""
-        return self._sending is part
-
-    def is_early(self, operation: Operation) -> bool:
-        """Whether the operation's part was answered, and whoever sends it will tell. With or without the lock."""
-        early = self.early
-        return early is not None and early.operation is operation
-
-    def await_sent(self, part: Part) -> None:
-        """The oldest part in flight is answered: return once nobody sends it any more.
-
-        Who sent the last byte may come back after the answer to it, and an owner may answer what it has not been sent.
-        Raises ProtocolError when no request was sent, LinkClosed when the link ends first.
-        """
-        with self.lock:
-            self._is_awaited = True
-            self._wakes.wait_for(lambda: self._sending is not part or self._link_ended)
-            if self._link_ended:
-                raise LinkClosed(f"the connection to {self.address} ended in the middle of a request")
-            if part not in self.flight.in_flight:
-                raise ProtocolError(f"{self.address} answers a request that was not sent")
-
-    def acknowledged(self, parts: list[Part], *, goes_on: bool) -> None:
-        """The oldest parts in flight are done, and whoever receives has more at hand, or not; the list is used up.
-
-        One of which the sending has not returned is in use until it has: it is the last, and kept for then.
-        """
-        receiver = self._receiver
-        with self.lock:
-            self._answered = True
-            if parts[-1] is self._sending:
-                self.early = parts.pop()
-            ended = self._all_landed_locked(parts)
-            if receiver is not None and receiver.thread_holds and not goes_on and self._nobody_else_waits_locked(ended):
-                receiver.may_stand_back()
-            self._made_room_locked(parts)
-            parts.clear()  # whoever receives has no hold on memory that callers are told is free
-        self._traffic.settle(ended)
-
-    def _all_landed_locked(self, parts: Iterable[Part]) -> list[Operation]:
-        now_s = time.monotonic()
-        ended: list[Operation] = []
-        for part in parts:
-            if self.flight.waiting() is part:  # what could not be sent has ended, whatever its owner answers
-                self.flight.answered()
-                ended += self._landed_locked(part, now_s)
-        return ended
-
-    def _made_room_locked(self, parts: Iterable[Part]) -> None:
-        """The parts were answered: only so much background is under way at a time."""
-        for part in parts:
-            if part.operation.priority is BACKGROUND:
-                if self._traffic.waits_locked(self):
-                    self.wake_locked()
-                return
-
-    def _nobody_else_waits_locked(self, ended: Iterable[Operation]) -> bool:
-        """Whether these, and the answers to come so far, are those of callers that would receive them themselves."""
-        in_flight = self.flight.in_flight
-        return (
-            any(operation.awaited for operation in ended)
-            and not self.flight.again
-            and not self._traffic.backlog
-            and len(in_flight) <= _FEW
-            and not any(part.operation.observed or part.operation.awaited for part in in_flight)
-        )
-
-    def one_step_more(self) -> None:
-        """The oldest part in flight was answered, and takes another request."""
-        with self.lock:
-            self._answered = True
-            self.flight.one_step_more()
-            ended = self._traffic.drop_doomed_locked()
-            self.wake_locked()
-        self._traffic.settle(ended)
-
-    def refused(self, part: Part, reason: str) -> None:
-        """The owner refused the oldest part in flight."""
-        self._counters.add("refused")
-        with self.lock:
-            self._answered = True
-            self.flight.answered()
-            ended = self._traffic.refused_locked(part, reason)
-            self._made_room_locked([part])
-        self._traffic.settle(ended)
-
-    def _sent_locked(self, part: Part, sent: Sent) -> list[Operation]:
-        """Nobody sends the part any more; returns what is to be settled."""
+    def _sent_locked(self, part: Part, status: SendStatus) -> list[Operation]:
+        """Record that the part's sending call has returned. Returns operations to settle."""
         self._sending = None
-        if self._is_awaited:
-            self._is_awaited = False
-            self._wakes.notify_all()
-        is_answered, self.early = self.early is part, None
-        if is_answered and sent is WHOLE and not self._link_ended:
-            self.flight.answered()
+        if self._receiver_waits:
+            self._receiver_waits = False
+            self._changed.notify_all()
+        is_answered, self.early_answered = self.early_answered is part, None
+        if is_answered and status is WHOLE and not self._link_ended:
+            self.in_flight.answered()
             return self._landed_locked(part, time.monotonic())
-        if sent is DONE:
-            self.flight.ended(part)
+        if status is DONE:
+            self.in_flight.ended(part)
             return self._landed_locked(part, time.monotonic())
-        if sent is UNABLE:
-            self.flight.ended(part)
-            return self._traffic.refused_locked(part, self._unable, MemoryOutOfReach)
+        if status is UNABLE:
+            self.in_flight.ended(part)
+            return self._traffic.part_refused_locked(part, self._unsendable_reason, MemoryOutOfReach)
         return []
 
     def _landed_locked(self, part: Part, now_s: float) -> list[Operation]:
@@ -775,4 +375,432 @@ class Stream(Connecting):
             self._flows[operation.kind].add(part.nbytes, len(part.transfer.slices), now_s - operation.started_s)
         if part.notification is not None:
             self._counters.add("notifies_sent")
-        return self._traffic.ended_locked(part, now_s)
+        return self._traffic.part_ended_locked(part, now_s)
+
+    # Answers, on the thread that holds the receiving role.
+
+    def is_sending(self, part: Part) -> bool:
+        """Return True if the part's sending call has not returned. With or without the lock."""
+        return self._sending is part
+
+    def is_answered_early(self, operation: Operation) -> bool:
+        """Return True if the operation's part was answered and its sender will settle it. With or without the lock."""
+        early = self.early_answered
+        return early is not None and early.operation is operation
+
+    def await_sent(self, part: Part) -> None:
+        """Wait until the oldest part in flight, which was answered, is not being sent any more.
+
+        The call that sent the last byte may return after the answer arrived, and a faulty owner may answer a request
+        that was not sent. Raises ProtocolError if no request was sent, LinkClosed if the link ends first.
+        """
+        with self.lock:
+            self._receiver_waits = True
+            self._changed.wait_for(lambda: self._sending is not part or self._link_ended)
+            if self._link_ended:
+                raise LinkClosed(f"the connection to {self.address} ended in the middle of a request")
+            if part not in self.in_flight.sent:
+                raise ProtocolError(f"{self.address} answered a request that was not sent")
+
+    def acknowledged(self, parts: list[Part], *, more_at_hand: bool) -> None:
+        """Record that the oldest parts in flight are done; empties the list.
+
+        `more_at_hand`: the receiving thread has further messages to handle. If the last part's sending call has not
+        returned, the part is kept as `early_answered`, since the call still uses its memory.
+        """
+        receiver = self._receiver
+        with self.lock:
+            self._answered = True
+            if parts[-1] is self._sending:
+                self.early_answered = parts.pop()
+            ended = self._all_landed_locked(parts)
+            if (
+                receiver is not None
+                and receiver.thread_holds
+                and not more_at_hand
+                and self._only_helpers_wait_locked(ended)
+            ):
+                receiver.stand_back_locked()
+            self._wake_for_background_locked(parts)
+            parts.clear()  # drop the references to memory before its owners are told that it is free
+        self._traffic.settle(ended)
+
+    def _all_landed_locked(self, parts: Iterable[Part]) -> list[Operation]:
+        now_s = time.monotonic()
+        ended: list[Operation] = []
+        for part in parts:
+            if self.in_flight.waiting() is part:  # a part that could not be sent has ended, whatever the owner answers
+                self.in_flight.answered()
+                ended += self._landed_locked(part, now_s)
+        return ended
+
+    def _wake_for_background_locked(self, answered: Iterable[Part]) -> None:
+        """Wake the sending thread if an answer lets another background part begin: their number is bounded."""
+        for part in answered:
+            if part.operation.priority is BACKGROUND:
+                if self._traffic.has_part_locked(self):
+                    self.wake_locked()
+                return
+
+    def _only_helpers_wait_locked(self, ended: Iterable[Operation]) -> bool:
+        """Return True if a caller waited in `result` for one of these, and no pending answer needs the thread."""
+        sent = self.in_flight.sent
+        return (
+            any(operation.awaited for operation in ended)
+            and not self.in_flight.repeats
+            and not self._traffic.backlog
+            and len(sent) <= _MAX_PARTS_TO_SCAN
+            and not any(part.operation.observed or part.operation.awaited for part in sent)
+        )
+
+    def next_step(self) -> None:
+        """Record that the oldest part in flight was answered and takes another request."""
+        with self.lock:
+            self._answered = True
+            self.in_flight.next_step()
+            ended = self._traffic.drop_doomed_locked()
+            self.wake_locked()
+        self._traffic.settle(ended)
+
+    def refused(self, part: Part, reason: str) -> None:
+        """Record that the owner refused the oldest part in flight."""
+        self._counters.add("refused")
+        with self.lock:
+            self._answered = True
+            self.in_flight.answered()
+            ended = self._traffic.part_refused_locked(part, reason)
+            self._wake_for_background_locked([part])
+        self._traffic.settle(ended)
+
+    # The connection's end, on any thread.
+
+    def cut_locked(self) -> None:
+        """Cut the link to end an operation early: every thread that uses it returns soon."""
+        if self._link is not None:
+            self._was_cut_here = True
+            self._link.cut()
+
+    def cut_if_idle_locked(self) -> None:
+        """Cut the link if it is connected and carries nothing: it is made again, and nothing is repeated."""
+        if self._receiver is not None and not self.in_flight.sent:
+            self.cut_locked()
+
+    def end_link(self, error: BaseException) -> None:
+        """Mark the connection as broken and cut it."""
+        with self.lock:
+            if not self._link_ended:  # later errors follow from the first and explain less
+                self.cause = str(error) or type(error).__name__
+            self._link_ended = True
+            if self._link is not None:
+                self._link.cut()
+            if self._receiver is not None:
+                self._receiver.end_locked()
+            self._changed.notify_all()
+
+    # The connection's beginning and cleanup, on the sending thread.
+
+    def _connect(self) -> Requester | None:
+        """Make a connection. Returns None if the stream closes, or if the peer is lost and everything has failed."""
+        failures = 0
+        while not self._gives_up(failures):
+            try:
+                transport, link, requester = self._dialer.dial(self._opened)
+                self._begin_receiving(transport, link, requester)
+                return requester
+            except Unreachable as error:
+                self._lose(PeerUnreachable, str(error))
+                return None
+            except Restarted as error:
+                self._lose(PeerRestarted, str(error))
+                return None
+            except OSError as error:
+                self._counters.add("failed_connects")
+                with self.lock:
+                    self._link = None
+                    self.cause = f"cannot connect: {error}"
+                    self._changed.wait_for(lambda: self._closing, _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+                continue
+            except Exception as error:  # an invalid address, for example: the thread must survive it
+                _log.warning("cannot connect to %s: %s", self.address, repr(error))
+                self._lose(PeerUnreachable, f"cannot connect: {error}")
+                return None
+        return None
+
+    def _gives_up(self, failures: int) -> bool:
+        with self.lock:
+            if self._closing:
+                return True
+            if self._has_work_locked() or failures < _IDLE_CONNECT_ATTEMPTS:
+                return False
+        # No operation waits, but users of this peer must learn that it does not answer. Other streams, and operations
+        # submitted meanwhile, may still succeed.
+        self._on_lost(self.cause)
+        return True
+
+    def _begin_receiving(self, transport: Transport, link: Link, requester: Requester) -> None:
+        peer = self._dialer.endpoint.node_id
+        flows = {
+            Kind.WRITE: self._counters.flow(peer=peer, transport=transport.name, direction="written"),
+            Kind.READ: self._counters.flow(peer=peer, transport=transport.name, direction="read"),
+        }
+        receiver = Receiver(self, link, requester, f"{self._name}-receive")
+        try:
+            with self.lock:
+                receiver.start()
+                self._transport = transport
+                self.transport = transport.name
+                self._receiver = receiver
+                self._requester = requester
+                self._flows = flows
+                self._link_ended = self._answered = self._was_cut_here = False
+        except RuntimeError as error:
+            link.close()
+            raise OSError(f"cannot start a thread for the connection: {error}") from error
+        self._counters.add("connects")
+        self._on_connected()
+
+    def _opened(self, link: Link) -> None:
+        with self.lock:
+            self._link = link
+            if self._closing:
+                link.cut()
+
+    def _clean_up(self) -> None:
+        """Take the connection down: drop the doomed parts and queue the others to be repeated.
+
+        When this returns, no thread uses a part that was in flight.
+        """
+        link, receiver = self._link, self._receiver
+        assert link is not None
+        assert receiver is not None
+        with self._log_errors("ending"):
+            link.cut()
+        with self.lock:
+            receiver.end_locked()
+        receiver.join()
+        with self.lock:
+            reset = bool(self.in_flight.sent)
+            self._link = self._requester = None
+        # Without the lock, since a transport may take its time. Nothing begins meanwhile: there is no requester.
+        with self._log_errors("closing"):
+            link.close(reset=reset)
+        with self.lock:
+            self._receiver = None
+            self._link_ended = False
+            self._blame_oldest_locked()
+            self.in_flight.connection_lost()
+            ended = self._traffic.drop_doomed_locked()
+        self._traffic.settle(ended)
+
+    @contextlib.contextmanager
+    def _log_errors(self, action: str) -> Iterator[None]:
+        """Log errors of a connection's end, which must not prevent the cleanup or the next connection."""
+        try:
+            yield
+        except Exception:
+            _log.exception("%s the connection to %s failed", action, self.address)
+
+    def _blame_oldest_locked(self) -> None:
+        """Fail a request over which several connections in a row broke, so that it does not hold up the others."""
+        if self._answered or not self.in_flight.sent:
+            self._fruitless_links = 0
+            return
+        if self._was_cut_here:
+            return
+        oldest = self.in_flight.sent[0].operation
+        if oldest.number != self._oldest_number:
+            self._fruitless_links, self._oldest_number = 0, oldest.number
+        self._fruitless_links += 1
+        if self._fruitless_links >= _MAX_FRUITLESS_LINKS:
+            self._fruitless_links = 0
+            reason = f"{_MAX_FRUITLESS_LINKS} connections in a row broke over it, at last because {self.cause}"
+            self._traffic.give_up_locked(oldest, reason)
+
+    def _lose(self, kind: type[PeerLost], reason: str) -> None:
+        self._on_lost(reason)
+        with self.lock:
+            self._link = None
+            self.cause = reason
+        self._traffic.lose(kind, reason)
+
+
+class Receiver:
+    """Receives the answers of one link, on a thread of its own or on a caller that waits for one of them anyway.
+
+    The holder of the receiving role alone touches the link's receiving side. The thread holds it at first. After an
+    answer for which a caller waited in `result`, and while nobody waits for another one, the thread stands back: the
+    next caller that waits in this way takes the role and is woken by its own answer, which saves a change of threads.
+    If somebody waits in another way (a callback, asyncio, a time limit, `result` on another thread), the thread is
+    requested and keeps the role. In any case it takes the role when nobody has held it for `PARK_S`: so an answer never
+    lies longer than that, and a connection's end is noticed although nobody waits. Messages that arrived together are
+    handled together.
+
+    State (guarded by the stream's lock; `_held` and who holds it):
+
+        thread_holds, _held = True, True     the thread receives
+        thread_holds, _held = False, True    the caller `_helper` receives
+        thread_holds, _held = False, False   nobody does; the thread waits for `_requested` or for PARK_S
+    """
+
+    def __init__(self, stream: Stream, link: Link, requester: Requester, name: str) -> None:
+        self._stream = stream
+        self._link = link
+        self._requester = requester
+        self._changed = threading.Condition(stream.lock)
+        self.thread_holds = False
+        self._held = False
+        self._helper = 0  # id of the calling thread that holds the role
+        self._requested = False
+        self._num_helped = 0
+        self._num_helped_seen = 0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError if the system grants none."""
+        self._thread.start()
+
+    def end_locked(self) -> None:
+        """Make every holder leave, after the link was cut."""
+        self._ended = True
+        self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until nobody receives. Must be called without the lock."""
+        self._thread.join()
+        with self._stream.lock:
+            self._changed.wait_for(lambda: not self._held)
+
+    def is_receiver_or_helper_thread(self) -> bool:
+        """Return True on the receive thread, and on a caller that receives. With or without the lock."""
+        own = threading.get_ident()
+        return own in (self._helper, self._thread.ident)
+
+    def is_held_by_current_thread(self) -> bool:
+        """Return True if the calling thread holds the role, that is, inside a callback. With or without the lock."""
+        own = threading.get_ident()
+        return own == self._helper or (self.thread_holds and own == self._thread.ident)
+
+    def request_thread_locked(self) -> None:
+        """Have the thread receive, because somebody waits who does not receive."""
+        if not self.thread_holds:
+            self._requested = True
+            if not self._held:
+                self._changed.notify_all()
+
+    def stand_back_locked(self) -> None:
+        """Make the thread leave the role to the next caller that waits in `result`."""
+        if self.thread_holds:
+            self.thread_holds = self._held = self._requested = False
+            self._num_helped_seen = -1
+
+    def receive_for(self, operation: Operation) -> None:
+        """Receive on the calling thread until the operation is over, unless somebody else receives. Without the lock.
+
+        Raises InvalidArgument if the calling thread holds the role already (a callback waits for its own thread).
+        """
+        with self._stream.lock:
+            # An operation that is wholly in flight here ends by an answer or by the link's end alone.
+            may_help = operation.num_in_flight and operation.single and self._requester.always_answers(operation)
+            if self.is_held_by_current_thread():
+                raise InvalidArgument(SELF_WAIT_ERROR)
+            if self._held or self._requested or self._ended or not may_help:
+                operation.awaited = True
+                self.request_thread_locked()
+                return
+            self._held = True
+            self._helper = threading.get_ident()
+        try:
+            while operation.num_in_flight and not self._ended and not self._stream.is_answered_early(operation):
+                self._receive()
+        except BaseException as error:
+            # An interrupt, perhaps in the middle of a frame.
+            self._stream.end_link(error)
+            raise
+        finally:
+            with self._stream.lock:
+                self._held = False
+                self._helper = 0
+                self._num_helped += 1
+                if not operation.settled:
+                    operation.awaited = True
+                    self._requested = True
+                if self._requested or self._ended:
+                    self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._take_role():
+            while self.thread_holds and not self._ended:
+                self._receive()
+        with self._stream.lock:
+            if self.thread_holds:
+                self.thread_holds = self._held = False
+
+    def _take_role(self) -> bool:
+        """Wait until the thread is needed, and take the role. Returns False when the link has ended."""
+        with self._stream.lock:
+            while not self._ended:
+                if not self._held and (self._requested or self._num_helped == self._num_helped_seen):
+                    self._held = self.thread_holds = True
+                    return True
+                self._num_helped_seen = self._num_helped
+                self._changed.wait(PARK_S)
+            return False
+
+    def _receive(self) -> None:
+        """Receive and handle a message and those that arrived with it; with the role and without the lock."""
+        stream, try_receive = self._stream, self._requester.try_receive
+        landed: list[Part] = []
+        more_at_hand = True
+        try:
+            try:
+                message: Message | None = self._requester.receive(stream.in_flight.next_is_read())
+                while message is not None:
+                    self._handle(message, landed)
+                    message = try_receive()
+                more_at_hand = False
+            finally:
+                if landed:
+                    stream.acknowledged(landed, more_at_hand=more_at_hand)
+        except OSError as error:
+            stream.end_link(error)
+        except ProtocolError as error:
+            _log.warning("closed the connection to %s: %s", self._link.address, str(error))
+            stream.count("malformed_frames")
+            stream.end_link(error)
+        except Exception as error:
+            _log.exception("receiving from %s failed", self._link.address)
+            stream.end_link(error)
+
+    def _handle(self, message: Message, landed: list[Part]) -> None:
+        """Handle a message. A part that it completes is appended to `landed`, which is not reported yet."""
+        requester, stream = self._requester, self._stream
+        if isinstance(message, Offer):
+            requester.offered(message)
+            return
+        if isinstance(message, KeyInfo):
+            requester.key_info(message)
+            return
+        part = stream.in_flight.waiting(len(landed))
+        if (
+            part is None
+            or not isinstance(message, _ANSWERS)
+            or message.seq != part.seq
+            or part is stream.early_answered
+        ):
+            raise ProtocolError(f"{self._link.address} sent {type(message).__name__}, which answers no pending request")
+        takes_time = part.operation.kind is READ or isinstance(message, Refused)
+        must_be_sent = stream.is_sending(part) and (takes_time or not requester.takes_early_answers)
+        if landed and (takes_time or must_be_sent):
+            # Report the parts before it first: they need not wait for its bytes.
+            stream.acknowledged(landed, more_at_hand=True)
+        if must_be_sent:
+            stream.await_sent(part)
+        if isinstance(message, Refused):
+            requester.refused(part)
+            stream.refused(part, message.reason)
+        elif requester.accept(part, message):
+            landed.append(part)
+        else:
+            stream.next_step()

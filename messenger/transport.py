@@ -1,10 +1,8 @@
-"""The seam between what a messenger promises and how bytes move; the transports are the sub-packages tcp, shm and rdma.
+"""Interface between the messenger's guarantees and the transports, which are the sub-packages tcp, shm and rdma.
 
-A transport opens links to peers, and a door takes in theirs. On each link there is a Requester (the side that calls
-write, read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
-notifications are the same for every transport, and live in traffic.py, stream.py and server.py.
-
-The frames in which a part travels, alike over every transport but for its rows and the source of its bytes.
+A transport opens links to peers, and an acceptor accepts theirs. Each link has a Requester (the side that calls write,
+read and notify) and a Responder (the side that owns the memory). Sessions, order, deadlines, retries, grants and
+notifications are the same for every transport, and live in traffic.py, stream.py, server.py and inbound.py.
 """
 
 import socket
@@ -13,17 +11,17 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from messenger.config import Endpoint
+from messenger.counters import FloatSums
 from messenger.errors import GpuMemoryUnsupported, ProtocolError
 from messenger.frames import (
     MAX_PART_NBYTES,
     MAX_PART_ROWS,
     Ack,
-    Allow,
-    Ask,
     Frame,
+    KeyInfo,
+    KeyQuery,
     Message,
     Offer,
     Read,
@@ -32,54 +30,53 @@ from messenger.frames import (
     pack_read,
     pack_write,
 )
-from messenger.grants import Access
-from messenger.link import BufferedLink, Link
-from messenger.memory import AnyRegion, GpuRegion, RemoteKey
+from messenger.grants import Access, GrantTable
+from messenger.link import BufferedLink, Cuttable, Link
+from messenger.memory import AnyRegion, GpuRegion, Loan, RemoteKey
 from messenger.operation import READ, Operation, Part, Transfer
 from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
 
 if TYPE_CHECKING:
-    from messenger.grants import Cuttable, GrantTable
-    from messenger.memory import Loan
-    from messenger.native.fast_lane import FastLane
+    from messenger.native.fast_lane import CompiledLoop
 
 
-FloatSums = npt.NDArray[np.float64]
-
-
-class Sent(Enum):
-    """How far a part has come."""
+class SendStatus(Enum):
+    """Progress of a part after a call that sends it."""
 
     WHOLE = "whole"
-    """On the wire, to be answered."""
+    """On the wire; an answer will come."""
     PARTLY = "partly"
-    """Some of it, perhaps nothing: `finish` does the rest."""
+    """Part of it, perhaps nothing, is on the wire: `finish` sends the rest."""
     DONE = "done"
-    """Over, without a request: no answer comes."""
+    """Complete without a request: no answer will come."""
     UNABLE = "unable"
     """The transport cannot reach the part's local memory: nothing was sent."""
 
 
-# As of messenger.operation.Kind.
-WHOLE, PARTLY, DONE, UNABLE = Sent.WHOLE, Sent.PARTLY, Sent.DONE, Sent.UNABLE
+# Module constants for hot paths; see messenger.operation.Kind.
+WHOLE, PARTLY, DONE, UNABLE = SendStatus.WHOLE, SendStatus.PARTLY, SendStatus.DONE, SendStatus.UNABLE
 
 
 class NoPath(ConnectionError):
-    """The peer answers, and cannot be reached by this transport's own means: another transport may."""
+    """The peer answers, but this transport's own path to it does not work; another transport may."""
 
 
 class Requester(ABC):
-    """The calling side of one link. One thread at a time sends, and one receives; neither is always the same."""
+    """Calling side of one link.
+
+    One thread at a time sends (`send`, `begin`, `finish`) and one receives (`receive`, `try_receive`, `accept`,
+    `refused`, `offered`, `key_info`); the threads change.
+    """
 
     takes_early_answers = False
-    """Whether an answer may be accepted before the sending of its part, unless it reads, has returned."""
+    """True if the answer to a part, unless it is a read, may be accepted before the call that sends it has returned."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._begun: Part | None = None
 
-    def send(self, part: Part) -> Sent:
+    def send(self, part: Part) -> SendStatus:
         """Put the part on the wire; blocks while the link is full. Raises OSError when the link ended."""
         if part.transfer is None:
             self._link.send(notify_request(part))
@@ -89,62 +86,62 @@ class Requester(ABC):
             self._send_write(part, part.transfer)
         return WHOLE
 
-    def begin(self, part: Part) -> Sent:
-        """As `send`, but never blocks: as far as it goes. After PARTLY `finish` comes before anything else is sent.
+    def begin(self, part: Part) -> SendStatus:
+        """Send as much of the part as possible without blocking. After PARTLY, `finish` must precede any other sending.
 
-        On a caller's thread; a transport that can do nothing there does all of it in `finish`.
+        Runs on a caller's thread; a transport that can do nothing there does all of it in `finish`.
         """
         self._begun = part
         return PARTLY
 
-    def finish(self) -> Sent:
-        """Send the rest of what `begin` began; blocks. Raises OSError when the link ended."""
+    def finish(self) -> SendStatus:
+        """Send the rest of the part that `begin` began; blocks. Raises OSError when the link ended."""
         part, self._begun = self._begun, None
         assert part is not None
         return self.send(part)
 
     def may_copy(self, transfer: Transfer) -> bool:
-        """Whether the read is likely to be one that `copied` can do. Any thread."""
+        """Return True if `try_copy` can probably do the read. Any thread."""
         return False
 
-    def copied(self, transfer: Transfer) -> bool:
-        """Do a read without a request, on this thread, while others send and receive.
+    def try_copy(self, transfer: Transfer) -> bool:
+        """Do a read without a request, on the calling thread, while others send and receive.
 
-        False where it cannot be done so; its local slices then hold anything.
+        Returns False if that is not possible; the contents of the local slices are then undefined.
         """
         return False
 
-    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> "Loan | None":
-        """The bytes of the owner's region in place; None where that cannot be, or cannot be yet."""
+    def lend(self, key: RemoteKey, offset: int, nbytes: int) -> Loan | None:
+        """Return bytes of the owner's region in place; None if that is impossible, or not possible yet."""
         return None
 
     def always_answers(self, operation: Operation) -> bool:
-        """Whether no part of the operation can be DONE without an answer."""
+        """Return True if no part of the operation can be DONE without an answer."""
         return True
 
     def receive(self, reads: bool) -> Message:
-        """The link's next message; `reads`: whether the part that is answered next does, as far as it is known."""
+        """Return the link's next message; blocks. `reads`: the part answered next is a read, as far as is known."""
         return self._link.receive()
 
-    def receive_here(self) -> Message | None:
-        """The next message if it is here already, as far as that can be told."""
-        return self._link.receive_here()
+    def try_receive(self) -> Message | None:
+        """Return the next message if it is known to have arrived."""
+        return self._link.try_receive()
 
     @abstractmethod
     def accept(self, part: Part, ack: Ack) -> bool:
-        """Take what follows the part's Ack. False: the part is to be sent once more, as its next step."""
+        """Receive what follows the part's Ack. Returns False if the part must be sent once more, as its next step."""
 
     @abstractmethod
     def refused(self, part: Part) -> None:
-        """The owner refused the part."""
+        """Handle the owner's refusal of the part."""
 
     def offered(self, offer: Offer) -> None:
-        """The owner offered memory."""
+        """Handle memory that the owner offered."""
         raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
 
-    def allowed(self, allow: Allow) -> None:
-        """The owner told what a key allows."""
-        raise ProtocolError(f"{self._link.address} tells what was not asked")
+    def key_info(self, info: KeyInfo) -> None:
+        """Handle the owner's answer to the query of a key."""
+        raise ProtocolError(f"{self._link.address} answered a query of a key, which was not sent")
 
     @abstractmethod
     def _send_write(self, part: Part, transfer: Transfer) -> None: ...
@@ -154,82 +151,82 @@ class Requester(ABC):
 
 
 class Responder(ABC):
-    """The owning side of one link; every method runs on the connection's thread."""
+    """Owning side of one link; every method runs on the connection's thread."""
 
     reaches_gpus = False
-    """Whether bytes move without this process touching the memory."""
+    """True if bytes move without this process touching the memory."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def fast_lane(
-        self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums
-    ) -> "FastLane | None":
-        """A compiled loop that takes the plain requests, where the transport has one; `mover` ends it when cut.
+    def compiled_loop(
+        self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
+    ) -> "CompiledLoop | None":
+        """Return a compiled loop that serves the plain requests, if the transport has one; cutting `mover` ends it.
 
-        It adds to `landed` and `served`, sums of the connection's flows.
+        The loop adds to `landed` and `served`, the sums of the connection's flows (see messenger.counters.Sums).
         """
         return None
 
     @abstractmethod
     def target_rows(self, message: Write) -> Rows:
-        """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
+        """Return the checked rows, int64 [n, 2] of (offset, nbytes) in the owner's region. Raises ProtocolError."""
 
     @abstractmethod
     def land(self, message: Write, rows: Rows, region: AnyRegion) -> None:
-        """Put the bytes in place; `rows` are those of `target_rows`. Raises OSError when the link ended first."""
+        """Put the bytes in place; `rows` come from `target_rows`. Raises OSError when the link ended first."""
 
     @abstractmethod
     def skip(self, message: Write) -> None:
-        """Pass over the bytes of a write that is refused or was done before."""
+        """Discard the bytes of a write that is refused or was done before."""
 
     def source_rows(self, message: Read) -> Rows:
-        """The checked rows int64 [n, 2] (offset, nbytes) of the owner's region. Raises ProtocolError."""
+        """Return the checked rows, int64 [n, 2] of (offset, nbytes) in the owner's region. Raises ProtocolError."""
         return parse_rows(message.rows, 2, message.nbytes)
 
     @abstractmethod
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
-        """Answer a read that is allowed, the Ack included."""
+        """Answer an allowed read, including the Ack."""
 
     def offered(self, offer: Offer) -> None:
-        """The caller offered memory."""
+        """Handle memory that the caller offered."""
         raise ProtocolError(f"{self._link.address} offered memory on a transport that shares none")
 
-    def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
-        """Open what the key allows to the caller's hardware, and tell; `last_seq` is the session's."""
-        raise ProtocolError(f"{self._link.address} asks for access on a transport that gives none")
+    def key_queried(self, query: KeyQuery, access: Access, last_seq: int) -> None:
+        """Open the key's memory to the caller's hardware and answer the query; `last_seq` is the session's."""
+        raise ProtocolError(f"{self._link.address} queried a key on a transport without remote access")
 
-    def denied(self, ask: Ask, last_seq: int) -> None:
-        """Tell that the key is void."""
-        raise ProtocolError(f"{self._link.address} asks for access on a transport that gives none")
+    def key_void(self, query: KeyQuery, last_seq: int) -> None:
+        """Answer that the key is void."""
+        raise ProtocolError(f"{self._link.address} queried a key on a transport without remote access")
 
 
 class Transport(ABC):
-    """`name` stands in results, errors and counters."""
+    """One way to move bytes. `name` appears in results, errors and counters."""
 
     name: str
 
     @abstractmethod
     def address_of(self, endpoint: Endpoint) -> str:
-        """Where the endpoint is sought, for errors and logs."""
+        """Return the endpoint's address by this transport, for errors and logs."""
 
     @abstractmethod
     def connect(self, sock: socket.socket, endpoint: Endpoint) -> None:
-        """Connect under the socket's time limit; raises OSError."""
+        """Connect within the socket's time limit. Raises OSError."""
 
     @abstractmethod
     def new_socket(self, endpoint: Endpoint) -> socket.socket:
-        """A socket of the family that reaches the endpoint."""
+        """Create a socket of the family that reaches the endpoint."""
 
     def wrap(self, sock: socket.socket, address: str) -> BufferedLink:
-        """The caller's link over a socket that is not connected yet; `address` names the owner."""
+        """Return the caller's link over a socket that is not connected yet; `address` names the owner."""
         return SocketLink(sock, address)
 
     def adopt(self, link: Link, *, caller: bool) -> Link:
-        """What the greeted link becomes, on both sides: itself, unless the transport goes on by other means.
+        """Return the link to use after the greeting, on both sides: `link` itself, or one that replaces it.
 
-        Runs under the handshake's time limit. Raises OSError (NoPath where another transport may do better) or
-        ProtocolError when it cannot; `link` is then the caller's to close. Afterwards it belongs to what is returned.
+        Runs within the handshake's time limit. Raises OSError (NoPath if another transport may work) or ProtocolError
+        if it fails; the caller must then close `link`. On success `link` belongs to the returned link.
         """
         return link
 
@@ -240,18 +237,18 @@ class Transport(ABC):
     def responder(self, link: Link) -> Responder: ...
 
     def register_gpu(self, region: GpuRegion) -> None:
-        """Make GPU memory known to the hardware. Raises GpuMemoryUnsupported."""
+        """Register GPU memory with the hardware. Raises GpuMemoryUnsupported."""
         raise GpuMemoryUnsupported(f"{self.name} moves host memory only")
 
-    def deregister(self, region: AnyRegion) -> None:  # noqa: B027  (most transports keep nothing of it)
-        """Forget the region, of which every grant is revoked."""
+    def deregister(self, region: AnyRegion) -> None:  # noqa: B027  (most transports keep no state of it)
+        """Forget the region, whose grants are all revoked."""
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
-        """Free what the transport holds once no link of it is left."""
+        """Free the transport's resources, after its last link was closed."""
 
 
-class Door(ABC):
-    """Where callers knock: one listening socket, which may serve several transports."""
+class Acceptor(ABC):
+    """Accepts callers at one listening socket, which may serve several transports."""
 
     name: str
 
@@ -259,30 +256,33 @@ class Door(ABC):
     def listen(self, backlog: int) -> socket.socket:
         """Bind and listen. Raises AddressInUse or BindFailed."""
 
-    def welcome(self, sock: socket.socket, address: str) -> BufferedLink:
-        """The owner's link over an accepted socket; `address` names the caller. Does not block."""
+    def wrap_accepted(self, sock: socket.socket, address: str) -> BufferedLink:
+        """Return the owner's link over an accepted socket; `address` names the caller. Does not block."""
         return SocketLink(sock, address)
 
     @abstractmethod
-    def unlisten(self) -> None:
-        """Remove what `listen` left in the file system."""
+    def clean_up(self) -> None:
+        """Remove what `listen` created in the file system."""
 
 
 def parse_rows(packed: bytes, columns: int, nbytes: int) -> Rows:
-    """int64 [n, columns] from the wire, the last column being lengths that add up to `nbytes`. Raises ProtocolError."""
+    """Return int64 [n, columns] from the wire; the last column must hold lengths whose sum is `nbytes`.
+
+    Raises ProtocolError.
+    """
     if len(packed) % (8 * columns) or len(packed) > 8 * columns * MAX_PART_ROWS:
-        raise ProtocolError(f"{len(packed)} bytes are no list of at most {MAX_PART_ROWS} slices")
+        raise ProtocolError(f"slices have {len(packed)} bytes, expected at most {MAX_PART_ROWS} rows of {8 * columns}")
     rows: Rows = np.frombuffer(packed, dtype="<i8").reshape(-1, columns)
     least, most, total = _extremes(rows[:, -1]) if len(rows) else (-1, 0, 0)
     if least < 0 or most > MAX_PART_NBYTES:
-        raise ProtocolError(f"slices must be of 0 to {MAX_PART_NBYTES} bytes")
+        raise ProtocolError(f"each slice must have 0 to {MAX_PART_NBYTES} bytes")
     if total != nbytes or nbytes > MAX_PART_NBYTES:
-        raise ProtocolError(f"slices of {total} bytes where the frame announces {nbytes}")
+        raise ProtocolError(f"slices have {total} bytes together, but the frame announces {nbytes}")
     return rows
 
 
 def _extremes(lengths: Rows) -> tuple[int, int, int]:
-    """The least, the greatest, and the sum, which is right if the greatest is small enough."""
+    """Return the minimum, the maximum and the sum; the sum is exact if the maximum is at most MAX_PART_NBYTES."""
     if len(lengths) <= FEW:
         few = lengths.tolist()
         return min(few), max(few), sum(few)
@@ -290,20 +290,20 @@ def _extremes(lengths: Rows) -> tuple[int, int, int]:
 
 
 def write_request(part: Part, transfer: Transfer, source_id: int, rows: bytes) -> Frame:
-    """`rows` and `source_id` as the transport packs them (messenger.frames)."""
+    """Return the Write frame of a part; for `rows` and `source_id` see messenger.frames.Write."""
     key, note = transfer.key, part.notification
     tag, payload = (b"", b"") if note is None else note
-    has_note, number = note is not None, part.operation.number
-    return pack_write(part.seq, number, key.region_id, key.token, source_id, part.nbytes, rows, has_note, tag, payload)
+    numbers = part.seq, part.operation.number, key.region_id, key.token, source_id, part.nbytes
+    return pack_write(numbers, rows, note is not None, tag, payload)
 
 
 def read_request(part: Part, transfer: Transfer, rows: bytes) -> Frame:
-    """`rows` as the transport packs them (messenger.frames)."""
+    """Return the Read frame of a part; for `rows` see messenger.frames.Read."""
     return pack_read(part.seq, transfer.key.region_id, transfer.key.token, part.nbytes, rows)
 
 
 def notify_request(part: Part) -> Frame:
-    """Of a part that moves no bytes."""
+    """Return the Notify frame of a part that moves no bytes."""
     note = part.notification
     assert note is not None
     return pack_notify(part.seq, note.tag, note.payload)

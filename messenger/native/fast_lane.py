@@ -7,17 +7,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from messenger.counters import FloatSums
 from messenger.frames import Ack, Notify, Read, Write, prefix
-from messenger.grants import Cuttable, GrantTable
+from messenger.grants import GrantTable
+from messenger.link import Cuttable
 from messenger.memory import PeerMemory
 from messenger.native import socket_io as loop
 from messenger.native.owner_loop import owner_loop
 from messenger.native.socket_state import SocketState
 from messenger.sessions import Session
 from messenger.sockets import SocketLink
-from messenger.transport import FloatSums
 
-__all__ = ["FastLane", "Note"]
+__all__ = ["CompiledLoop", "Note"]
 
 MAX_BUFFER_NBYTES = 1 << 20
 """Frames that are longer are left to Python."""
@@ -34,7 +35,7 @@ class Note(NamedTuple):
     payload: bytes
 
 
-class FastLane:
+class CompiledLoop:
     """Used by the connection's thread alone."""
 
     def __init__(
@@ -43,7 +44,7 @@ class FastLane:
         self._link = link
         self._grants = grants
         self._slots = grants.slots()
-        self._inside = self._slots.open_lane(mover)
+        self._inside = self._slots.open_loop(mover)
         self._waiting = memoryview(self._slots.waiting)  # type: ignore[arg-type]
         self._loop = owner_loop()
         self._socket = SocketState(link)
@@ -64,7 +65,7 @@ class FastLane:
 
     def close(self) -> None:
         """Its thread has ended its work."""
-        self._slots.close_lane(self._inside)
+        self._slots.close_loop(self._inside)
 
     def offered(self, memories: Iterable[tuple[int, PeerMemory]]) -> None:
         """The caller's memories by their numbers, which somebody else keeps mapped; those of before are forgotten."""

@@ -10,7 +10,7 @@ sights of the same placement belongs together.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from numba import types
 
 from jit.compiling import compiled
+from messenger.link import Cuttable
 from messenger.memory import RemoteKey
 from messenger.native.atomics import fence_acquire, fence_all, fence_release, load_acquire, store_release
 
@@ -27,12 +28,6 @@ BUCKETS, WAYS, WORDS = 1024, 8, 8
 NUM_WORDS = BUCKETS * WAYS * WORDS
 READ, WRITE = 1, 2
 _PLACEMENT, _NUMBER, _TOKEN, _REGION, _START, _END, _RIGHTS, _ADDRESS = range(WORDS)
-
-
-class Cuttable(Protocol):
-    """Whatever moves the bytes of an access, and can be made to stop at once."""
-
-    def cut(self) -> None: ...
 
 
 class _Lane(NamedTuple):
@@ -53,13 +48,13 @@ class GrantSlots:
         self._placements = 0
         self._lanes: dict[int, _Lane] = {}
 
-    def open_lane(self, mover: Cuttable) -> Words:
+    def open_loop(self, mover: Cuttable) -> Words:
         """A new lane's `inside`, watched until it is closed."""
         inside: Words = np.zeros(8, np.uint64)
         self._lanes[id(inside)] = _Lane(inside, mover)
         return inside
 
-    def close_lane(self, inside: Words) -> None:
+    def close_loop(self, inside: Words) -> None:
         """Its loop has ended."""
         del self._lanes[id(inside)]
 

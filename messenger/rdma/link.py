@@ -88,7 +88,7 @@ class RdmaLink(Link):
         assert message is not None
         return message
 
-    def receive_here(self) -> Message | None:
+    def try_receive(self) -> Message | None:
         return self.receive_unless(_always) if self._courier.arrived else None
 
     def receive_unless(self, is_over: Callable[[], bool]) -> Message | None:

@@ -1,11 +1,12 @@
 """The caller's side of rdma: asks for access once, then moves bytes itself, and tells the owner what it must know.
 
-An access is the owner's answer to Ask: where its region is, and a window's key for each rail. With it bytes are moved
-and no more: the adapters' own acknowledgement, that they are in the owner's memory, is the answer. A frame goes to the
-owner where there is a notification, where it has something to do before the bytes are seen, and where the key does not
-allow the request, which is then not tried: the frame goes alone, and the owner refuses it by name. A write that the
-owner is known to have got (a later request was done, and its answer lost with an earlier connection) is not done again
-either, since the memory may be something else's by now: the access tells the number up to which that is so.
+An access is the owner's answer to KeyQuery: where its region is, and a window's key for each rail. With it bytes are
+moved and no more: the adapters' own acknowledgement, that they are in the owner's memory, is the answer. A frame goes
+to the owner where there is a notification, where it has something to do before the bytes are seen, and where the key
+does not allow the request, which is then not tried: the frame goes alone, and the owner refuses it by name. A write
+that the owner is known to have got (a later request was done, and its answer lost with an earlier connection) is not
+done again either, since the memory may be something else's by now: the access tells the number up to which that is
+so.
 
 Answers are given in the order of the requests, whoever gives them.
 """
@@ -17,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from messenger.errors import ProtocolError
-from messenger.frames import Ack, Allow, Ask, Frame, Message, Refused
+from messenger.frames import Ack, Frame, KeyInfo, KeyQuery, Message, Refused
 from messenger.memory import RemoteKey
 from messenger.operation import Kind, Part, Transfer
 from messenger.rdma.courier import Movement
 from messenger.rdma.link import RdmaLink
 from messenger.rdma.verbs import abi
 from messenger.slices import REMOTE
-from messenger.transport import WHOLE, Requester, Sent, notify_request, read_request, write_request
+from messenger.transport import WHOLE, Requester, SendStatus, notify_request, read_request, write_request
 
 MAX_ACCESSES = 4096
 QUICK_ROWS = 256
@@ -57,24 +58,24 @@ class RdmaRequester(Requester):
         super().__init__(link)
         self._give_up = give_up
         self._lock = threading.Lock()
-        self._accesses: OrderedDict[tuple[int, int], Allow] = OrderedDict()
+        self._accesses: OrderedDict[tuple[int, int], KeyInfo] = OrderedDict()
         self._generation = link.generation
         self._asked: tuple[int, int] | None = None
-        self._answers: list[Allow] = []
+        self._answers: list[KeyInfo] = []
         self._unanswered: deque[_Request] = deque()
         self._early: Message | None = None  # an answer, of whose turn others' completions have not told yet
 
-    def begin(self, part: Part) -> Sent:
+    def begin(self, part: Part) -> SendStatus:
         return WHOLE if self._link.has_room() and self._sent_at_once(part) else super().begin(part)
 
-    def send(self, part: Part) -> Sent:
+    def send(self, part: Part) -> SendStatus:
         if part.transfer is not None:
             return super().send(part)
         self._move(part, None, notify_request(part))
         return WHOLE
 
     def receive(self, reads: bool) -> Message:
-        while (answer := self.receive_here()) is None:
+        while (answer := self.try_receive()) is None:
             if self._early is not None:
                 self._await_next()
                 continue
@@ -85,12 +86,12 @@ class RdmaRequester(Requester):
                 return message
         return answer
 
-    def receive_here(self) -> Message | None:
+    def try_receive(self) -> Message | None:
         request = self._unanswered[0] if self._unanswered else None
         if request is not None and not request.is_told:
             return Ack(request.seq, request.nbytes) if request.is_moved else None
         if self._early is None:
-            return self._link.receive_here()
+            return self._link.try_receive()
         answer, self._early = self._early, None
         return answer
 
@@ -110,18 +111,18 @@ class RdmaRequester(Requester):
             with self._lock:
                 self._accesses.pop((part.transfer.key.region_id, part.transfer.key.token), None)
 
-    def allowed(self, allow: Allow) -> None:
-        if allow.rkeys and len(allow.rkeys) != 4 * len(self._link.lanes):
+    def key_info(self, info: KeyInfo) -> None:
+        if info.rkeys and len(info.rkeys) != 4 * len(self._link.lanes):
             raise ProtocolError(f"{self._link.address} allows access on other rails than there are")
-        name = allow.region_id, allow.token
+        name = info.region_id, info.token
         with self._lock:
             if name == self._asked:
                 self._asked = None
-                self._answers.append(allow)
-            elif not allow.rkeys:
+                self._answers.append(info)
+            elif not info.rkeys:
                 self._accesses.pop(name, None)  # withdrawn
                 return
-            self._accesses[name] = allow
+            self._accesses[name] = info
             if len(self._accesses) > MAX_ACCESSES:
                 self._accesses.popitem(last=False)
         self._link.wake()
@@ -148,7 +149,7 @@ class RdmaRequester(Requester):
         while not self._reads(part, transfer, self._access(transfer.key)):
             continue  # it is to be asked again
 
-    def _writes(self, part: Part, transfer: Transfer, access: Allow) -> bool:
+    def _writes(self, part: Part, transfer: Transfer, access: KeyInfo) -> bool:
         start, end = transfer.slices.extent(REMOTE)
         is_allowed = access.write and _covers(access, start, end) and part.seq > access.last_seq
         movement = self._movement(transfer, access, abi.WR_RDMA_WRITE) if is_allowed else None
@@ -157,7 +158,7 @@ class RdmaRequester(Requester):
         source_id = int(movement is not None)
         return self._move(part, movement, write_request(part, transfer, source_id, _EXTENT.pack(start, end - start)))
 
-    def _reads(self, part: Part, transfer: Transfer, access: Allow) -> bool:
+    def _reads(self, part: Part, transfer: Transfer, access: KeyInfo) -> bool:
         start, end = transfer.slices.extent(REMOTE)
         is_allowed = access.read and _covers(access, start, end)
         if is_allowed:
@@ -190,7 +191,7 @@ class RdmaRequester(Requester):
     def _is_next_moved(self) -> bool:
         return bool(self._unanswered) and self._unanswered[0].is_moved
 
-    def _movement(self, transfer: Transfer, access: Allow, opcode: int) -> Movement:
+    def _movement(self, transfer: Transfer, access: KeyInfo, opcode: int) -> Movement:
         try:
             registrations = [lane.device.register(transfer.region) for lane in self._link.lanes]
         except OSError as error:
@@ -208,7 +209,7 @@ class RdmaRequester(Requester):
             held=registrations,
         )
 
-    def _access(self, key: RemoteKey) -> Allow:
+    def _access(self, key: RemoteKey) -> KeyInfo:
         """What the owner allows under the key; asks it at the first use. Raises OSError when the link ended first."""
         name = key.region_id, key.token
         if self._generation != self._link.generation:
@@ -219,7 +220,7 @@ class RdmaRequester(Requester):
         if access is None:
             # It may be withdrawn as soon as it is given: the answer is taken, whatever came after it.
             self._asked, self._answers = name, []
-            self._link.send(Ask(*name))
+            self._link.send(KeyQuery(*name))
             self._link.wait_for(lambda: bool(self._answers))
             access = self._answers[0]
         if access.trouble:
@@ -228,6 +229,6 @@ class RdmaRequester(Requester):
         return access
 
 
-def _covers(access: Allow, start: int, end: int) -> bool:
+def _covers(access: KeyInfo, start: int, end: int) -> bool:
     """Whether the key is for [start, end), from the first byte touched to the last; the hardware checks each slice."""
     return access.offset <= start and end <= access.offset + access.nbytes

@@ -3,7 +3,7 @@
 import numpy as np
 
 from messenger.errors import ProtocolError
-from messenger.frames import MAX_PART_NBYTES, Allow, Ask, Read, Write
+from messenger.frames import MAX_PART_NBYTES, KeyInfo, KeyQuery, Read, Write
 from messenger.grants import Access
 from messenger.memory import AnyRegion, GpuRegion
 from messenger.rdma.link import RdmaLink
@@ -39,13 +39,13 @@ class RdmaResponder(Responder):
     def serve(self, message: Read, rows: Rows, region: AnyRegion) -> None:
         raise ProtocolError("a read under a good key, of which nobody is told")
 
-    def asked(self, ask: Ask, access: Access, last_seq: int) -> None:
+    def key_queried(self, query: KeyQuery, access: Access, last_seq: int) -> None:
         key, region = access.key, access.region
         if self._generation != self._link.generation:
             # They lack a lane that was built anew; they stay open for what is under way on the others.
             self._generation = self._link.generation
             self._windows.clear()
-        window = self._windows.get(ask.token)
+        window = self._windows.get(query.token)
         trouble, address = "", 0
         try:
             registered = [lane.device.register(region) for lane in self._link.lanes]
@@ -58,13 +58,13 @@ class RdmaResponder(Responder):
                 mrs = [one.mr for one in registered]
                 window = self._link.bind(mrs, address + key.offset, key.nbytes, rights)
                 access.keep(window)
-                window.on_closed = lambda: self._link.tell(_nothing(ask, 0))
+                window.on_closed = lambda: self._link.tell(_nothing(query, 0))
                 self._forget_closed()
-                self._windows[ask.token] = window
+                self._windows[query.token] = window
         self._link.send(
-            Allow(
-                region_id=ask.region_id,
-                token=ask.token,
+            KeyInfo(
+                region_id=query.region_id,
+                token=query.token,
                 last_seq=last_seq,
                 address=address,
                 offset=key.offset,
@@ -77,18 +77,18 @@ class RdmaResponder(Responder):
             )
         )
 
-    def denied(self, ask: Ask, last_seq: int) -> None:
-        self._link.send(_nothing(ask, last_seq))
+    def key_void(self, query: KeyQuery, last_seq: int) -> None:
+        self._link.send(_nothing(query, last_seq))
 
     def _forget_closed(self) -> None:
         for token in [token for token, window in self._windows.items() if window.is_closed]:
             del self._windows[token]
 
 
-def _nothing(ask: Ask, last_seq: int) -> Allow:
+def _nothing(query: KeyQuery, last_seq: int) -> KeyInfo:
     """The key is void."""
     rights = {"read": False, "write": False}
-    return Allow(ask.region_id, ask.token, last_seq, 0, 0, 0, **rights, rkeys=b"", trouble="", settles=False)
+    return KeyInfo(query.region_id, query.token, last_seq, 0, 0, 0, **rights, rkeys=b"", trouble="", settles=False)
 
 
 def _extent(message: Write | Read) -> Rows:

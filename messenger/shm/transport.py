@@ -36,10 +36,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from messenger.config import Endpoint
+from messenger.counters import FloatSums
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Frame, Offer, Read, Write
-from messenger.link import Link
-from messenger.memory import AnyRegion, Loan, PeerMemory, Region, RemoteKey, in_host
+from messenger.grants import GrantTable
+from messenger.link import Cuttable, Link
+from messenger.memory import AnyRegion, Loan, PeerMemory, Region, RemoteKey, require_host_region
 from messenger.operation import READ, Operation, Part, Transfer
 from messenger.shm.grant_page import PAGE_ID, PAGE_NBYTES, GrantPage, GrantReader, fingerprint
 from messenger.slices import LOCAL, NBYTES, REMOTE, Rows, within
@@ -48,11 +50,10 @@ from messenger.transport import (
     DONE,
     PARTLY,
     WHOLE,
-    Door,
-    FloatSums,
+    Acceptor,
     Requester,
     Responder,
-    Sent,
+    SendStatus,
     Transport,
     notify_request,
     parse_rows,
@@ -63,12 +64,9 @@ from rpc import unix_socket
 from rpc.errors import BindFailed
 
 if TYPE_CHECKING:
-    from messenger.grants import Cuttable, GrantTable
-    from messenger.native.fast_lane import FastLane
+    from messenger.native.fast_lane import CompiledLoop
     from messenger.shm.kernels import CopyRows
 
-
-__all__ = ["MAX_OFFERED", "Offers", "PeerMemories"]
 
 MAX_OFFERED = 1024
 """Regions that stay offered on a link; the oldest are withdrawn for others, and offered again when they are used."""
@@ -94,7 +92,7 @@ class Offers:
         number = region.region_id
         if number in self._made:
             return
-        memory = in_host(region).memory
+        memory = require_host_region(region).memory
         if memory.closed:
             raise OSError(f"the memory of region {number} was closed before it was offered to {self._link.address}")
         if len(self._made) >= MAX_OFFERED:
@@ -169,7 +167,7 @@ class ShmRequester(Requester):
         else:
             self._mappings.take(offer)
 
-    def begin(self, part: Part) -> Sent:
+    def begin(self, part: Part) -> SendStatus:
         transfer = part.transfer
         frame: Frame
         if transfer is None:
@@ -184,15 +182,15 @@ class ShmRequester(Requester):
             frame = _read(part, transfer)
         return WHOLE if self._link.begin(frame) else PARTLY
 
-    def finish(self) -> Sent:
+    def finish(self) -> SendStatus:
         if self._begun is not None:
             return super().finish()
         self._link.finish()
         return WHOLE
 
-    def send(self, part: Part) -> Sent:
+    def send(self, part: Part) -> SendStatus:
         transfer = part.transfer
-        if transfer is not None and part.operation.kind is READ and self.copied(transfer):
+        if transfer is not None and part.operation.kind is READ and self.try_copy(transfer):
             return DONE
         return super().send(part)
 
@@ -202,7 +200,7 @@ class ShmRequester(Requester):
             return False
         return page.holds(self._print_of(transfer.key)) and self._source(transfer) is not None
 
-    def copied(self, transfer: Transfer) -> bool:
+    def try_copy(self, transfer: Transfer) -> bool:
         key, region, slices = transfer
         page, one = self._page, slices.only
         if page is None or not isinstance(region, Region):
@@ -261,7 +259,7 @@ class ShmRequester(Requester):
 
     def _copied_under_page(self, transfer: Transfer, source: PeerMemory) -> bool:
         """Copy; whether the owner showed the key before and after, and lived."""
-        page, key, address = self._page, transfer.key, in_host(transfer.region).address
+        page, key, address = self._page, transfer.key, require_host_region(transfer.region).address
         if page is None:
             return False
         rows = transfer.slices.rows
@@ -291,7 +289,9 @@ class ShmRequester(Requester):
         key = transfer.key
         source = self._source(transfer) if _consent(key) in self._consents else None
         if source is not None:
-            self._copy_rows(in_host(transfer.region).address, source.address, transfer.slices.rows, LOCAL, REMOTE)
+            self._copy_rows(
+                require_host_region(transfer.region).address, source.address, transfer.slices.rows, LOCAL, REMOTE
+            )
             part.copied = True
         self._link.send(_read(part, transfer))
 
@@ -305,7 +305,7 @@ def _write(part: Part, transfer: Transfer) -> Frame:
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    in_host(transfer.region)  # before the bytes are there
+    require_host_region(transfer.region)  # before the bytes are there
     return read_request(part, transfer, transfer.slices.rows[:, REMOTE:].tobytes())
 
 
@@ -317,14 +317,16 @@ class ShmResponder(Responder):
         self._copy_rows = copy_rows
         self._offers = Offers(link)
         self._mappings = PeerMemories(link)
-        self._lane: FastLane | None = None
+        self._lane: CompiledLoop | None = None
         self._page: GrantPage | None = None
 
-    def fast_lane(self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums) -> "FastLane":
-        from messenger.native.fast_lane import FastLane
+    def compiled_loop(
+        self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
+    ) -> "CompiledLoop":
+        from messenger.native.fast_lane import CompiledLoop
 
         self._page = grants.page()
-        self._lane = FastLane(self._link, grants, mover, landed, served)
+        self._lane = CompiledLoop(self._link, grants, mover, landed, served)
         return self._lane
 
     def offered(self, offer: Offer) -> None:
@@ -345,7 +347,7 @@ class ShmResponder(Responder):
         both = np.frombuffer(message.rows, dtype=np.int64).reshape(-1, 3)
         source = self._mappings.get(message.source_id)
         assert source is not None, "target_rows found it"
-        self._copy_rows(in_host(region).address, source.address, both, REMOTE, LOCAL)
+        self._copy_rows(require_host_region(region).address, source.address, both, REMOTE, LOCAL)
 
     def skip(self, message: Write) -> None:
         """The frame carries no bytes."""
@@ -358,7 +360,7 @@ class ShmResponder(Responder):
         self._link.send(Ack(message.seq, message.nbytes))
 
 
-class ShmTransport(Transport, Door):
+class ShmTransport(Transport, Acceptor):
     """`path` is the unix socket's. It is a node's own, so a successor takes its place, and a double is found out."""
 
     name = "shm"
@@ -387,7 +389,7 @@ class ShmTransport(Transport, Door):
         self._identity = unix_socket.identity(self.path)
         return listener
 
-    def unlisten(self) -> None:
+    def clean_up(self) -> None:
         if unix_socket.identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         if self._own_dir is not None:

@@ -17,10 +17,12 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING
 
 from messenger.config import Endpoint, MessengerConfig
+from messenger.counters import FloatSums
 from messenger.errors import ProtocolError
 from messenger.frames import Ack, Frame, Message, Read, Write
-from messenger.link import BufferedLink, Link
-from messenger.memory import AnyRegion, in_host, views
+from messenger.grants import GrantTable
+from messenger.link import BufferedLink, Cuttable, Link
+from messenger.memory import AnyRegion, require_host_region, views
 from messenger.operation import READ, Part, Transfer
 from messenger.slices import LOCAL, REMOTE, Rows
 from messenger.sockets import SocketLink
@@ -28,11 +30,10 @@ from messenger.tcp.tls_link import TlsLink
 from messenger.transport import (
     PARTLY,
     WHOLE,
-    Door,
-    FloatSums,
+    Acceptor,
     Requester,
     Responder,
-    Sent,
+    SendStatus,
     Transport,
     notify_request,
     parse_rows,
@@ -43,15 +44,14 @@ from rpc.errors import AddressInUse, BindFailed
 from rpc.tls import identity
 
 if TYPE_CHECKING:
-    from messenger.grants import Cuttable, GrantTable
-    from messenger.native.fast_lane import FastLane
+    from messenger.native.fast_lane import CompiledLoop
 
 
 class TcpRequester(Requester):
     _link: BufferedLink
     takes_early_answers = True
 
-    def begin(self, part: Part) -> Sent:
+    def begin(self, part: Part) -> SendStatus:
         transfer = part.transfer
         payload: Sequence[memoryview] = ()
         if transfer is None:
@@ -62,7 +62,7 @@ class TcpRequester(Requester):
             frame, payload = _write(part, transfer)
         return WHOLE if self._link.begin(frame, payload) else PARTLY
 
-    def finish(self) -> Sent:
+    def finish(self) -> SendStatus:
         self._link.finish()
         return WHOLE
 
@@ -74,7 +74,7 @@ class TcpRequester(Requester):
             if ack.nbytes != part.nbytes:
                 raise ProtocolError(f"{self._link.address} sends {ack.nbytes} bytes where {part.nbytes} were asked")
             slices = part.transfer.slices
-            self._link.receive_rows(in_host(part.transfer.region), slices.packed_runs(LOCAL), slices.nbytes)
+            self._link.receive_rows(require_host_region(part.transfer.region), slices.packed_runs(LOCAL), slices.nbytes)
         return True
 
     def refused(self, part: Part) -> None:
@@ -94,21 +94,21 @@ def _write(part: Part, transfer: Transfer) -> tuple[Frame, Sequence[memoryview]]
 
 
 def _read(part: Part, transfer: Transfer) -> Frame:
-    in_host(transfer.region)  # before the bytes come
+    require_host_region(transfer.region)  # before the bytes come
     return read_request(part, transfer, transfer.slices.packed_runs(REMOTE))
 
 
 class TcpResponder(Responder):
     _link: BufferedLink
 
-    def fast_lane(
-        self, grants: "GrantTable", mover: "Cuttable", landed: FloatSums, served: FloatSums
-    ) -> "FastLane | None":
+    def compiled_loop(
+        self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
+    ) -> "CompiledLoop | None":
         if not isinstance(self._link, SocketLink):
             return None  # its bytes come encrypted, which is Python's business
-        from messenger.native.fast_lane import FastLane
+        from messenger.native.fast_lane import CompiledLoop
 
-        return FastLane(self._link, grants, mover, landed, served)
+        return CompiledLoop(self._link, grants, mover, landed, served)
 
     def target_rows(self, message: Write) -> Rows:
         return parse_rows(message.rows, 2, message.nbytes)
@@ -183,7 +183,7 @@ def _lookup(host: str, port: int, flags: int) -> Address:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]  # type: ignore[return-value]
 
 
-class TcpTransport(Transport, Door):
+class TcpTransport(Transport, Acceptor):
     """Raises InvalidArgument for key material that cannot be used."""
 
     name = "tcp"
@@ -212,13 +212,13 @@ class TcpTransport(Transport, Door):
                 raise AddressInUse(f"{where} is in use: stop its owner or take another tcp_port") from error
             raise BindFailed(f"cannot listen at {where}: {error}") from error
 
-    def welcome(self, sock: socket.socket, address: str) -> BufferedLink:
+    def wrap_accepted(self, sock: socket.socket, address: str) -> BufferedLink:
         _unpaced_within_host(sock)
         if self._identity is None:
             return SocketLink(sock, address)
         return TlsLink(sock, address, self._identity.material(), caller=False)
 
-    def unlisten(self) -> None:
+    def clean_up(self) -> None:
         """A port leaves nothing behind."""
 
     def address_of(self, endpoint: Endpoint) -> str:

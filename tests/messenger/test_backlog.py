@@ -5,10 +5,10 @@ import time
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from messenger.backlog import Backlog, Flight, Way
+from messenger.backlog import Backlog, InFlight, QueueKind
 from messenger.memory import RemoteKey
 from messenger.operation import Kind, Notification, Operation, Part, Transfer
-from messenger.peer import roles
+from messenger.peer import stream_roles
 from messenger.priority import Priority
 from messenger.slices import Slices
 
@@ -23,17 +23,17 @@ class BacklogMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.backlog = Backlog()
-        self.roles = roles(4)
-        self.flights = [Flight() for _ in self.roles]
+        self.roles = stream_roles(4)
+        self.flights = [InFlight() for _ in self.roles]
         self.queued: list[Part] = []
         self.over: set[Part] = set()
         self.writes: list[Operation] = []
         self.left: dict[Operation, int] = {}
         self.number = 0
 
-    def new(self, kind: Kind, priority: Priority, way: Way, transfers: int, *, note: bool) -> None:
+    def new(self, kind: Kind, priority: Priority, way: QueueKind, transfers: int, *, note: bool) -> None:
         self.number += 1
-        apart = note and (way is Way.SPREAD or not transfers)
+        apart = note and (way is QueueKind.SPREAD or not transfers)
         operation = Operation(self.number, kind, priority, transfers, transfers + apart, time.monotonic(), 1.0)
         transfer = Transfer(KEY, None, SLICES)  # type: ignore[arg-type]
         parts = [Part(operation, transfer) for _ in range(transfers)]
@@ -42,7 +42,7 @@ class BacklogMachine(RuleBasedStateMachine):
         elif note:
             parts[-1].notification = NOTE
         for part in parts:
-            self.backlog.push(way if part.transfer is not None else Way.ORDERED, part)
+            self.backlog.push(way if part.transfer is not None else QueueKind.ORDERED, part)
         self.queued += parts
         self.left[operation] = len(parts)
         if kind is Kind.WRITE:
@@ -52,27 +52,27 @@ class BacklogMachine(RuleBasedStateMachine):
 
     @rule(priority=priorities, parts=st.integers(1, 3), note=st.booleans())
     def write(self, priority: Priority, parts: int, note: bool) -> None:
-        self.new(Kind.WRITE, priority, Way.ORDERED, parts, note=note)
+        self.new(Kind.WRITE, priority, QueueKind.ORDERED, parts, note=note)
 
     @rule(priority=priorities, parts=st.integers(2, 5), note=st.booleans())
     def large_write(self, priority: Priority, parts: int, note: bool) -> None:
-        self.new(Kind.WRITE, priority, Way.SPREAD, parts, note=note)
+        self.new(Kind.WRITE, priority, QueueKind.SPREAD, parts, note=note)
 
     @rule(priority=priorities)
     def notify(self, priority: Priority) -> None:
-        self.new(Kind.NOTIFY, priority, Way.ORDERED, 0, note=True)
+        self.new(Kind.NOTIFY, priority, QueueKind.ORDERED, 0, note=True)
 
     @rule(priority=priorities, parts=st.integers(1, 3))
     def read(self, priority: Priority, parts: int) -> None:
-        self.new(Kind.READ, priority, Way.READS, parts, note=False)
+        self.new(Kind.READ, priority, QueueKind.READS, parts, note=False)
 
     streams = st.integers(0, 3)
 
     @rule(stream=streams, background=st.booleans())
     def begin(self, stream: int, background: bool) -> None:
         role, flight = self.roles[stream], self.flights[stream]
-        expected = self.backlog.waits_for(role, background=background)
-        part = flight.again.popleft() if flight.again else self.backlog.take(role, background=background)
+        expected = self.backlog.has_startable(role, background=background)
+        part = flight.repeats.popleft() if flight.repeats else self.backlog.take(role, background=background)
         if part is None:
             assert not expected
             return
@@ -97,28 +97,28 @@ class BacklogMachine(RuleBasedStateMachine):
             for one in earlier:
                 assert all(other.operation is not one for other in same)
                 for flight in self.flights[1:]:
-                    assert all(flying.operation is not one for flying in (*flight.in_flight, *flight.again))
+                    assert all(flying.operation is not one for flying in (*flight.sent, *flight.repeats))
         if part.transfer is None:
             assert all(other is part or other.operation is not operation for other in self.queued)
-            assert operation.flying == 0
+            assert operation.num_in_flight == 0
 
     @rule(stream=streams)
     def answered(self, stream: int) -> None:
-        if self.flights[stream].in_flight:
+        if self.flights[stream].sent:
             self.end(self.flights[stream].answered())
 
     @rule(stream=streams)
     def one_step_more(self, stream: int) -> None:
         flight = self.flights[stream]
-        if flight.in_flight and flight.in_flight[0].operation.kind is Kind.READ:
-            flight.one_step_more()
+        if flight.sent and flight.sent[0].operation.kind is Kind.READ:
+            flight.next_step()
 
     @rule(stream=streams)
     def connection_lost(self, stream: int) -> None:
         flight = self.flights[stream]
-        expected = [*flight.in_flight, *flight.again]
+        expected = [*flight.sent, *flight.repeats]
         flight.connection_lost()
-        assert list(flight.again) == expected
+        assert list(flight.repeats) == expected
 
     @precondition(lambda self: bool(self.left))
     @rule(data=st.data())
@@ -146,14 +146,14 @@ class BacklogMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
-        held = sum(len(flight.in_flight) + len(flight.again) for flight in self.flights)
+        held = sum(len(flight.sent) + len(flight.repeats) for flight in self.flights)
         assert len(self.backlog) == len(self.queued)
         assert len(self.queued) + held == sum(self.left.values())
 
     @invariant()
     def requests_fly_in_the_order_of_their_numbers(self) -> None:
         for flight in self.flights:
-            seqs = [part.seq for part in flight.in_flight]
+            seqs = [part.seq for part in flight.sent]
             assert seqs == sorted(set(seqs))
 
     def teardown(self) -> None:
@@ -162,13 +162,13 @@ class BacklogMachine(RuleBasedStateMachine):
             progress = False
             for role, flight in zip(self.roles, self.flights, strict=True):
                 while True:
-                    part = flight.again.popleft() if flight.again else self.backlog.take(role, background=True)
+                    part = flight.repeats.popleft() if flight.repeats else self.backlog.take(role, background=True)
                     if part is None:
                         break
                     if part in self.queued:
                         self.queued.remove(part)
                     flight.begin(part)
-                while flight.in_flight:
+                while flight.sent:
                     self.end(flight.answered())
                     progress = True
             assert progress

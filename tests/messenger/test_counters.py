@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from messenger.backlog import Backlog, Role, Way
+from messenger.backlog import Backlog, QueueKind, StreamRole
 from messenger.counters import LATENCY_EDGES_S, MAX_PEERS, OTHER_PEERS, Counters, Flow
 from messenger.operation import Kind, Notification, Operation, Part
 from messenger.priority import Priority
@@ -154,7 +154,7 @@ def test_what_has_not_begun_is_counted_by_priority() -> None:
     backlog = Backlog()
     for number, priority in enumerate((Priority.BACKGROUND, Priority.URGENT, Priority.BACKGROUND)):
         operation = Operation(number, Kind.NOTIFY, priority, 0, 1, 0.0, 60.0, None)
-        backlog.push(list(Way)[number], Part(operation, None, Notification(b"", b"")))
+        backlog.push(list(QueueKind)[number], Part(operation, None, Notification(b"", b"")))
     assert backlog.depths() == [1, 0, 2]
-    assert backlog.take(Role(ordered=True, spread=True, reads=True), background=True) is not None
+    assert backlog.take(StreamRole(ordered=True, spread=True, reads=True), background=True) is not None
     assert backlog.depths() == [0, 0, 2]

@@ -3,17 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.priority import FRESH_S, HELD_S, MAX_PASSED, Priority, Road, Turns, Yielding
+from messenger.priority import FRESH_S, HELD_S, MAX_PASSED, BackgroundHold, Priority, PriorityPicker, TrafficGate
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300))
 def test_turns_go_to_classes_that_wait_and_a_waiting_one_is_passed_over_a_bounded_number_of_times(
     waiting: list[tuple[bool, bool, bool]],
 ) -> None:
-    turns = Turns()
+    picker = PriorityPicker()
     passed = [0] * len(Priority)
     for each in waiting:
-        chosen = turns.pick(each)
+        chosen = picker.pick(each)
         if chosen is None:
             assert not any(each)
             continue
@@ -25,8 +25,8 @@ def test_turns_go_to_classes_that_wait_and_a_waiting_one_is_passed_over_a_bounde
 
 
 def test_the_highest_class_goes_first_until_a_lower_one_is_due() -> None:
-    turns = Turns()
-    picks = [turns.pick([True, False, True]) for _ in range(2 * (MAX_PASSED + 1))]
+    picker = PriorityPicker()
+    picks = [picker.pick([True, False, True]) for _ in range(2 * (MAX_PASSED + 1))]
     share = [Priority.URGENT] * MAX_PASSED + [Priority.BACKGROUND]
     assert picks == share * 2
 
@@ -40,20 +40,20 @@ events = st.lists(
 def test_background_is_held_while_urgent_bytes_move_and_goes_in_bounded_time_all_the_same(
     events: list[tuple[str, float]],
 ) -> None:
-    yielding = Yielding()
+    hold = BackgroundHold()
     now_s, last_s, opened, moved_s = 100.0, 0.0, 0, 0.0
     for event, delay_s in events:
         now_s += delay_s
         if event == "open":
-            yielding.opened(now_s)
+            hold.urgent_submitted(now_s)
             opened, moved_s = opened + 1, now_s
         elif event == "move" and opened:
-            yielding.moved(now_s)
+            hold.urgent_progressed(now_s)
             moved_s = now_s
         elif event == "close" and opened:
             opened -= 1
-            assert yielding.closed() == (opened == 0)
-        until_s = yielding.until_s(last_s, now_s)
+            assert hold.urgent_ended() == (opened == 0)
+        until_s = hold.allowed_s(last_s, now_s)
         if not opened:
             assert until_s <= now_s
         elif now_s < moved_s + FRESH_S and now_s < last_s + HELD_S:
@@ -64,27 +64,27 @@ def test_background_is_held_while_urgent_bytes_move_and_goes_in_bounded_time_all
 
 
 def test_an_urgent_operation_whose_peer_stands_still_holds_nobody_back_for_long() -> None:
-    yielding = Yielding()
-    yielding.opened(10.0)
-    assert yielding.until_s(10.0 + FRESH_S, 10.0 + FRESH_S) <= 10.0 + FRESH_S
+    hold = BackgroundHold()
+    hold.urgent_submitted(10.0)
+    assert hold.allowed_s(10.0 + FRESH_S, 10.0 + FRESH_S) <= 10.0 + FRESH_S
 
 
 def test_who_is_held_is_told_until_when_and_called_once_nothing_urgent_is_left() -> None:
-    road = Road()
+    gate = TrafficGate()
     calls: list[str] = []
-    assert road.until_s(0.0, 10.0, lambda: calls.append("never")) <= 10.0
-    road.opened(10.0)
-    road.opened(10.0)
+    assert gate.background_allowed_s(0.0, 10.0, lambda: calls.append("never")) <= 10.0
+    gate.urgent_submitted(10.0)
+    gate.urgent_submitted(10.0)
 
     def call() -> None:
         calls.append("held")
 
-    assert road.until_s(9.99, 10.0, call) == 9.99 + HELD_S
-    assert road.until_s(9.99, 10.001, call) == 9.99 + HELD_S
-    assert road.closed() == []
-    for held in road.closed():
+    assert gate.background_allowed_s(9.99, 10.0, call) == 9.99 + HELD_S
+    assert gate.background_allowed_s(9.99, 10.001, call) == 9.99 + HELD_S
+    assert gate.urgent_ended() == []
+    for held in gate.urgent_ended():
         held()
     assert calls == ["held"]
-    assert road.until_s(9.99, 10.002, call) == 10.002
-    road.opened(11.0)
-    assert road.closed() == []
+    assert gate.background_allowed_s(9.99, 10.002, call) == 10.002
+    gate.urgent_submitted(11.0)
+    assert gate.urgent_ended() == []

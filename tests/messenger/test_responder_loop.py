@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from messenger import RemoteKey, SharedMemory
 from messenger.frames import PREFIX, Ack, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write, encode
-from messenger.inbound import Inbound
+from messenger.inbound import InboundConnection
 from messenger.link import LinkClosed
-from messenger.native.fast_lane import MAX_BUFFER_NBYTES, FastLane
+from messenger.native.fast_lane import MAX_BUFFER_NBYTES, CompiledLoop
 from messenger.sessions import Session
 from messenger.shm.grant_page import PAGE_ID
 from messenger.shm.transport import ShmResponder
@@ -89,10 +89,10 @@ def owners(make_node: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, trans
     compiled, python = make_node("b", NBYTES), make_node("b", NBYTES, run_dir=tmp_path / "python")
     for kind in (TcpResponder, ShmResponder):
 
-        def fast_lane(self: Any, grants: Any, *rest: Any, lane: Any = kind.fast_lane) -> FastLane | None:
+        def compiled_loop(self: Any, grants: Any, *rest: Any, lane: Any = kind.compiled_loop) -> CompiledLoop | None:
             return None if grants is python.messenger._grants else lane(self, grants, *rest)
 
-        monkeypatch.setattr(kind, "fast_lane", fast_lane)
+        monkeypatch.setattr(kind, "compiled_loop", compiled_loop)
     return {"compiled": compiled, "python": python}
 
 
@@ -200,13 +200,13 @@ def test_requests_in_perfect_order_never_come_to_python(
 ) -> None:
     owner = owners["compiled"]
     taken: list[str] = []
-    handle = Inbound._handle
+    handle = InboundConnection._handle
 
-    def seen(self: Inbound, session: Session, message: Message) -> None:
+    def seen(self: InboundConnection, session: Session, message: Message) -> None:
         taken.append(type(message).__name__)
         handle(self, session, message)
 
-    monkeypatch.setattr(Inbound, "_handle", seen)
+    monkeypatch.setattr(InboundConnection, "_handle", seen)
     caller, key = Caller(owner, transport, source), owner.grant()
     row, source_id = ((100, 10), 0) if transport == "tcp" else ((0, 100, 10), 1)
     for seq in (1, 2):

@@ -162,7 +162,7 @@ def test_an_interrupt_before_a_part_that_was_taken_is_copied_loses_nothing(
     a, b = make_node("a", 4 * MIB), make_node("b", 4 * MIB)
     b.fill(5)
     peer, key = awake(a, b)
-    copies, was_interrupted = peer._traffic.copies, threading.Event()
+    copies, was_interrupted = peer._traffic.mapped_reads, threading.Event()
     copy = copies.copy
 
     def interrupted(part: Any) -> None:
@@ -187,8 +187,8 @@ def test_a_part_that_is_cancelled_while_who_took_it_is_interrupted_ends_once(
 ) -> None:
     a, b = make_node("a", 4 * MIB), make_node("b", 4 * MIB)
     peer, key = awake(a, b)
-    copies, ended = peer._traffic.copies, peer._traffic.ended_locked
-    give_back, ends = copies._give_back, []
+    copies, ended = peer._traffic.mapped_reads, peer._traffic.part_ended_locked
+    give_back, ends = copies._release_claims, []
 
     class Interrupting(deque[Any]):
         def remove(self, _part: Any) -> None:
@@ -203,9 +203,9 @@ def test_a_part_that_is_cancelled_while_who_took_it_is_interrupted_ends_once(
         ends.append(part)
         return ended(part, now_s)
 
-    monkeypatch.setattr(copies, "take_for", lambda _stream: None)
-    monkeypatch.setattr(copies, "_give_back", cancelled_first)
-    monkeypatch.setattr(peer._traffic, "ended_locked", counted)
+    monkeypatch.setattr(copies, "claim_locked", lambda _stream: None)
+    monkeypatch.setattr(copies, "_release_claims", cancelled_first)
+    monkeypatch.setattr(peer._traffic, "part_ended_locked", counted)
     monkeypatch.setattr(copies, "_queue", Interrupting())
     read = peer.read(key, a.region, [[0, 0, 4 * MIB]])
     with pytest.raises(KeyboardInterrupt):

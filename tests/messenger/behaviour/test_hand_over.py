@@ -65,7 +65,7 @@ def test_a_second_step_that_comes_due_while_a_caller_sends_is_taken_when_he_has_
 
     def is_seen() -> bool:
         with stream.lock:
-            return len(stream.flight.again) == 1 and len(stream._wakes._waiters) == 1
+            return len(stream.in_flight.repeats) == 1 and len(stream._changed._waiters) == 1
 
     wait_until(is_seen, "the read's second step is due, and the sending thread has seen that somebody else sends")
     asks_again.set()
@@ -88,7 +88,7 @@ def test_who_waits_on_the_thread_that_is_to_send_is_told(
 
     def finish_after_the_answer() -> Any:
         sent = Requester.finish(requester)
-        wait_until(lambda: stream.early is not None or stream._closing, "it is answered")
+        wait_until(lambda: stream.early_answered is not None or stream._closing, "it is answered")
         return sent
 
     monkeypatch.setattr(requester, "begin", lambda part: Requester.begin(requester, part))

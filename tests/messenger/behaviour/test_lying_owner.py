@@ -26,10 +26,10 @@ from messenger import (
 from messenger.config import boot_id
 from messenger.frames import (
     Ack,
-    Allow,
     Fabric,
     Goodbye,
     Hello,
+    KeyInfo,
     Message,
     Notify,
     Offer,
@@ -334,7 +334,7 @@ lies = st.one_of(
     st.builds(Read, numbers, numbers, st.integers(0, 99), numbers, small),
     st.builds(Fabric, small),
     st.builds(
-        Allow,
+        KeyInfo,
         numbers,
         st.integers(0, 9),
         numbers,

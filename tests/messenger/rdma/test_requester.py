@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from messenger.errors import ProtocolError
-from messenger.frames import PREFIX, Ack, Allow, Frame, Message, Read, Refused, Write, decode_body, decode_prefix
+from messenger.frames import PREFIX, Ack, Frame, KeyInfo, Message, Read, Refused, Write, decode_body, decode_prefix
 from messenger.memory import RemoteKey
 from messenger.operation import Kind, Notification, Operation, Part, Transfer
 from messenger.priority import Priority
@@ -17,7 +17,7 @@ from messenger.rdma.requester import RdmaRequester
 from messenger.slices import Slices
 
 KEY = RemoteKey(7, 5, 0, 4096, True, True)
-ACCESS = Allow(7, 5, 0, 1 << 20, 0, 4096, True, True, np.array([9], "<u4").tobytes(), "", False)
+ACCESS = KeyInfo(7, 5, 0, 1 << 20, 0, 4096, True, True, np.array([9], "<u4").tobytes(), "", False)
 
 
 class Link:
@@ -46,7 +46,7 @@ class Link:
         assert is_over(), "it waits for ever"
         return None
 
-    def receive_here(self) -> Message | None:
+    def try_receive(self) -> Message | None:
         return self.arriving.pop(0) if self.arriving else None
 
     def finish(self, movement: Movement) -> None:
@@ -93,12 +93,12 @@ def test_what_an_adapter_moves_is_answered_by_it_and_the_owner_is_not_told(
     ((movement, frame),) = link.moved
     assert movement is not None
     assert frame is None
-    assert requester.receive_here() is None
+    assert requester.try_receive() is None
     movement.left_nbytes = 0
     answer = requester.receive(kind is Kind.READ)
     assert answer == Ack(1, 10)
     assert requester.accept(one, answer)
-    assert requester.receive_here() is None
+    assert requester.try_receive() is None
 
 
 def test_the_owner_is_told_of_what_carries_a_notification_and_of_memory_with_which_it_has_to_do_something(
@@ -163,9 +163,9 @@ def test_answers_that_are_there_are_taken_together(requester: RdmaRequester, lin
         assert movement is not None
         movement.left_nbytes = 0
     requester.accept(parts[0], Ack(1, 10))
-    assert requester.receive_here() == Ack(2, 10)
+    assert requester.try_receive() == Ack(2, 10)
     requester.accept(parts[1], Ack(2, 10))
-    assert requester.receive_here() is None
+    assert requester.try_receive() is None
 
 
 def test_what_is_no_answer_waits_for_nothing(requester: RdmaRequester, link: Link) -> None:

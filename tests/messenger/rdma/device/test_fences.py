@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from messenger import RemoteAccessError
-from messenger.frames import Ask
+from messenger.frames import KeyQuery
 from messenger.link import LinkClosed
 from messenger.rdma.courier import Movement
 from messenger.rdma.verbs.abi import WR_RDMA_READ, WR_RDMA_WRITE
@@ -48,7 +48,7 @@ def move(caller: Any, link: Any, access: Any, opcode: int, start: int, nbytes: i
         generation=link.generation,
         held=registrations,
     )
-    link.move(movement, Ask(access.region_id, access.token))
+    link.move(movement, KeyQuery(access.region_id, access.token))
     link.finish(movement)
 
 
