@@ -49,7 +49,7 @@ def connected(tcp: TcpTransport, listener: socket.socket, source: str) -> tuple[
         caller.bind((source, 0))
         tcp.connect(caller, endpoint)
         accepted, _ = listener.accept()
-        link = tcp.welcome(accepted, "the caller")
+        link = tcp.wrap_accepted(accepted, "the caller")
         try:
             return control_of(caller), control_of(accepted)
         finally:

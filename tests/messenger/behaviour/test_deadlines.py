@@ -68,7 +68,7 @@ def test_a_queue_that_moves_is_not_given_up_however_long_it_takes(make_node: Any
     ]
     assert [operation.result(60).nbytes for operation in operations] == [10] * 14
     assert time.monotonic() - started_s > 2.0
-    with pytest.raises(InvalidArgument, match="positive number of seconds, not 0"):
+    with pytest.raises(InvalidArgument, match="positive number of seconds, got 0"):
         peer.write_notify(key, a.region, [[0, 0, 10]], b"kv", b"", stall_s=0)
 
 

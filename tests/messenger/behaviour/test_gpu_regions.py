@@ -29,7 +29,7 @@ def failure(future: Future[Any]) -> BaseException:
 @pytest.mark.transports("tcp", "shm")
 def test_gpu_memory_is_not_taken_where_nothing_can_reach_it(make_node: Any, transport: str) -> None:
     node = make_node("a")
-    with pytest.raises(GpuMemoryUnsupported, match=f"by rdma alone, and this messenger speaks {transport}"):
+    with pytest.raises(GpuMemoryUnsupported, match=f"takes the rdma transport, and this messenger has: {transport}"):
         node.messenger.register(ELSEWHERE)
 
 
