@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 def engine() -> None:
     from engine import load_model
-    from moonpool.config.slices import BUNDLED_MODEL
+    from settings.worker import BUNDLED_MODEL
 
     load_model(BUNDLED_MODEL).warm_up()
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from moonpool.config import ServeConfig, Setting, all_settings, composite_settings  # noqa: E402
-from moonpool.config.sources import parse_size  # noqa: E402
-from moonpool.config.supervision import RuntimeSettings, SupervisorSettings  # noqa: E402
+from moonpool.config.serve import RuntimeSettings, SupervisorSettings  # noqa: E402
+from settings.keys import group_settings, parse_size  # noqa: E402
 
 CHART = ROOT / "deploy" / "helm" / "moonpool"
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
@@ -43,7 +43,7 @@ OWN = {
     *("tls_cert", "tls_key", "tls_ca", "join_token_file"),
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
-_SERVE_ONLY = {*SupervisorSettings.__dataclass_fields__, *RuntimeSettings.__dataclass_fields__}
+_SERVE_ONLY = {*group_settings(SupervisorSettings), *group_settings(RuntimeSettings)}
 _TYPES = {int: "integer", float: "number", bool: "boolean"}
 _BEFORE = "The chart's values. Made from values.yaml"
 
@@ -67,8 +67,8 @@ def _key_schema(declared: Setting) -> dict[str, Any]:
     schema["type"] = _TYPES.get(declared.kind, "string")
     if declared.key.parse is parse_size:
         return {**schema, "type": ["integer", "string"]}
-    if declared.key.choices:
-        schema["enum"] = list(declared.key.choices)
+    if declared.choices:
+        schema["enum"] = list(declared.choices)
     bounds = {"minimum": declared.key.low, "maximum": declared.key.high}
     return schema | {name: bound for name, bound in bounds.items() if bound is not None}
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,14 @@ class Core:
 
     def __init__(self, config: ConductorConfig, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises ConfigError for a decision log that cannot be begun."""
-        self.policy = Conductor(config.policy)
+        policy, logged = config.policy, config.decision_log
+        if logged.decision_log is not None:
+            policy = replace(policy, explain=logged.decision_log_candidates)
+        self.policy = Conductor(policy)
         self._clock = clock
         self.log: DecisionLog | None = None
-        if config.decision_log is not None:
-            self.log = DecisionLog(config.decision_log, config.policy, now_ns=clock())
+        if logged.decision_log is not None:
+            self.log = DecisionLog(logged.decision_log, logged, policy, now_ns=clock())
 
     def now_ns(self) -> int:
         """The policy's clock."""

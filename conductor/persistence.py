@@ -41,9 +41,9 @@ class Contact:
 async def first_contact(config: ConductorConfig) -> Contact:
     """Draw this conductor's incarnation, in Redis if there is one. Raises SharedStoreRefused."""
     candidate = time.time_ns() // 1000
-    if not config.redis_url:
+    if not config.shared_store.redis_url:
         return Contact(None, candidate)
-    store = RedisStore(config.redis_url, config.cluster_name)
+    store = RedisStore(config.shared_store.redis_url, config.shared_store.cluster_name)
     try:
         await store.claim()
         return Contact(store, await store.new_epoch(candidate))
@@ -73,16 +73,17 @@ class Continuity:
                 contact.incarnation,
                 self._records,
                 lambda targets: following.expect("registry", targets),
-                every_s=config.shared_refresh_s,
-                ttl_s=config.shared_ttl_s,
+                every_s=config.shared_store.shared_refresh_s,
+                ttl_s=config.shared_store.shared_ttl_s,
                 trouble=contact.trouble,
             )
         self._snapshots: Snapshots | None = None
-        if config.state_dir is not None:
+        state_dir = config.shared_store.state_dir
+        if state_dir is not None:
             try:
-                self._snapshots = Snapshots(config.state_dir, config.cluster_name, following.directory)
+                self._snapshots = Snapshots(state_dir, config.shared_store.cluster_name, following.directory)
             except OSError as error:
-                raise ConfigError(f"state_dir is {str(config.state_dir)!r}, which cannot be used: {error}") from error
+                raise ConfigError(f"state_dir is {str(state_dir)!r}, which cannot be used: {error}") from error
 
     def start(self) -> None:
         """Begin; the directory is followed as soon as what there is of it is loaded."""
@@ -131,12 +132,12 @@ class Continuity:
 
     async def _stop_expecting(self) -> None:
         """A node of the snapshot that nobody has spoken of since is not there any more."""
-        await asyncio.sleep(self._config.shared_ttl_s)
+        await asyncio.sleep(self._config.shared_store.shared_ttl_s)
         self._following.expect("snapshot", {})
 
     async def _keep_snapshots(self, snapshots: Snapshots) -> None:
         while True:
-            await asyncio.sleep(self._config.snapshot_s)
+            await asyncio.sleep(self._config.shared_store.snapshot_s)
             try:
                 pointer = await snapshots.write(self._following.targets)
             except OSError as error:

@@ -53,7 +53,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
         watch = LoopWatch()
         stack.push_async_callback(watch.close)
         service = ConductorService(core, registry, pools, continuity, slo, contact.incarnation, watch)
-        server = await start_server(config.listen, lambda s: add_ConductorServicer_to_server(service, s))
+        server = await start_server(config.listen.listen, lambda s: add_ConductorServicer_to_server(service, s))
         ticking = asyncio.create_task(_tick(core, pools, registry, config.tick_s), name="conductor tick")
         try:
             continuity.start()

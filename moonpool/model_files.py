@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.config.slices import BUNDLED_MODEL
+from settings.worker import BUNDLED_MODEL
 from moonpool.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:

@@ -115,7 +115,7 @@ def _annotation(declared: Setting, argument: str | None) -> Any:
         ]
     names = [declared.flag, *declared.key.aliases]
     kind: Any = list[str] if declared.kind is tuple else str
-    metavar: str | None = "|".join(declared.key.choices) or _METAVARS.get(declared.kind)
+    metavar: str | None = "|".join(declared.choices) or _METAVARS.get(declared.kind)
     if declared.kind is bool:
         kind, metavar, names[0] = bool, None, f"{declared.flag}/--no-{declared.flag[2:]}"
     option = typer.Option(

@@ -77,7 +77,7 @@ class Planner:
         workers = [plan for group, count in self._initial_counts() for plan in self._workers(group, count, running)]
         if self._joins:
             return [*pools, *workers]
-        drain_s = self._config.http.drain_grace
+        drain_s = self._config.http.drain_grace_s
         own = {**self._models, "port": self._port}
         frontend = self._plan("frontend", "frontend", FrontendRole, FRONTEND_TIER, own, drain_s=drain_s)
         return [*conductors, *pools, *workers, frontend]
@@ -136,7 +136,7 @@ class Planner:
             WORKER_TIER,
             own,
             threads=threads,
-            drain_s=engine.worker_drain_grace,
+            drain_s=engine.worker_drain_grace_s,
             model=entry.name,
         )
 
@@ -164,7 +164,7 @@ class Planner:
         own = {**defaults, "listen": self._target(node_id), **own}
         declared = composite_settings(composite)
         settings = {key: own.get(key, self._base.get(key, declared[key].default)) for key in declared}
-        grace_s = self._config.supervisor.stop_grace
+        grace_s = self._config.supervisor.stop_grace_s
         stop_grace_s = max(grace_s, drain_s + _STOP_MARGIN_S) if drain_s else grace_s
         target = str(own["listen"])
         return RolePlan(node_id, command, settings, thread_environment(threads), tier, target, stop_grace_s, model)

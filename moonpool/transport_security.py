@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from moonpool.config import all_settings, load
 from moonpool.config.sources import CONFIG_VARIABLE
-from moonpool.config.transport import AccessSettings, TlsSettings
 from moonpool.errors import ConfigError
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from settings.messenger import AccessSettings, TlsSettings
 
 _VARIABLES = ("MOONPOOL_TLS_", "MOONPOOL_JOIN_TOKEN_FILE", CONFIG_VARIABLE)
 
@@ -23,16 +23,17 @@ class Asking:
 
 def secure(tls: TlsSettings, access: AccessSettings) -> None:
     """Before the first server or channel is made. Raises ConfigError for files that are of no use."""
-    files, token_file = tls.files, access.join_token_file
-    if files is None and token_file is None:
+    token_file = access.join_token_file
+    if tls.tls_cert is None and token_file is None:
         return
     from rpc import control
     from rpc.errors import InvalidArgument
     from rpc.join_tokens import JoinTokens
+    from rpc.tls import TlsFiles
 
     try:
-        if files is not None:
-            control.secure(files)
+        if tls.tls_cert is not None:
+            control.secure(TlsFiles.of(tls))
         if token_file is not None:
             control.admit_by(JoinTokens(token_file))
     except InvalidArgument as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from rpc.errors import InvalidArgument
+from settings.messenger import TlsSettings
 
 _MAX_STEPS: Final = 32
 
@@ -68,6 +69,13 @@ class TlsFiles:
     key: Path
     ca: Path
     name: str = "moonpool"
+
+    @classmethod
+    def of(cls, settings: TlsSettings) -> "TlsFiles | None":
+        """The files that the settings name; None if nothing is encrypted."""
+        if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
+            return None
+        return cls(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_name)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from conductor.service import ConductorService
 from conductor.slo.service import slo_keeper
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from settings.keys import assemble
 from telemetry import LoopWatch
 
 __all__ = ["Bench"]
@@ -24,7 +25,7 @@ class Bench:
 
     def __init__(self, workers: int, block_tokens: int, live: int) -> None:
         self.spec = KvSpec((KvGroup("full", 0, tuple(range(8)), 2, 64, "float16"),), block_tokens)
-        config = ConductorConfig("none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
+        config = assemble(ConductorConfig, listen="none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
         self.core = Core(config)
         self.pools = Pools(self.core, 1, 1.0)
         self.registry = Registry()

@@ -2,7 +2,6 @@
 
 from conductor.decision_log.event_log import Life, Step, lives, replay
 from conductor.decision_log.record_search import Found, find_records
-from conductor.decision_log.settings import DecisionLogConfig
 from conductor.decision_log.writer import DecisionLog
 
-__all__ = ["DecisionLog", "DecisionLogConfig", "Found", "Life", "Step", "find_records", "lives", "replay"]
+__all__ = ["DecisionLog", "Found", "Life", "Step", "find_records", "lives", "replay"]

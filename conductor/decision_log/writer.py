@@ -22,11 +22,11 @@ from conductor.decision_log.files import LineFiles, LinesLost, json_line
 from conductor.decision_log.journal import Journal, read_journal
 from conductor.decision_log.record_search import DECISIONS_STEM, Found, find_records
 from conductor.decision_log.records import RECORD_VERSION, Change, Hashes, Records
-from conductor.decision_log.settings import DecisionLogConfig
 from conductor.errors import ConfigError
 from conductor.policy import PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, NodeReported, RequestArrived
+from settings.conductor import DecisionLogSettings
 
 __all__ = ["DecisionLog"]
 
@@ -46,32 +46,35 @@ Entry = tuple[int, Event, Sequence[Decision], NDArray[np.uint64]]
 class DecisionLog:
     """One conductor's log. `note` and `close` are called by one thread, the others by any."""
 
-    def __init__(self, config: DecisionLogConfig, policy: PolicyConfig, *, now_ns: int) -> None:
-        """`now_ns`: the policy's clock now. Raises ConfigError when the folder cannot be used, or another conductor
-        writes there."""
-        self._config = config
+    def __init__(self, folder: Path, settings: DecisionLogSettings, policy: PolicyConfig, *, now_ns: int) -> None:
+        """Start the log in `folder` and its thread.
+
+        `now_ns` is the policy's clock now. Raises ConfigError if the folder cannot be used, or another conductor writes
+        there.
+        """
+        self.folder = folder
         self._wall_ns = time.time_ns() - now_ns  # what the policy's clock lacks to be the time of day
         try:
-            config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_fd = _lock(config.folder)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = _lock(folder)
             try:
-                secret, started_ms = _identity(config.folder)
+                secret, started_ms = _identity(folder)
             except OSError:
                 os.close(self._lock_fd)
                 raise
-            self._journal = Journal(config.folder)
+            self._journal = Journal(folder)
         except OSError as error:
-            raise ConfigError(f"decision_log is {str(config.folder)!r}, which cannot be used: {error}") from error
+            raise ConfigError(f"decision_log is {str(folder)!r}, which cannot be used: {error}") from error
         life, self._part = time.time_ns(), 0
 
         def head() -> bytes:
             self._part += 1
             return head_line(Head(life, self._part, policy))
 
-        sizes = config.file_bytes, config.num_files
-        self._decisions = LineFiles(config.folder, DECISIONS_STEM, *sizes)
-        self._events = LineFiles(config.folder, EVENTS_STEM, *sizes, head=head) if config.with_events else None
-        self._records = Records(Hashes(secret, config.block_tokens), started_ms)
+        sizes = settings.decision_log_size_bytes, settings.decision_log_files
+        self._decisions = LineFiles(folder, DECISIONS_STEM, *sizes)
+        self._events = LineFiles(folder, EVENTS_STEM, *sizes, head=head) if settings.decision_log_events else None
+        self._records = Records(Hashes(secret, settings.decision_log_block_tokens), started_ms)
         self._waiting: deque[Entry] = deque()
         self._put_nbytes = self._taken_nbytes = 0  # each written by one thread only
         self._dropped_events = 0  # since the last gap was written down; under _counting
@@ -97,12 +100,7 @@ class DecisionLog:
         """What the log has of a request, up to now. It reads files: not for the event loop. Raises OSError."""
         with self._writing:
             self._drain()
-        return find_records(self._config.folder, request_id)
-
-    @property
-    def folder(self) -> Path:
-        """Where it stands."""
-        return self._config.folder
+        return find_records(self.folder, request_id)
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         """Lines written by kind, and entries left out by reason."""
@@ -142,7 +140,7 @@ class DecisionLog:
 
     def _begin(self) -> None:
         """Take over what the last conductor left."""
-        for record in read_journal(self._config.folder).values():
+        for record in read_journal(self.folder).values():
             self._records.restore(self._started_ns, record)
         self._try("journal", 0, lambda: self._journal.rewrite(self._records.under_way()))
         with contextlib.suppress(OSError):
@@ -205,7 +203,7 @@ class DecisionLog:
         now_s = time.monotonic()
         if now_s - self._told_s >= _TELL_AGAIN_S:
             self._told_s = now_s
-            log.warning("decision log in %s: %s; requests are served as ever", self._config.folder, what)
+            log.warning("decision log in %s: %s; requests are served as ever", self.folder, what)
 
 
 def _nbytes(event: Event, keys: NDArray[np.uint64]) -> int:

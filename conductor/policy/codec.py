@@ -14,7 +14,12 @@ from conductor.policy.events import Event, PoolMatch, PoolMatches
 __all__ = ["config_from_json", "config_to_json", "decision_from_json", "event_from_json", "to_json"]
 
 
-_PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # what JSON takes as it is
+_PLAIN: Final = frozenset({str, int, float, bool, NoneType})  # types that JSON has, too
+# Names that fields of PolicyConfig have in logs, where these differ.
+LOGGED_NAMES: Final = {"ttft_slo_s": "ttft_objective_s", "tbt_slo_s": "tbt_objective_s"}
+# Values of settings in logs that are older than the settings.
+_OLD_VALUES: Final = {"attained_share": 0.0, "report_timeout_s": 0.0}
+_FIELD_NAMES: Final = {logged: name for name, logged in LOGGED_NAMES.items()}
 
 
 def to_json(value: Event | Decision) -> dict[str, Any]:
@@ -34,11 +39,14 @@ def decision_from_json(row: Mapping[str, Any]) -> Decision:
 
 def config_to_json(config: PolicyConfig) -> dict[str, Any]:
     """Every field, so that a later version's defaults change nothing."""
-    return {each.name: _value_to_json(getattr(config, each.name)) for each in fields(config)}
+    values = {each.name: _value_to_json(getattr(config, each.name)) for each in fields(config)}
+    return {LOGGED_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def config_from_json(row: Any) -> PolicyConfig:
     """The configuration that `config_to_json` wrote. Raises LogFormatError."""
+    if isinstance(row, Mapping):
+        row = _OLD_VALUES | {_FIELD_NAMES.get(name, name): value for name, value in row.items()}
     return _object(PolicyConfig, row)  # type: ignore[no-any-return]
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from conductor.errors import ObjectivesError
+from settings.conductor import PolicyConfig
 
 __all__ = [
     "NOTHING_TO_MEET",
@@ -31,10 +32,10 @@ __all__ = [
     "SloRecord",
     "Source",
     "TenantSlo",
+    "configured_record",
     "digest",
     "parse_record",
     "record_from_text",
-    "record_of_seconds",
     "record_text",
     "tell_objective",
     "tell_record",
@@ -113,18 +114,19 @@ class SloRecord:
     headers: HeaderRule = "any"
 
 
-def record_of_seconds(
-    cluster: tuple[float | None, float | None], models: Mapping[str, tuple[float | None, float | None]]
-) -> SloRecord:
-    """A record of (TTFT, TBT) in seconds; 0 = off, so that for a model the cluster's does not hold either."""
-    return SloRecord(
-        _scope_of_seconds(*cluster),
-        {model: _scope_of_seconds(*own) for model, own in models.items() if own != (None, None)},
-    )
+def configured_record(config: PolicyConfig) -> SloRecord:
+    """The record of the configured objectives: in force until an ObjectivesChanged event."""
+    models = {
+        model: Scope(_configured(own.ttft_s), _configured(own.tbt_s))
+        for model, own in config.model_objectives.items()
+        if (own.ttft_s, own.tbt_s) != (None, None)
+    }
+    return SloRecord(Scope(_configured(config.ttft_slo_s or None), _configured(config.tbt_slo_s or None)), models)
 
 
-def _scope_of_seconds(*bounds_s: float | None) -> Scope:
-    return Scope(*(None if bound_s is None else Objective(bound_s) for bound_s in bounds_s))
+def _configured(bound_s: float | None) -> Objective | None:
+    """0 is an objective that is off; None is no objective, so that the next scope decides."""
+    return None if bound_s is None else Objective(bound_s)
 
 
 @dataclass(frozen=True, slots=True)

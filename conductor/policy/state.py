@@ -22,7 +22,7 @@ from conductor.policy.history import Attainment, Past, PredictionErrors
 from conductor.policy.kernels import kernels
 from conductor.policy.lengths import Lengths
 from conductor.policy.nodes import Liveness, NodeTable, deaf_ns
-from conductor.policy.objectives import ObjectiveBook
+from conductor.policy.objectives import ObjectiveBook, configured_record
 from conductor.policy.replication import Copies, Heat, Replication
 from conductor.policy.requests import ACCOUNT, NONE, Claim, HelpBook, RequestTable
 from conductor.policy.roles import ModelSizing, Switching
@@ -94,7 +94,7 @@ class ClusterState:
     _no_sends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
-        self.slo = ObjectiveBook(self.config.record)
+        self.slo = ObjectiveBook(configured_record(self.config))
         self.attainment = Attainment(lambda tenant: tenant in self.slo.record.tenants, self.past.flow.attained)
         self.copies = Copies(self.config.max_copies, self.config.max_copies_per_pool)
         self.heat = Heat(self.config.replication_horizon_s)

@@ -1,7 +1,7 @@
 """The record of objectives through time: its versions, where they are kept, who follows them, how one is changed."""
 
 from conductor.slo.change import Change, Changed
-from conductor.slo.keeper import SloKeeper, SloSettings
+from conductor.slo.keeper import SloKeeper, SloKeeperSetup
 from conductor.slo.stores import FileVersions, MemoryVersions, RedisVersions
 from conductor.slo.versions import Acknowledgement, SloVersion, VersionStore
 
@@ -13,7 +13,7 @@ __all__ = [
     "MemoryVersions",
     "RedisVersions",
     "SloKeeper",
-    "SloSettings",
+    "SloKeeperSetup",
     "SloVersion",
     "VersionStore",
 ]

@@ -22,13 +22,13 @@ from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionSto
 from moonpool_proto.v1 import conductor_pb2
 from rpc.waiting import end
 
-__all__ = ["SloKeeper", "SloSettings"]
+__all__ = ["SloKeeper", "SloKeeperSetup"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SloSettings:
+class SloKeeperSetup:
     """What the configuration says, and about whom."""
 
     configured: SloRecord
@@ -46,7 +46,7 @@ class SloKeeper:
         self,
         core: Core,
         store: VersionStore,
-        settings: SloSettings,
+        settings: SloKeeperSetup,
         *,
         copy: FileVersions | None = None,
         clock: Callable[[], float] = time.time,

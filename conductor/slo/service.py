@@ -13,14 +13,14 @@ from conductor.core import Core
 from conductor.errors import ConductorError, ConfigError, ObjectivesError, SharedStoreError, SloConflict
 from conductor.persistence import Contact
 from conductor.policy.admission.evaluation import preview
-from conductor.policy.objectives import SloRecord, digest, record_text
+from conductor.policy.objectives import SloRecord, configured_record, digest, record_text
 from conductor.slo import (
     Change,
     FileVersions,
     MemoryVersions,
     RedisVersions,
     SloKeeper,
-    SloSettings,
+    SloKeeperSetup,
     SloVersion,
     VersionStore,
 )
@@ -28,25 +28,28 @@ from moonpool_proto.v1 import conductor_pb2
 
 
 def slo_keeper(config: ConductorConfig, contact: Contact, core: Core) -> SloKeeper:
-    """Versions are kept in Redis, else in a folder, else nowhere. Raises ConfigError for a folder of no use."""
-    files = None
-    if config.objectives_dir is not None:
+    """Make the keeper of the versions: in Redis, else in a folder, else in memory.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    files, slo_dir = None, config.slo.slo_dir
+    if slo_dir is not None:
         try:
-            files = FileVersions(config.objectives_dir, config.cluster_name)
+            files = FileVersions(slo_dir, config.shared_store.cluster_name)
         except OSError as error:
-            raise ConfigError(f"objectives_dir is {str(config.objectives_dir)!r}, of no use: {error}") from error
+            raise ConfigError(f"slo_dir is {str(slo_dir)!r}, which cannot be used: {error}") from error
     store: VersionStore = files or MemoryVersions()
     if contact.store is not None:
         store = RedisVersions(contact.store)
-    settings = SloSettings(
-        configured=config.policy.record if config.objectives is None else config.objectives,
-        is_forced=config.objectives_forced,
-        node_id=config.node_id,
+    setup = SloKeeperSetup(
+        configured=configured_record(config.policy) if config.objectives is None else config.objectives,
+        is_forced=config.slo.slo_force,
+        node_id=config.node.node_id,
         incarnation=contact.incarnation,
-        every_s=config.shared_refresh_s,
-        ttl_s=config.shared_ttl_s,
+        every_s=config.shared_store.shared_refresh_s,
+        ttl_s=config.shared_store.shared_ttl_s,
     )
-    return SloKeeper(core, store, settings, copy=files if contact.store is not None else None)
+    return SloKeeper(core, store, setup, copy=files if contact.store is not None else None)
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

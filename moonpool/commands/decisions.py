@@ -17,7 +17,7 @@ from rich.console import Console
 from conductor.decision_log import Life, Step, find_records, lives, replay
 from conductor.errors import LogFormatError
 from conductor.policy import PolicyConfig
-from conductor.policy.codec import config_from_json, config_to_json, to_json
+from conductor.policy.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
 from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.events import RequestArrived
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, conductors_of
@@ -230,6 +230,7 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
     for text in settings:
         name, found, value = text.partition("=")
         name = name.strip().replace("-", "_")
+        name = LOGGED_NAMES.get(name, name)
         if not found or name not in usual:
             raise ConfigError(f"--set {text}: expected KEY=VALUE with one of the keys {', '.join(sorted(usual))}")
         changed[name] = _value(value.strip(), usual[name], text)

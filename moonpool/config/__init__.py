@@ -1,6 +1,8 @@
-"""Configuration: one YAML file, MOONPOOL_* variables over it, flags over both; validated once into frozen slices."""
+"""Configuration of the commands: one YAML file, MOONPOOL_* variables over it, flags over both, validated once.
 
-from moonpool.config.fields import Setting, composite_settings, flatten
+The settings are declared in the package `settings`; those of `moonpool serve` alone, in `serve` and `models`.
+"""
+
 from moonpool.config.models import ModelEntry
 from moonpool.config.roles import (
     COMPOSITES,
@@ -11,8 +13,9 @@ from moonpool.config.roles import (
     WorkerRole,
     all_settings,
 )
-from moonpool.config.slices import TopologySettings
+from moonpool.config.serve import TopologySettings
 from moonpool.config.sources import load
+from settings.keys import Setting, composite_settings, flatten
 
 __all__ = [
     "COMPOSITES",

@@ -1,4 +1,4 @@
-"""Which models one cluster serves: MODEL and the further ones, each with names and with settings of its own."""
+"""Models that one cluster serves: MODEL and further ones, each with names and settings of its own."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,16 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from moonpool.config.fields import Key, Setting, Slice, slice_settings
-from moonpool.config.scheduling import SchedulingSettings
-from moonpool.config.slices import (
-    EngineSettings,
-    ModelSettings,
-    TopologySettings,
-    name_of_folder,
-)
+from moonpool.config.serve import TopologySettings
 from moonpool.config.sources import convert, nearest
-from moonpool.errors import ConfigError
+from settings.conductor import Objectives, PolicyConfig
+from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings
+from settings.worker import EngineSettings, ModelSettings, name_of_folder
 
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
 _SLO_KEYS = ("ttft_slo", "tbt_slo")
@@ -24,7 +19,7 @@ _NAMING = ("name", "path", "aliases")
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One served model. `settings` are those in which it differs from the cluster's: any of `model_settings()`."""
+    """One served model. `settings` holds its own values by YAML key: any of `model_settings()`."""
 
     name: str
     path: Path
@@ -33,72 +28,70 @@ class ModelEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that requests may use, the name first."""
+        """All names that requests may use, the model's own first."""
         return (self.name, *self.aliases)
 
     @classmethod
     def parse(cls, value: Any, source: str) -> "ModelEntry":
-        """From "NAME=PATH,key=value,..." (NAME= may be left out, alias=NAME given often) or from a mapping.
+        """Parse "NAME=PATH,key=value,..." (NAME= is optional, alias=NAME may be repeated) or a mapping.
 
-        Raises ConfigError naming `source`, the model and the key.
+        Raises InvalidSetting that names `source`, the model and the key.
         """
         if isinstance(value, str):
             value = _mapping(value, source)
         if not isinstance(value, dict):
-            raise ConfigError(f"{source}: a model is NAME=PATH or a mapping with path, not {value!r}")
+            raise InvalidSetting(f"{source}: expected a model as NAME=PATH or as a mapping with path, got {value!r}")
         path = value.get("path")
         if not isinstance(path, str) or not path.strip():
-            raise ConfigError(f"{source}: a model needs a path, its Hugging Face folder; found {value!r}")
+            raise InvalidSetting(f"{source}: a model needs a path, its Hugging Face folder; got {value!r}")
         folder = Path(path).expanduser()
         name = value.get("name") or name_of_folder(folder)
         where = f"{source}: model {name!r}"
         aliases = value.get("aliases") or []
         aliases = [aliases] if isinstance(aliases, str) else aliases
         if not isinstance(name, str) or not isinstance(aliases, list) or not all(isinstance(a, str) for a in aliases):
-            raise ConfigError(f"{where}: name must be a text and aliases a list of texts")
+            raise InvalidSetting(f"{where}: name must be a text and aliases a list of texts")
         if not all(text.strip() for text in (name, *aliases)):
-            raise ConfigError(f"{where}: a name or alias is empty")
+            raise InvalidSetting(f"{where}: a name or alias is empty")
         settings = {key: _setting(key, given, where) for key, given in value.items() if key not in _NAMING}
         entry = cls(name, folder, tuple(aliases), settings)
         try:
             entry.topology(TopologySettings())
             entry.engine(EngineSettings())
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+        except InvalidSetting as error:
+            raise InvalidSetting(f"{where}: {error}") from error
         return entry
 
     def plain(self) -> dict[str, Any]:
-        """As plain YAML can hold it."""
+        """Return the entry as plain YAML; `parse` restores it."""
         return {"name": self.name, "path": str(self.path), "aliases": list(self.aliases), **self.settings}
 
     def topology(self, cluster: TopologySettings) -> TopologySettings:
-        """How many workers of each role: the cluster's numbers, unless the entry names any of its own."""
+        """Number of workers of each role: the cluster's, unless the entry sets any of its own."""
         own = {key: self.settings[key] for key in _TOPOLOGY_KEYS if key in self.settings}
         return TopologySettings(**own, pool_nodes=cluster.pool_nodes) if own else cluster
 
     def engine(self, cluster: EngineSettings) -> EngineSettings:
-        """How its workers compute."""
-        return replace(
-            cluster, **{key: self.settings[key] for key in slice_settings(EngineSettings) if key in self.settings}
-        )
+        """The cluster's engine settings with the entry's own."""
+        own = {key: self.settings[key] for key in group_settings(EngineSettings) if key in self.settings}
+        return replace(cluster, **{group_settings(EngineSettings)[key].field: value for key, value in own.items()})
 
     @property
-    def objectives(self) -> tuple[float | None, float | None]:
-        """(TTFT, TBT) in seconds; 0 = off, None = the cluster's."""
-        ttft_s, tbt_s = (self.settings.get(key) for key in _SLO_KEYS)
-        return ttft_s, tbt_s
+    def objectives(self) -> Objectives:
+        """The entry's own objectives."""
+        return Objectives(*(self.settings.get(key) for key in _SLO_KEYS))
 
 
 @dataclass(frozen=True)
-class FurtherModels(Slice):
-    """Models beside MODEL."""
+class FurtherModels(SettingsGroup):
+    """Models in addition to MODEL."""
 
     panel: ClassVar[str] = "Model"
     models: Annotated[
         tuple[ModelEntry, ...],
         Key(
-            "A further model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times; without MODEL these "
-            "are all. Keys: workers, engine and objectives, else the cluster's",
+            "A further model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times. The keys override the "
+            "cluster's numbers of workers, engine settings and objectives. Without MODEL, only these are served",
             flag="--add-model",
             item=ModelEntry,
         ),
@@ -106,10 +99,10 @@ class FurtherModels(Slice):
 
 
 def served_models(model: ModelSettings, further: FurtherModels) -> tuple[ModelEntry, ...]:
-    """All models, the one that requests without a name go to first. Raises ConfigError when names are not unique."""
+    """All models; a request that names none uses the first. Raises InvalidSetting if names are not unique."""
     first = () if further.models and model.model is None else (ModelEntry(model.name, model.path, model.aliases),)
     if not first and model.served_model_name:
-        raise ConfigError(
+        raise InvalidSetting(
             f"--served-model-name {model.served_model_name[0]!r} names no model: give it with MODEL, "
             "or name the models of --add-model there"
         )
@@ -118,26 +111,26 @@ def served_models(model: ModelSettings, further: FurtherModels) -> tuple[ModelEn
     for entry in entries:
         for name in entry.names:
             if name in owners:
-                raise ConfigError(
-                    f"the name {name!r} is given twice: to {_told(owners[name], name)} and to {_told(entry, name)}; "
-                    "names and aliases of all models must differ"
+                raise InvalidSetting(
+                    f"the name {name!r} is given twice: to {_described(owners[name], name)} and to "
+                    f"{_described(entry, name)}; names and aliases of all models must differ"
                 )
             owners[name] = entry
     return entries
 
 
 def model_settings() -> dict[str, Setting]:
-    """The keys that a model can have a value of its own for."""
-    topology, slo = slice_settings(TopologySettings), slice_settings(SchedulingSettings)
+    """Settings for which a model can have a value of its own, by YAML key."""
+    topology, slo = group_settings(TopologySettings), group_settings(PolicyConfig)
     return {
         **{key: topology[key] for key in _TOPOLOGY_KEYS},
         **{key: slo[key] for key in _SLO_KEYS},
-        **slice_settings(EngineSettings),
+        **group_settings(EngineSettings),
     }
 
 
 def node_prefixes(entries: tuple[ModelEntry, ...]) -> Iterator[tuple[ModelEntry, str]]:
-    """Each model with what its workers' node ids begin with: nothing for the first, for others the name made short."""
+    """Yield each model with the prefix of its workers' node ids: "" for the first, a short name for the others."""
     used = {""}
     for index, entry in enumerate(entries):
         short = re.sub(r"[^A-Za-z0-9._]+", "-", entry.name).strip("-")[:12] if index else ""
@@ -152,15 +145,15 @@ def _mapping(text: str, source: str) -> dict[str, Any]:
     name, equals, path = first.partition("=")
     value: dict[str, Any] = {"name": name.strip(), "path": path.strip()} if equals else {"path": first.strip()}
     if equals and not name.strip():
-        raise ConfigError(f"{source}: {text!r} names no model before the =")
+        raise InvalidSetting(f"{source}: {text!r} has no name before the =")
     for part in rest:
         key, equals, given = (side.strip() for side in part.partition("="))
         if not equals:
-            raise ConfigError(f"{source}: {part!r} in {text!r} is no key=value")
+            raise InvalidSetting(f"{source}: expected key=value, got {part!r} in {text!r}")
         if key == "alias":
             value.setdefault("aliases", []).append(given)
         elif key in value:
-            raise ConfigError(f"{source}: {key} is given twice in {text!r}")
+            raise InvalidSetting(f"{source}: {key} is given twice in {text!r}")
         else:
             value[key.replace("-", "_")] = given
     return value
@@ -170,10 +163,10 @@ def _setting(key: str, value: Any, where: str) -> Any:
     declared = model_settings()
     if key not in declared:
         guess = nearest(str(key), [*_NAMING, *declared])
-        hint = f"; did you mean {guess}?" if guess else f"; it can have {', '.join(declared)}"
-        raise ConfigError(f"{where}: {key!r} is no key of a model{hint}")
+        hint = f"; did you mean {guess}?" if guess else f"; expected one of {', '.join(declared)}"
+        raise InvalidSetting(f"{where}: {key!r} is not a setting of a model{hint}")
     return convert(declared[key], value, f"{where}: {key}")
 
 
-def _told(entry: ModelEntry, name: str) -> str:
+def _described(entry: ModelEntry, name: str) -> str:
     return f"the model in {entry.path}" + ("" if name == entry.name else f" ({entry.name!r}) as an alias")

@@ -1,34 +1,25 @@
-"""Which slices each command reads; what a command reads is its whole configuration."""
+"""The configuration of each command: the settings groups that it reads, and rules over several groups."""
 
 from dataclasses import dataclass, field
 
-from moonpool.config.decision_log import DecisionLogSettings
-from moonpool.config.fields import Setting, composite_settings
-from moonpool.config.health import HealthSettings
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
-from moonpool.config.places import (
-    ConductorTarget,
+from moonpool.config.serve import RuntimeSettings, SupervisorSettings, TopologySettings
+from settings.conductor import CostSettings, DecisionLogSettings, PolicyConfig, SharedStoreSettings, SloSettings
+from settings.frontend import HttpSettings
+from settings.keys import InvalidSetting, Setting, composite_settings
+from settings.kvpool import PoolSettings
+from settings.messenger import AccessSettings, TlsSettings, TransportSettings
+from settings.node import (
+    ConductorTargetSettings,
+    HealthSettings,
     HostSettings,
     ListenSettings,
+    LogSettings,
     NodeSettings,
-    WorkerSettings,
     is_wildcard,
     target_host,
 )
-from moonpool.config.pool import PoolSettings
-from moonpool.config.scheduling import SchedulingSettings
-from moonpool.config.shared_store import SharedStoreSettings
-from moonpool.config.slices import (
-    EngineSettings,
-    HttpSettings,
-    LogSettings,
-    ModelSettings,
-    TopologySettings,
-)
-from moonpool.config.slo import SloSettings
-from moonpool.config.supervision import RuntimeSettings, SupervisorSettings
-from moonpool.config.transport import AccessSettings, TlsSettings, TransportSettings
-from moonpool.errors import ConfigError
+from settings.worker import EngineSettings, KvSettings, ModelSettings, WorkerSettings
 
 
 @dataclass(frozen=True)
@@ -41,10 +32,12 @@ class ServeConfig:
     http: HttpSettings = field(default_factory=HttpSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
-    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
-    decisions: DecisionLogSettings = field(default_factory=DecisionLogSettings)
+    kv: KvSettings = field(default_factory=KvSettings)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    costs: CostSettings = field(default_factory=CostSettings)
+    decision_log: DecisionLogSettings = field(default_factory=DecisionLogSettings)
     slo: SloSettings = field(default_factory=SloSettings)
-    shared: SharedStoreSettings = field(default_factory=SharedStoreSettings)
+    shared_store: SharedStoreSettings = field(default_factory=SharedStoreSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
@@ -53,33 +46,34 @@ class ServeConfig:
     logs: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
+        _check_report_timeout(self.policy)
         for entry in self.served:
             _check_capacity(self.model, entry.engine(self.engine), entry)
-            _check_storage(entry.engine(self.engine), self.pool)
+            _check_storage(entry.engine(self.engine), self.kv)
         if self.transport.transport == "shm" and self.topology.pool_nodes > 1:
-            raise ConfigError(
+            raise InvalidSetting(
                 f"transport is 'shm' and pool_nodes is {self.topology.pool_nodes}: several pool nodes stand for "
-                "several hosts, which share no memory; take transport auto or tcp"
+                "several hosts, which share no memory; set transport to auto or tcp"
             )
         if self.runtime.is_ray and self.topology.pool_nodes > 1:
-            raise ConfigError(
+            raise InvalidSetting(
                 f"pool_nodes is {self.topology.pool_nodes} with the runtime ray, which starts one pool node on each "
                 "host that has workers: leave --pool-nodes out"
             )
         if self.runtime.is_ray and self.topology.conductors > 1:
-            raise ConfigError(
+            raise InvalidSetting(
                 f"conductors is {self.topology.conductors} with the runtime ray, whose one conductor runs beside "
                 "`serve`: leave --conductors out, or start each role by its own command"
             )
         if is_wildcard(self.transport.data_host) and self.transport.transport != "shm":
-            raise ConfigError(
+            raise InvalidSetting(
                 f"--data-host is {self.transport.data_host!r}, a wildcard, which peers cannot dial: "
-                "one machine's processes need an address of it, such as 127.0.0.1"
+                "give an address of this machine, such as 127.0.0.1"
             )
 
     @property
     def served(self) -> tuple[ModelEntry, ...]:
-        """All models; a request that names none goes to the first."""
+        """All models; a request that names none uses the first."""
         return served_models(self.model, self.further)
 
 
@@ -91,13 +85,17 @@ class ConductorRole:
     listen: ListenSettings
     health: HealthSettings
     further: FurtherModels
-    scheduling: SchedulingSettings
-    decisions: DecisionLogSettings
+    policy: PolicyConfig
+    costs: CostSettings
+    decision_log: DecisionLogSettings
     slo: SloSettings
-    shared: SharedStoreSettings
+    shared_store: SharedStoreSettings
     tls: TlsSettings
     access: AccessSettings
     logs: LogSettings
+
+    def __post_init__(self) -> None:
+        _check_report_timeout(self.policy)
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,9 @@ class PoolNodeRole:
     listen: ListenSettings
     health: HealthSettings
     host: HostSettings
-    conductor: ConductorTarget
+    conductor: ConductorTargetSettings
     pool: PoolSettings
+    kv: KvSettings
     transport: TransportSettings
     tls: TlsSettings
     access: AccessSettings
@@ -127,11 +126,12 @@ class WorkerRole:
     listen: ListenSettings
     health: HealthSettings
     host: HostSettings
-    conductor: ConductorTarget
+    conductor: ConductorTargetSettings
     worker: WorkerSettings
     model: ModelSettings
     engine: EngineSettings
     pool: PoolSettings
+    kv: KvSettings
     transport: TransportSettings
     tls: TlsSettings
     access: AccessSettings
@@ -139,7 +139,7 @@ class WorkerRole:
 
     def __post_init__(self) -> None:
         _check_capacity(self.model, self.engine)
-        _check_storage(self.engine, self.pool)
+        _check_storage(self.engine, self.kv)
         _check_addresses(self.listen, self.host, self.transport)
 
 
@@ -148,7 +148,7 @@ class FrontendRole:
     """`moonpool frontend`."""
 
     node: NodeSettings
-    conductor: ConductorTarget
+    conductor: ConductorTargetSettings
     http: HttpSettings
     model: ModelSettings
     further: FurtherModels
@@ -161,46 +161,56 @@ class FrontendRole:
 
     @property
     def served(self) -> tuple[ModelEntry, ...]:
-        """All models; a request that names none goes to the first."""
+        """All models; a request that names none uses the first."""
         return served_models(self.model, self.further)
 
 
 COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, WorkerRole, FrontendRole)
 
 
+def _check_report_timeout(policy: PolicyConfig) -> None:
+    if 0 < policy.report_timeout_s < 2:
+        raise InvalidSetting(
+            f"--report-timeout is {policy.report_timeout_s:g}: expected at least 2, since nodes report every second, "
+            "or 0 to suspect no node"
+        )
+
+
 def _check_capacity(model: ModelSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
-    """Memory is given out in whole blocks."""
+    """Memory is allocated in whole blocks."""
     if engine.capacity_tokens % model.block_tokens:
         fitting = -(-engine.capacity_tokens // model.block_tokens) * model.block_tokens
         of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
-        raise ConfigError(
+        raise InvalidSetting(
             f"{of_model}capacity_tokens is {engine.capacity_tokens} and block_tokens {model.block_tokens}: "
-            f"the capacity must be a multiple of the block, {fitting} for example"
+            f"the capacity must be a multiple of the block, for example {fitting}"
         )
 
 
-def _check_storage(engine: EngineSettings, pool: PoolSettings) -> None:
-    """What a paced engine writes is checked bit by bit."""
-    if engine.engine == "paced" and pool.kv_storage != "exact":
-        raise ConfigError(f"--engine is paced and --kv-storage {pool.kv_storage}: a paced engine's KV is kept exact")
+def _check_storage(engine: EngineSettings, kv: KvSettings) -> None:
+    """The KV of a paced engine is verified bit by bit."""
+    if engine.engine == "paced" and kv.kv_storage != "exact":
+        raise InvalidSetting(
+            f"--kv-storage is {kv.kv_storage} and --engine paced: a paced engine needs --kv-storage exact"
+        )
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:
-    """A node may listen at a wildcard, but others must be told what to dial."""
+    """A node may listen at a wildcard if it advertises an address that others can dial."""
     if is_wildcard(target_host(listen.listen)) and not host.advertise:
-        raise ConfigError(
+        raise InvalidSetting(
             f"--listen is {listen.listen!r}, a wildcard, which others cannot dial: "
-            "tell them this node's own address with --advertise host:port"
+            "give this node's own address with --advertise host:port"
         )
     if is_wildcard(transport.data_host) and transport.transport != "shm" and not host.data_advertise:
-        raise ConfigError(
+        raise InvalidSetting(
             f"--data-host is {transport.data_host!r}, a wildcard, which peers cannot dial: "
-            "tell them this host's own address with --data-advertise"
+            "give this host's own address with --data-advertise"
         )
 
 
 def all_settings() -> dict[str, Setting]:
-    """Every key that any command reads."""
+    """All settings of all commands by YAML key."""
     settings: dict[str, Setting] = {}
     for composite in COMPOSITES:
         settings.update(composite_settings(composite))

@@ -1,4 +1,4 @@
-"""Where values come from: a YAML file, MOONPOOL_* variables over it, flags over both. Knows no key by name."""
+"""Loading of a configuration: a YAML file, MOONPOOL_* variables over it, flags over both."""
 
 import difflib
 import math
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from moonpool.config.fields import Setting, check, composite_settings, composite_slices, slice_settings
 from moonpool.errors import ConfigError, UnknownKey
+from settings.keys import InvalidSetting, Setting, assemble, check, composite_settings
 
 PREFIX = "MOONPOOL_"
 CONFIG_VARIABLE = "MOONPOOL_CONFIG"
@@ -26,50 +26,49 @@ def load(
     known: Mapping[str, Setting],
     reserved_variables: Iterable[str] = (),
 ) -> C:
-    """Build `composite` from its sources; a later source wins: file, environment, flags.
+    """Build `composite` from its sources: flags override the environment, which overrides the file.
 
-    `known` holds every key of every role: one file serves a whole cluster, so a role passes over the keys of others,
-    but a key that nobody reads is refused. `flags` maps keys to text or values; None = not given.
+    `known` holds the settings of all roles: one file configures a whole cluster, so a role ignores the keys of others,
+    but rejects a key that no role has. `flags` maps YAML keys to texts or values; None = not given.
     Raises UnknownKey, or ConfigError that names the source of the wrong value.
     """
     if config_file is None and environ.get(CONFIG_VARIABLE):
         config_file = Path(environ[CONFIG_VARIABLE])
-    wanted = composite_settings(composite)
-    values: dict[str, Any] = {}
-    for key, (value, source) in _file_values(config_file, known).items():
-        if key in wanted:
-            values[key] = convert(wanted[key], value, source)
-    for key, (text, source) in _environment_values(environ, known, {CONFIG_VARIABLE, *reserved_variables}).items():
-        if key in wanted:
-            values[key] = convert(wanted[key], text, source)
-    for key, value in flags.items():
-        if value is not None:
-            values[key] = convert(wanted[key], value, wanted[key].flag)
-    parts = {
-        name: slice_class(**{key: values[key] for key in slice_settings(slice_class) if key in values})
-        for name, slice_class in composite_slices(composite).items()
-    }
-    return composite(**parts)
+    read = composite_settings(composite)
+    file_values = _file_values(config_file, known)
+    environment_values = _environment_values(environ, known, {CONFIG_VARIABLE, *reserved_variables})
+    given = {key: (value, read[key].flag) for key, value in flags.items() if value is not None}
+    try:
+        values: dict[str, Any] = {}
+        for source_values in (file_values, environment_values, given):
+            for key, (value, source) in source_values.items():
+                if key in read:
+                    values[read[key].field] = convert(read[key], value, source)
+        return assemble(composite, **values)
+    except InvalidSetting as error:
+        raise ConfigError(str(error)) from error
 
 
 def convert(declared: Setting, value: Any, source: str) -> Any:
-    """`value`, text or YAML's type, as the key's type, checked; ConfigError names `source`."""
+    """Return `value`, a text or a YAML value, as the setting's type. Raises InvalidSetting that names `source`."""
     try:
         converted = _converted(declared, value, source)
+    except InvalidSetting:
+        raise
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise InvalidSetting(f"{source}: {error}") from error
     check(declared, converted, source)
     return converted
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `name` most likely meant."""
+    """The candidate most similar to `name`; None if none is similar."""
     matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """What a YAML file holds, None where it is empty. Raises ConfigError, for a key given twice, too."""
+    """Content of a YAML file; None if it is empty. Raises ConfigError, also for a key that is given twice."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -78,41 +77,23 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
-def parse_size(text: str) -> int:
-    """Bytes from "1073741824", "512MiB", "1.5 GiB" or "2GB"; ValueError otherwise."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units[letter + "IB"] = units[letter] = 1024**power
-        units[letter + "B"] = 1000**power
-    compact = text.strip().replace(" ", "")
-    number = compact.rstrip("BKMGTIbkmgti")
-    unit = compact[len(number) :].upper()
-    try:
-        nbytes = float(number) * units[unit]
-    except (KeyError, ValueError):
-        raise ValueError(f"{text!r} is no size: expected e.g. 512MiB or 2GiB") from None
-    if not math.isfinite(nbytes):
-        raise ValueError(f"{text!r} is no size: expected e.g. 512MiB or 2GiB")
-    return int(nbytes)
-
-
 def _converted(declared: Setting, value: Any, source: str) -> Any:
     if value is None or (declared.kind is not str and value == ""):
         return None if declared.optional else value
     if declared.key.item is not None:
         items = [part for part in value.split(";") if part.strip()] if isinstance(value, str) else value
         if not isinstance(items, list):
-            raise ValueError(f"expected a list, not {type(value).__name__}")
+            raise ValueError(f"expected a list, got {type(value).__name__}")
         return tuple(declared.key.item.parse(item, source) for item in items)
     if isinstance(value, str):
         return _from_text(declared, value)
-    if declared.kind is str and value is False and "off" in declared.key.choices:
-        return "off"  # which YAML takes for a false
+    if declared.kind is str and value is False and "off" in declared.choices:
+        return "off"  # YAML reads a bare off as false
     if declared.kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            raise ValueError("it is too large") from None
+            raise ValueError("the number is too large") from None
     if declared.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     return value
@@ -133,26 +114,26 @@ def _from_text(declared: Setting, text: str) -> Any:
             "off": False,
         }
         if text.lower() not in words:
-            raise ValueError(f"{text!r} is neither true nor false")
+            raise ValueError(f"must be true or false, got {text!r}")
         return words[text.lower()]
     if declared.kind is int:
         try:
             return int(text)
         except ValueError:
-            raise ValueError(f"{text!r} is no whole number") from None
+            raise ValueError(f"must be an integer, got {text!r}") from None
     if declared.kind is float:
         try:
             number = float(text)
         except ValueError:
-            raise ValueError(f"{text!r} is no number") from None
+            raise ValueError(f"must be a number, got {text!r}") from None
         if not math.isfinite(number):
-            raise ValueError(f"{text!r} is no finite number")
+            raise ValueError(f"must be a finite number, got {text!r}")
         return number
     if declared.kind is Path:
         try:
             return Path(text).expanduser()
         except RuntimeError:  # pathlib's, for ~NAME
-            raise ValueError(f"{text!r} begins with the home of a user who has none here") from None
+            raise ValueError(f"{text!r} starts with the home directory of an unknown user") from None
     if declared.kind is tuple:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     return text
@@ -166,7 +147,7 @@ def _file_values(path: Path | None, known: Mapping[str, Setting]) -> dict[str, t
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines, not {type(document).__name__}")
+        raise ConfigError(f"{path} must contain `key: value` lines, got {type(document).__name__}")
     for key in document:
         if key not in known:
             raise UnknownKey(_unknown(f"{path}: unknown key {key!r}", nearest(str(key).replace("-", "_"), known)))
@@ -193,7 +174,7 @@ def _unknown(problem: str, suggestion: str | None) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, of which plain YAML silently keeps the last."""
+    """Safe YAML that rejects a key given twice; plain YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

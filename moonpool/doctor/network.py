@@ -181,11 +181,13 @@ def observe_key_material(environ: Mapping[str, str] = os.environ) -> KeyMaterial
     except ConfigError as error:
         return KeyMaterial("?", str(error))
     with ONE_AT_A_TIME:
-        files = settings.files
-        if files is None:
+        if settings.tls_cert is None:
             return KeyMaterial()
         from rpc.errors import InvalidArgument
-        from rpc.tls import load
+        from rpc.tls import TlsFiles, load
+
+        files = TlsFiles.of(settings)
+        assert files is not None  # the three paths are set together
 
     try:
         material = load(files)

@@ -95,10 +95,10 @@ _ADVICE: Final = {
 def _material(environ: Mapping[str, str]) -> "Material | None":
     """None, too, for what cannot be used, which another check tells."""
     from rpc.errors import InvalidArgument
-    from rpc.tls import load
+    from rpc.tls import TlsFiles, load
 
     with contextlib.suppress(ConfigError, InvalidArgument):
-        files = settings_of_environment(environ).tls.files
+        files = TlsFiles.of(settings_of_environment(environ).tls)
         return None if files is None else load(files)
     return None
 

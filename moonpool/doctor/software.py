@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from moonpool.config.slices import BUNDLED_MODEL
+from settings.worker import BUNDLED_MODEL
 from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
 
 LEAST_PYTHON: Final = (3, 11)

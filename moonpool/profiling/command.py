@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moonpool.config.slices import BUNDLED_MODEL, name_of_folder
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
 from moonpool.profiling.fitting import Grid, Point, fit, fit_error, grid_of
+from settings.worker import BUNDLED_MODEL, name_of_folder
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 

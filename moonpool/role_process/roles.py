@@ -131,6 +131,7 @@ async def _frontend(config: FrontendRole, node_id: str, stop: asyncio.Event, on_
 _CONFIGURATION_ERRORS = {
     "rpc.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
     "messenger.errors": ("RdmaUnavailable",),
+    "settings.keys": ("InvalidSetting",),
     "worker.errors": ("StartupError",),
     "kvpool.errors": ("PoolConfigError",),
     "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),

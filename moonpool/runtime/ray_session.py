@@ -60,7 +60,7 @@ def ray_session(config: ServeConfig, run_dir: Path) -> "Iterator[RayRuntime]":
             conductor=conductor,
             gpus=gpus,
             only_address="" if given else _LOOPBACK,
-            orphan_s=config.runtime.ray_orphan_grace,
+            orphan_s=config.runtime.ray_orphan_grace_s,
         )
         runtime.find()
         stack.callback(_bounded, runtime.close)
@@ -72,7 +72,7 @@ def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str
 
     Who joins a cluster was started together with Ray's hosts, and waits for them for as long as a start may take.
     """
-    until_s = time.monotonic() + (config.supervisor.startup_timeout if config.runtime.join else 0.0)
+    until_s = time.monotonic() + (config.supervisor.startup_timeout_s if config.runtime.join else 0.0)
     said = ""
     while True:
         found = hosts(nodes())

@@ -45,7 +45,7 @@ class Cluster(TerminalView):
         self._supervisor = Supervisor(plans, runtime=runtime, log_dir=run_dir, events=self)
         if runtime.outlives:
             self._supervisor.let_go()
-        if config.supervisor.autoscale and config.scheduling.role_switching == "act":
+        if config.supervisor.autoscale and config.policy.role_switching == "act":
             raise ConfigError("--autoscale and --role-switching act would both answer the same need: leave one out")
         self._groups = planner.groups
         self._bounds = parse_bounds(config.supervisor.autoscale, planner.groups)
@@ -57,7 +57,7 @@ class Cluster(TerminalView):
         }
         runtime.bind(lambda index: self._supervisor.add(planner.pool(index)))
         self._scaler = Scaler(
-            self._supervisor, planner, conductor=self._conductor, startup_s=config.supervisor.startup_timeout
+            self._supervisor, planner, conductor=self._conductor, startup_s=config.supervisor.startup_timeout_s
         )
         self._ready_paths = [run_dir / READY_NAME]
         if config.supervisor.ready_file is not None:
@@ -94,7 +94,7 @@ class Cluster(TerminalView):
 
     async def _come_up(self) -> None:
         """Until every process is ready and the front door has workers behind it."""
-        timeout_s = self._config.supervisor.startup_timeout
+        timeout_s = self._config.supervisor.startup_timeout_s
         deadline_s = time.monotonic() + timeout_s
         await self._supervisor.wait_ready(timeout_s)
         if self._joins:  # whether all of that cluster is well is its own business
@@ -109,7 +109,7 @@ class Cluster(TerminalView):
 
     async def _stay_up(self) -> None:
         """Look after the cluster and take orders; raises RoleFailed when a process is given up."""
-        timeout_s = self._config.supervisor.hang_timeout
+        timeout_s = self._config.supervisor.hang_timeout_s
         guarding = asyncio.create_task(
             guard(self._supervisor, conductors=self._conductors, url=self._url, timeout_s=timeout_s)
         )

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from conductor.errors import ConfigError
-from conductor.policy import PolicyConfig
+from settings.conductor import PolicyConfig
+from settings.keys import InvalidSetting
 from simulator.errors import BadSetting
 from simulator.serving.runs import RunSpec
 from simulator.serving.settings import ServingSettings
@@ -58,8 +58,8 @@ def overload_spec(
             f"{longest} and {longest_answer} for its answer: leave it out with --longest-prompt"
         )
     try:
-        policy = PolicyConfig(ttft_objective_s=ttft_s, tbt_objective_s=tbt_s, attained_share=attained_share)
-    except ConfigError as error:
+        policy = PolicyConfig(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, attained_share=attained_share, report_timeout_s=0.0)
+    except InvalidSetting as error:
         raise BadSetting(str(error)) from error
     return RunSpec(
         trace=trace,

@@ -116,7 +116,7 @@ def _objectives(spec: RunSpec, ttft_s: float, tbt_s: float) -> RunSpec:
     return replace(
         spec,
         settings=replace(spec.settings, ttft_objective_s=ttft_s, tbt_objective_s=tbt_s),
-        policy=replace(spec.policy, ttft_objective_s=ttft_s, tbt_objective_s=tbt_s),
+        policy=replace(spec.policy, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s),
     )
 
 

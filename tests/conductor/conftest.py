@@ -68,7 +68,7 @@ class Cluster:
     """A Conductor with a clock and events by short names; every event's decisions are returned."""
 
     def __init__(self, *nodes: NodeView, **config: float) -> None:
-        self.conductor = Conductor(PolicyConfig(**config))  # type: ignore[arg-type]
+        self.conductor = Conductor(PolicyConfig(**{"attained_share": 0.0, "report_timeout_s": 0.0, **config}))  # type: ignore[arg-type]
         self.now_ns = 1_000 * NS
         for view in nodes:
             self.send(NodeJoined(view))

@@ -23,7 +23,7 @@ def reason(decisions):
 
 
 def test_a_predicted_ttft_over_the_objective_is_rejected_with_the_time_until_the_queue_is_shorter(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     for i in range(3):
         assert isinstance(c.send(make.request(f"r{i}", prompt=300))[0], Place)
     reject = c.send(make.request("s", prompt=300))[0]
@@ -33,7 +33,7 @@ def test_a_predicted_ttft_over_the_objective_is_rejected_with_the_time_until_the
 
 
 def test_after_retry_after_the_request_is_admitted(pair, make):
-    c = pair(ttft_objective_s=3.0)
+    c = pair(ttft_slo_s=3.0)
     assert isinstance(c.send(make.request("r", prompt=2000))[0], Place)
     c.progress("p", "prefill_started", "r")
     reject = c.send(make.request("s", prompt=1900))[0]
@@ -43,13 +43,13 @@ def test_after_retry_after_the_request_is_admitted(pair, make):
 
 
 def test_a_requests_own_objective_replaces_the_clusters(pair, make):
-    c = pair(ttft_objective_s=0.1)
+    c = pair(ttft_slo_s=0.1)
     assert reason(c.send(make.request("r", prompt=300))) == "ttft"
     assert reason(c.send(make.request("r", prompt=300, ttft_objective_s=5.0))) is None
 
 
 def test_a_predicted_tbt_over_the_objective_is_rejected(pair, make):
-    c = pair(tbt_objective_s=0.025)
+    c = pair(tbt_slo_s=0.025)
     for i in range(2):
         c.send(make.request(f"r{i}", prompt=64, new=200))
         c.progress("d", "decode_joined", f"r{i}")
@@ -59,7 +59,7 @@ def test_a_predicted_tbt_over_the_objective_is_rejected(pair, make):
 
 
 def test_a_request_whose_client_has_tokens_is_never_rejected_for_load(pair, make):
-    c = pair(ttft_objective_s=0.1, tbt_objective_s=0.001, max_queue_s=0.1)
+    c = pair(ttft_slo_s=0.1, tbt_slo_s=0.001, max_queue_s=0.1)
     for i in range(4):
         place = c.send(make.request(f"r{i}", attempt=1, prompt=3000, new=1000, generated=5))[0]
         assert isinstance(place, Place)
@@ -74,7 +74,7 @@ def test_without_objectives_a_full_ledger_makes_the_request_wait_not_fail(pair, 
 
 
 def test_with_objectives_a_full_ledger_is_refused_as_decode_capacity(pair, make):
-    c = pair(ttft_objective_s=100.0)
+    c = pair(ttft_slo_s=100.0)
     c.send(make.request("r", prompt=64, new=4000))
     reject = c.send(make.request("s", prompt=64, new=4000))[0]
     assert reject.reason == "decode_capacity"

@@ -45,7 +45,7 @@ def reason(decisions):
 def test_the_load_of_now_does_not_see_whose_prefill_will_have_ended(pair, make):
     reasons = {}
     for mode in ("early", "predicted", "predicted-uniform"):
-        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        c = pair(tbt_slo_s=0.025, admission_mode=mode)
         for i in range(2):  # on their way: nothing decodes yet
             c.send(make.request(f"r{i}", prompt=64, new=1000))
         reasons[mode] = reason(c.send(make.request("s", prompt=64)))
@@ -56,7 +56,7 @@ def test_learned_lengths_count_who_is_admitted_and_joins_later_than_the_one_judg
     reasons = {}
     for mode in ("predicted", "predicted-uniform"):
         nodes = [make.node(name, "prefill") for name in ("p", "q", "r")]
-        c = cluster(*nodes, make.node("d", "decode"), tbt_objective_s=0.025, admission_mode=mode)
+        c = cluster(*nodes, make.node("d", "decode"), tbt_slo_s=0.025, admission_mode=mode)
         c.learn("p", per_token_s=1e-3, step_s=0.01)
         for name in ("long", "longer"):  # prompts of a second and more, each on a node of its own
             assert isinstance(c.send(make.request(name, prompt=1000, new=200))[0], Place)
@@ -67,7 +67,7 @@ def test_learned_lengths_count_who_is_admitted_and_joins_later_than_the_one_judg
 def test_the_load_of_now_counts_who_will_have_ended(pair, make):
     reasons = {}
     for mode in ("early", "predicted"):
-        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        c = pair(tbt_slo_s=0.025, admission_mode=mode)
         decoding(c, make, "a", "b", new=10)  # they end within two seconds; the prompt takes three
         reasons[mode] = reason(c.send(make.request("s", prompt=3000)))
     assert reasons == {"early": "tbt", "predicted": None}
@@ -76,7 +76,7 @@ def test_the_load_of_now_counts_who_will_have_ended(pair, make):
 def test_learned_lengths_tell_who_will_be_gone_where_a_usual_time_for_all_does_not(pair, make):
     reasons = {}
     for mode in ("predicted", "predicted-uniform"):
-        c = pair(tbt_objective_s=0.025, admission_mode=mode)
+        c = pair(tbt_slo_s=0.025, admission_mode=mode)
         for i in range(60):  # long prompts get short answers, short ones long answers
             for name, prompt, generated, took_s in (("l", 300, 3, 0.1), ("s", 64, 900, 9.0)):
                 c.send(make.request(f"{name}{i}", prompt=prompt, new=1000, generated=0, tbt_objective_s=9.0))
@@ -92,13 +92,13 @@ def test_learned_lengths_tell_who_will_be_gone_where_a_usual_time_for_all_does_n
 
 @pytest.mark.parametrize("config", [{"admission_mode": "none"}, {"admission": "off"}, {"admission": "shadow"}])
 def test_where_nothing_is_enforced_only_the_bound_on_waiting_rejects(pair, make, config):
-    c = pair(ttft_objective_s=0.1, max_queue_s=2.0, **config)
+    c = pair(ttft_slo_s=0.1, max_queue_s=2.0, **config)
     reasons = [reason(c.send(make.request(f"r{i}", prompt=1000, new=8))) for i in range(4)]
     assert reasons == [None, None, None, "queue"]
 
 
 def test_shadow_counts_what_it_would_have_rejected_and_measures_whether_that_had_been_right(pair, make):
-    c = pair(ttft_objective_s=0.5, admission="shadow")
+    c = pair(ttft_slo_s=0.5, admission="shadow")
     for name, ttft_s in (("a", 0.4), ("b", 2.0)):
         assert isinstance(c.send(make.request(name, prompt=1000))[0], Place)
         c.send(RequestCompleted(name, 0, "finished", ttft_s, 0.01, 5))
@@ -110,7 +110,7 @@ def test_shadow_counts_what_it_would_have_rejected_and_measures_whether_that_had
 
 
 def test_in_load_mode_decode_load_is_judged_once_the_prefill_has_ended(pair, make):
-    c = pair(tbt_objective_s=0.025, admission_mode="load")
+    c = pair(tbt_slo_s=0.025, admission_mode="load")
     decoding(c, make, "a", "b")
     place = c.send(make.request("s", prompt=64))[0]
     assert isinstance(place, Place)
@@ -125,7 +125,7 @@ def test_in_load_mode_decode_load_is_judged_once_the_prefill_has_ended(pair, mak
 
 
 def test_in_load_mode_what_has_room_goes_on_and_what_the_client_has_seen_is_not_asked_about(pair, make):
-    c = pair(tbt_objective_s=0.025, admission_mode="load")
+    c = pair(tbt_slo_s=0.025, admission_mode="load")
     decoding(c, make, "a")
     assert c.send(make.request("s", prompt=64))[0].asks_again
     c.progress("p", "prefill_ended", "s")
@@ -138,7 +138,7 @@ def test_in_load_mode_what_has_room_goes_on_and_what_the_client_has_seen_is_not_
 
 @pytest.mark.parametrize("mode", ["none", "load", "early", "predicted-uniform", "predicted"])
 def test_no_mode_rejects_a_request_whose_client_has_tokens(pair, make, mode):
-    c = pair(ttft_objective_s=0.01, tbt_objective_s=1e-6, max_queue_s=0.1, admission_mode=mode)
+    c = pair(ttft_slo_s=0.01, tbt_slo_s=1e-6, max_queue_s=0.1, admission_mode=mode)
     for i in range(4):
         assert isinstance(c.send(make.request(f"r{i}", attempt=1, prompt=3000, new=900, generated=1))[0], Place)
         assert c.send(DecodeAsked(f"r{i}", 1)) == []
@@ -155,7 +155,7 @@ def test_absurd_objectives_break_nothing(pair, make, objective_s):
 
 
 def test_clocks_that_jump_break_nothing(pair, make):
-    c = pair(ttft_objective_s=5.0, tbt_objective_s=0.1)
+    c = pair(ttft_slo_s=5.0, tbt_slo_s=0.1)
     decoding(c, make, "a", "b")
     for seconds in (-900, 10**9, -(10**8)):
         c.after(seconds).send(Tick())
@@ -179,7 +179,7 @@ def test_clients_that_were_rejected_together_do_not_come_back_together():
 
 
 def test_a_rejection_is_false_in_hindsight_where_the_queue_was_shorter_than_predicted(pair, make):
-    c = pair(ttft_objective_s=1.5)
+    c = pair(ttft_slo_s=1.5)
     c.send(make.request("r", prompt=1400, new=8))
     assert reason(c.send(make.request("s", prompt=1000, new=8))) == "ttft"
     assert len(c.conductor.hindsight) == 1
@@ -189,7 +189,7 @@ def test_a_rejection_is_false_in_hindsight_where_the_queue_was_shorter_than_pred
 
 
 def test_a_rejection_is_right_in_hindsight_once_its_objective_has_passed(pair, make):
-    c = pair(ttft_objective_s=1.5)
+    c = pair(ttft_slo_s=1.5)
     c.send(make.request("r", prompt=1400, new=8))
     assert reason(c.send(make.request("s", prompt=1000, new=8))) == "ttft"
     c.after(1.0).send(Tick())
@@ -198,7 +198,7 @@ def test_a_rejection_is_right_in_hindsight_once_its_objective_has_passed(pair, m
 
 @pytest.mark.parametrize(("step_s", "verdict"), [(0.01, "false"), (0.05, "right")])
 def test_a_rejection_for_tbt_is_judged_by_the_steps_that_came_and_can_have(pair, make, step_s, verdict):
-    c = pair(tbt_objective_s=0.025)
+    c = pair(tbt_slo_s=0.025)
     decoding(c, make, "a", "b")
     assert reason(c.send(make.request("s", prompt=64))) == "tbt"
     for _ in range(8):
@@ -209,7 +209,7 @@ def test_a_rejection_for_tbt_is_judged_by_the_steps_that_came_and_can_have(pair,
 
 
 def test_where_the_node_was_lost_hindsight_does_not_know(pair, make):
-    c = pair(tbt_objective_s=0.025)
+    c = pair(tbt_slo_s=0.025)
     decoding(c, make, "a", "b")
     assert reason(c.send(make.request("s", prompt=64))) == "tbt"
     c.send(NodeLost("d", 1))
@@ -218,7 +218,7 @@ def test_where_the_node_was_lost_hindsight_does_not_know(pair, make):
 
 
 def test_a_rejected_request_that_would_begin_to_decode_much_later_is_given_up(cluster, make):
-    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), tbt_objective_s=0.025, admission_mode="early")
+    c = cluster(make.node("p", "prefill"), make.node("d", "decode"), tbt_slo_s=0.025, admission_mode="early")
     c.learn("p", per_token_s=0.1, step_s=0.01)
     decoding(c, make, "a", "b")
     assert reason(c.send(make.request("s", prompt=3000))) == "tbt"  # five minutes of prefill
@@ -230,7 +230,7 @@ def test_a_rejected_request_that_would_begin_to_decode_much_later_is_given_up(cl
 
 
 def test_hindsight_watches_a_bounded_number_and_counts_the_others(pair, make):
-    c = pair(ttft_objective_s=0.01)
+    c = pair(ttft_slo_s=0.01)
     for i in range(MAX_WATCHED + 10):
         c.send(make.request(f"r{i}", prompt=1000))
     assert len(c.conductor.hindsight) == MAX_WATCHED
@@ -240,7 +240,7 @@ def test_hindsight_watches_a_bounded_number_and_counts_the_others(pair, make):
 
 
 def test_an_admitted_request_that_missed_its_objective_is_a_false_accept(pair, make):
-    c = pair(ttft_objective_s=5.0, tbt_objective_s=0.1)
+    c = pair(ttft_slo_s=5.0, tbt_slo_s=0.1)
     for name, ttft_s, tbt_s in (("a", 1.0, 0.01), ("b", 9.0, 0.01), ("c", 1.0, 0.5)):
         c.send(make.request(name, prompt=100))
         c.send(RequestCompleted(name, 0, "finished", ttft_s, tbt_s, 9))
@@ -257,7 +257,7 @@ def test_an_interval_holds_the_share(hits, others):
 
 
 def test_a_margin_that_lets_nobody_in_gives_way_in_time(pair, make):
-    c = pair(tbt_objective_s=0.014, attained_share=0.95)  # a step of one sequence takes 10 ms
+    c = pair(tbt_slo_s=0.014, attained_share=0.95)  # a step of one sequence takes 10 ms
     late = {"ttft_s": 0.1, "mean_tbt_s": 0.02, "generated": 10}
     number = 0
     while isinstance(c.after(1).send(make.request(f"r{number}", prompt=64))[0], Place):
@@ -272,7 +272,7 @@ def test_a_margin_that_lets_nobody_in_gives_way_in_time(pair, make):
 
 
 def test_loads_and_their_swing_are_told_for_models_with_objectives(pair, make):
-    c = pair(ttft_objective_s=2.0, tbt_objective_s=0.1)
+    c = pair(ttft_slo_s=2.0, tbt_slo_s=0.1)
     for i in range(4):
         c.after(30).send(Tick())
         if i % 2:
@@ -311,7 +311,7 @@ def test_reserving_for_usual_answers_lets_more_in_and_the_ledger_follows_what_is
 
 
 def test_endless_requests_count_as_constant_load_and_teach_nothing(cluster, make):
-    c = cluster(admission_mode="predicted", tbt_objective_s=10.0)
+    c = cluster(admission_mode="predicted", tbt_slo_s=10.0)
     c.learn("prefill-0")
     c.send(make.request("e", prompt=64, new=2000, endless=True))
     lengths = c.conductor._state.lengths

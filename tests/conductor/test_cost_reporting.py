@@ -20,6 +20,7 @@ from conductor.policy.events import (
     RequestArrived,
     RequestCompleted,
 )
+from settings.keys import assemble
 from telemetry import ConductorCollector, ConductorSample
 from worker.policy.cost_profile import MOONCAKE, load_profile
 
@@ -32,7 +33,7 @@ def view(name, role, **more):
 
 @pytest.fixture
 def core():
-    core = Core(ConductorConfig("none"), clock=iter(range(10**6)).__next__)
+    core = Core(assemble(ConductorConfig, listen="none"), clock=iter(range(10**6)).__next__)
     core.handle(costs_given("m", PROFILE))
     yield core
     core.close()
@@ -134,7 +135,7 @@ def test_slow_nodes_refusals_and_extrapolations_are_exported(core):
 
 
 def test_a_prediction_beyond_what_was_measured_says_so_in_the_decision_and_is_counted():
-    core = Core(ConductorConfig("none"), clock=iter(range(10**6)).__next__)
+    core = Core(assemble(ConductorConfig, listen="none"), clock=iter(range(10**6)).__next__)
     join(core)
     guess = core.handle(RequestArrived("r", 0, "f", "m", 1000, 10))[0]
     assert guess.extrapolated == ("prefill", "decode")

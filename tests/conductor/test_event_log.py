@@ -8,12 +8,14 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig, lives, replay
-from conductor.errors import ConfigError, LogFormatError
+from conductor.decision_log import lives, replay
+from conductor.errors import LogFormatError
 from conductor.policy import Objectives, PolicyConfig
 from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
 from conductor.policy.decisions import Copy, Place, Reject
 from conductor.policy.events import NodeJoined, ObjectivesChanged, RequestCompleted, Tick
+from settings.conductor import DecisionLogSettings
+from settings.keys import InvalidSetting, assemble, group_settings
 
 GOLDEN = Path(__file__).parent / "golden" / "decisions.jsonl"
 
@@ -36,9 +38,8 @@ def steps_of(log, config=None):
 
 
 def core_of(folder, **config):
-    log = {name: config.pop(name) for name in ("file_bytes", "num_files") if name in config}
     return Core(
-        ConductorConfig("none", decision_log=DecisionLogConfig(folder, **log), **config),
+        assemble(ConductorConfig, listen="none", decision_log=folder, **config),
         clock=iter(range(1, 100_000)).__next__,
     )
 
@@ -58,7 +59,7 @@ def test_a_log_replays_under_another_configuration_to_other_decisions():
 
 def test_a_log_replays_under_the_objectives_of_each_model(tmp_path, make):
     objectives = {"n": Objectives(1e-6, 0.0), "m": Objectives(0.0, 9.0)}
-    core = core_of(tmp_path, ttft_objective_s=100.0, model_objectives=objectives)
+    core = core_of(tmp_path, ttft_slo_s=100.0, model_objectives=objectives)
     for model in ("m", "n"):
         for role in ("prefill", "decode"):
             core.handle(NodeJoined(make.node(f"{model}-{role}", role, host="0", model=model)))
@@ -78,14 +79,14 @@ def test_other_objectives_hold_whatever_versions_a_log_tells_of(tmp_path, make):
     assert isinstance(core.handle(make.request())[0], Place)
     core.close()
     (life,) = lives(tmp_path)
-    strict = PolicyConfig(ttft_objective_s=1e-9)
+    strict = PolicyConfig(ttft_slo_s=1e-9)
     made = [list(replay(life, strict, own_objectives=own))[-1].made[0] for own in (False, True)]
     assert [type(decision) for decision in made] == [Place, Reject]
 
 
 def test_a_log_of_several_files_and_lives_replays_life_by_life(tmp_path, make):
     for _ in range(2):
-        core = core_of(tmp_path, file_bytes=6000, num_files=100)
+        core = core_of(tmp_path, decision_log_size_bytes=6000, decision_log_files=100)
         for view in (make.node("p", "prefill"), make.node("d", "decode")):
             core.handle(NodeJoined(view))
         for i in range(20):
@@ -101,7 +102,7 @@ def test_a_log_of_several_files_and_lives_replays_life_by_life(tmp_path, make):
 
 
 def test_a_life_whose_beginning_was_rotated_away_is_said_not_to_replay(tmp_path, make):
-    core = core_of(tmp_path, file_bytes=4096, num_files=1)
+    core = core_of(tmp_path, decision_log_size_bytes=4096, decision_log_files=1)
     for i in range(60):
         core.handle(make.request(f"r{i}"))
     core.close()
@@ -246,19 +247,21 @@ def test_a_reason_that_is_none_is_refused():
     [
         {"report_timeout_s": -1.0},
         {"balancing_threshold": 0.5},
-        {"ttft_objective_s": -1.0},
+        {"ttft_slo_s": -1.0},
         {"max_queue_s": 0.0},
-        {"tbt_objective_s": 1e400},
+        {"tbt_slo_s": 1e400},
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_by_name(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
+    with pytest.raises(InvalidSetting, match=next(iter(values))):
         PolicyConfig(**values)
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        ConductorConfig("unix:/x", **values)
+    with pytest.raises(InvalidSetting, match=next(iter(values))):
+        assemble(ConductorConfig, listen="unix:/x", **values)
 
 
-@pytest.mark.parametrize("name", ["file_bytes", "num_files", "block_tokens", "num_candidates"])
+@pytest.mark.parametrize(
+    "name", ["decision_log_size", "decision_log_files", "decision_log_block_tokens", "decision_log_candidates"]
+)
 def test_a_log_that_cannot_be_is_refused_by_name(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"{name} is 0"):
-        DecisionLogConfig(tmp_path, **{name: 0})
+    with pytest.raises(InvalidSetting, match=f"{name} is 0"):
+        DecisionLogSettings(tmp_path, **{group_settings(DecisionLogSettings)[name].field: 0})

@@ -134,7 +134,7 @@ def test_a_worker_that_only_lost_its_stream_gets_its_claims_back(cluster, make):
 
 
 def test_a_request_whose_decode_node_was_lost_is_still_accounted_for(cluster, make):
-    c = cluster(ttft_objective_s=100.0)
+    c = cluster(ttft_slo_s=100.0)
     (placed,) = c.send(make.request(tenant="t"))
     c.progress(placed.prefill, "prefill_started")
     c.progress(placed.prefill, "ended")
@@ -173,7 +173,7 @@ def test_a_request_that_ended_with_its_lost_node_is_not_revived_when_the_node_co
 
 
 def test_a_last_word_that_is_said_twice_counts_once(cluster, make):
-    c = cluster(ttft_objective_s=100.0)
+    c = cluster(ttft_slo_s=100.0)
     c.send(make.request())
     for _ in range(2):
         c.send(RequestCompleted("r", 0, "finished", ttft_s=1.0, generated=9))

@@ -50,6 +50,7 @@ RECORD = {
 
 def conductor_of(*prefill: str, **config: object) -> Conductor:
     config = {"aging_s": AGING_S, "max_queue_s": 1e6, "explain": 8} | config
+    config = {"attained_share": 0.0, "report_timeout_s": 0.0} | config
     conductor = Conductor(PolicyConfig(**config))  # type: ignore[arg-type]
     conductor.on_event(0, ObjectivesChanged(1, json.dumps(RECORD)))
     for node_id in (*prefill, "decode-0"):

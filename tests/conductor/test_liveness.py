@@ -9,6 +9,7 @@ from conductor.errors import ConfigError
 from conductor.policy.decisions import Copy
 from conductor.policy.events import NodeJoined, NodeLost, NodeReported, Tick
 from conductor.policy.nodes import Liveness
+from settings.keys import assemble
 
 ALL = ("pool-0", "pool-1", "prefill-0", "prefill-1", "decode-0", "decode-1")
 
@@ -149,6 +150,6 @@ def test_exactly_those_silent_for_longer_than_the_timeout_are_suspect(steps):
 
 def test_a_timeout_that_ticks_cannot_keep_is_refused():
     with pytest.raises(ConfigError, match="report_timeout_s is 1"):
-        ConductorConfig("unix:/x", report_timeout_s=1.5)
+        assemble(ConductorConfig, listen="unix:/x", report_timeout_s=1.5)
     with pytest.raises(ConfigError, match="orphan_timeout_s is 1"):
-        ConductorConfig("unix:/x", orphan_timeout_s=1.5)
+        assemble(ConductorConfig, listen="unix:/x", orphan_timeout_s=1.5)

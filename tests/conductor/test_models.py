@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from conductor.directory.directory import Matches
-from conductor.errors import ConfigError
 from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost
 from conductor.wire import arrived
 from moonpool_proto.v1 import conductor_pb2
+from settings.keys import InvalidSetting
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_costs_are_learnt_per_model(two, make):
 
 
 def test_a_models_own_objective_decides_and_the_clusters_does_for_the_others(two, make):
-    c = two(ttft_objective_s=1.0, model_objectives={"n": Objectives(10.0, 0.0)})
+    c = two(ttft_slo_s=1.0, model_objectives={"n": Objectives(10.0, 0.0)})
     for node_id in ("prefill-0", "n-prefill-0"):
         c.learn(node_id, per_token_s=1e-2)
     (rejected,) = c.send(make.request("a"))
@@ -65,7 +65,7 @@ def test_a_models_own_objective_decides_and_the_clusters_does_for_the_others(two
 
 
 def test_a_models_objective_of_0_is_off_whatever_the_clusters_is(two, make):
-    c = two(ttft_objective_s=0.001, model_objectives={"n": Objectives(0.0, 0.0)})
+    c = two(ttft_slo_s=0.001, model_objectives={"n": Objectives(0.0, 0.0)})
     assert isinstance(c.send(make.request("a"))[0], Reject)
     assert isinstance(c.send(make.request("b", model="n"))[0], Place)
 
@@ -124,5 +124,5 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_an_objective_that_is_no_time_is_refused(seconds):
-    with pytest.raises(ConfigError, match="objective tbt_s"):
+    with pytest.raises(InvalidSetting, match="objective tbt_s"):
         Objectives(1.0, seconds)

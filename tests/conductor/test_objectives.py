@@ -290,7 +290,7 @@ def test_requests_are_counted_by_class_and_by_what_became_of_their_objectives(cl
 
 
 def test_a_cancelled_request_met_nothing_and_missed_nothing(cluster, make) -> None:
-    c = cluster(ttft_objective_s=100.0)
+    c = cluster(ttft_slo_s=100.0)
     c.send(make.request())
     finish(c, "r", ttft_s=1.0, outcome="cancelled")
     assert counted(c.conductor.attainment.by_class()) == {}

@@ -48,7 +48,7 @@ class Cluster:
 
     def __init__(self, num_nodes):
         self.rng = random.Random(7)
-        self.conductor = Conductor(PolicyConfig())
+        self.conductor = Conductor(PolicyConfig(attained_share=0.0, report_timeout_s=0.0))
         self.names = [f"{role[0]}{i}" for i in range(num_nodes) for role in ("prefill", "decode")]
         for name in self.names:
             role = "prefill" if name[0] == "p" else "decode"

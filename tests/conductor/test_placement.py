@@ -223,7 +223,7 @@ def test_decode_nodes_without_room_lose_to_those_with_room(cluster, make):
 
 
 def test_a_rejection_says_what_was_predicted_and_what_had_to_be_met(cluster, make):
-    c = cluster(explain=1, tbt_objective_s=3.0)
+    c = cluster(explain=1, tbt_slo_s=3.0)
     reject = c.send(make.request(ttft_objective_s=1e-9))[0]
     seen = reject.considered
     assert reject.reason == "ttft"

@@ -160,7 +160,15 @@ MODES = ("predicted", "predicted-uniform", "early")
 def cluster(rng, mode):
     """A conductor with a random cluster that has served for a while, and its pool nodes' ids."""
     threshold = float(rng.choice([1.0, 1.5, 3.0]))
-    conductor = Conductor(PolicyConfig(max_queue_s=1e9, balancing_threshold=threshold, admission_mode=mode))
+    conductor = Conductor(
+        PolicyConfig(
+            attained_share=0.0,
+            report_timeout_s=0.0,
+            max_queue_s=1e9,
+            balancing_threshold=threshold,
+            admission_mode=mode,
+        )
+    )
     pools = [f"pool-{i}" for i in range(int(rng.integers(1, 12)))]
     roles = ["prefill", "decode", *rng.choice(["prefill", "decode", "aggregated"], int(rng.integers(1, 24)))]
     joined = [NodeView(pool, "pool", 1, "h") for pool in pools[: max(1, len(pools) - 2)]]

@@ -89,8 +89,9 @@ class Core(RuleBasedStateMachine):
     )
     def begin(self, admission, mode, ttft_s, tbt_s, overrun, undivided, report_timeout_s, explain, group):
         self.config = PolicyConfig(
-            ttft_objective_s=ttft_s,
-            tbt_objective_s=tbt_s,
+            attained_share=0.0,
+            ttft_slo_s=ttft_s,
+            tbt_slo_s=tbt_s,
             admission=admission,
             admission_mode=mode,
             overrun_probability=overrun,

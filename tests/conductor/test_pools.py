@@ -16,6 +16,7 @@ from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
 from moonpool_proto.v1 import conductor_pb2
+from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
@@ -29,7 +30,7 @@ class Nodes:
     def __init__(self, folder):
         self._folder = folder
         self._running = {}
-        self.core = Core(ConductorConfig(f"unix:{folder}/c.sock"))
+        self.core = Core(assemble(ConductorConfig, listen=f"unix:{folder}/c.sock"))
         self.pools = Pools(self.core, 1, 10.0)
 
     def target(self, name):

@@ -43,7 +43,7 @@ def row(c, record):
 
 
 def test_each_request_is_judged_again_and_the_served_are_measured_by_the_other_objectives(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     assert isinstance(c.send(make.request("quick", prompt=200))[0], Place)  # predicted 0.2 s
     serve(c, "quick", ttft_s=0.3)
     assert isinstance(c.send(make.request("slow", prompt=800))[0], Place)  # predicted 0.8 s
@@ -66,7 +66,7 @@ def test_each_request_is_judged_again_and_the_served_are_measured_by_the_other_o
 
 
 def test_a_request_that_would_be_turned_away_although_it_was_quick_enough_is_told_as_such(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     c.send(make.request("r", prompt=800))
     serve(c, "r", ttft_s=0.1)
     found = row(c, {"cluster": {"ttft": "500ms"}})
@@ -100,7 +100,7 @@ def test_room_and_queues_are_judged_as_they_were(pair, make):
 
 
 def test_what_failed_was_cancelled_or_goes_on_is_not_counted_as_met_or_missed(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     for name, outcome in (("a", "failed"), ("b", "cancelled"), ("c", "")):
         c.send(make.request(name, prompt=64))
         if outcome:
@@ -110,19 +110,19 @@ def test_what_failed_was_cancelled_or_goes_on_is_not_counted_as_met_or_missed(pa
 
 
 def test_without_enforcement_the_same_is_told_as_what_would_be(pair, make):
-    c = pair(ttft_objective_s=0.1, admission="shadow")
+    c = pair(ttft_slo_s=0.1, admission="shadow")
     assert isinstance(c.send(make.request("r", prompt=800))[0], Place)
     serve(c, "r", ttft_s=0.9)
     found = previewed(c, {"cluster": {"ttft": "2s"}})
     assert found.admission == "shadow"
     assert (found.rows[0].now_admitted, found.rows[0].missed_before, found.rows[0].met_now) == (1, 1, 1)
-    off = pair(ttft_objective_s=0.1, admission="off")
+    off = pair(ttft_slo_s=0.1, admission="off")
     off.send(make.request("r", prompt=800))
     assert row(off, {"cluster": {"ttft": "1ms"}}).stay_admitted == 1
 
 
 def test_decode_load_that_is_judged_after_the_prefill_is_judged_again_there(pair, make):
-    c = pair(tbt_objective_s=0.015, admission_mode="load")
+    c = pair(tbt_slo_s=0.015, admission_mode="load")
     for name in ("a", "b", "s"):
         assert isinstance(c.send(make.request(name, prompt=64, new=200))[0], Place)
         c.progress("p", "prefill_ended", name)
@@ -157,7 +157,7 @@ def test_the_same_record_changes_nothing_and_every_request_is_counted_once(reque
             rejection=unmet(forecast, objectives.ttft_s, 0.0),
             unwanted="",
         )
-    found = preview(NS, past, record, PolicyConfig())
+    found = preview(NS, past, record, PolicyConfig(attained_share=0.0, report_timeout_s=0.0))
     assert not sum(each.now_rejected + each.now_admitted for each in found.rows)
     assert sum(each.stay_admitted + each.stay_rejected for each in found.rows) == found.judged == len(requests)
 
@@ -178,7 +178,7 @@ def test_only_so_many_requests_are_remembered_and_what_they_shared_is_forgotten_
 
 
 def test_a_requests_path_and_end_are_remembered(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     c.send(make.request("r", prompt=64))
     serve(c.after(0.5), "r", ttft_s=0.6, tbt_s=0.02)
     known = c.conductor.past.find("r")
@@ -191,7 +191,7 @@ def test_a_requests_path_and_end_are_remembered(pair, make):
 
 
 def test_a_request_that_was_admitted_and_lost_its_place_later_is_not_told_as_turned_away_by_the_rule(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     c.send(make.request("r", prompt=64))
     assert isinstance(c.send(make.request("r", prompt=3000, attempt=1))[0], Reject)
     found = row(c, {"cluster": {"ttft": "1s"}})
@@ -199,7 +199,7 @@ def test_a_request_that_was_admitted_and_lost_its_place_later_is_not_told_as_tur
 
 
 def test_the_flow_counts_by_slice_and_forgets_what_is_old(pair, make):
-    c = pair(ttft_objective_s=1.0)
+    c = pair(ttft_slo_s=1.0)
     c.send(make.request("r", prompt=160))
     serve(c, "r", ttft_s=0.25, tbt_s=0.01)
     c.send(make.request("s", prompt=3000))

@@ -106,7 +106,7 @@ of_another_model = st.one_of(
 
 
 def start(**config):
-    conductor = Conductor(PolicyConfig(explain=8, **config))
+    conductor = Conductor(PolicyConfig(**{"explain": 8, "attained_share": 0.0, "report_timeout_s": 0.0, **config}))
     for node_id in POOLS + WORKERS + OTHERS:
         conductor.on_event(0, NodeJoined(view(node_id, 1)))
     return conductor
@@ -160,7 +160,7 @@ def check_place(event, place):
 @settings(max_examples=80, deadline=None)
 @given(histories, st.lists(st.tuples(st.integers(0, 59), of_another_model), min_size=1, max_size=30))
 def test_what_happens_to_another_model_changes_no_decision(history, elsewhere):
-    config = {"ttft_objective_s": 20.0, "tbt_objective_s": 1.0}
+    config = {"ttft_slo_s": 20.0, "tbt_slo_s": 1.0}
     alone = [decisions for _, _, decisions in run(start(**config), history)]
     conductor, beside, now_ns = start(**config), [], 0
     for index, (gap_ns, event) in enumerate(history):
@@ -180,7 +180,7 @@ def test_what_happens_to_another_model_changes_no_decision(history, elsewhere):
 @settings(max_examples=80, deadline=None)
 @given(histories)
 def test_with_admission_on_no_ledger_is_ever_over_committed(history):
-    conductor = start(ttft_objective_s=1e6)
+    conductor = start(ttft_slo_s=1e6)
     fresh = ((gap, event) for gap, event in history if not isinstance(event, NodeReported) or not event.held)
     for now_ns, _, decisions in run(conductor, fresh):
         nodes = conductor.snapshot(now_ns)["nodes"]
@@ -191,7 +191,7 @@ def test_with_admission_on_no_ledger_is_ever_over_committed(history):
 @settings(max_examples=60, deadline=None)
 @given(histories)
 def test_the_same_history_gives_the_same_decisions_even_through_json(history):
-    config = {"ttft_objective_s": 20.0, "report_timeout_s": 7.0}
+    config = {"ttft_slo_s": 20.0, "report_timeout_s": 7.0}
     first = list(run(start(**config), history))
     again = start(**config)
     for now_ns, event, decisions in first:

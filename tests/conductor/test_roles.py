@@ -125,7 +125,7 @@ def test_nothing_is_decided_where_roles_stay_or_the_load_is_low(cluster: Any, ma
 def test_a_client_that_comes_back_after_a_rejection_is_one_demand_and_after_a_minute_another(
     cluster: Any, make: Any
 ) -> None:
-    c = cluster(role_switching="act", ttft_objective_s=1e-6)
+    c = cluster(role_switching="act", ttft_slo_s=1e-6)
     c.learn("prefill-0", per_token_s=1e-3)
     demand = c.conductor._state.switching
     for number in range(5):  # each time as a new request of the same prompt

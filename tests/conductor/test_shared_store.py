@@ -20,6 +20,7 @@ from conductor.redis_url import redacted
 from conductor.registry import Registry
 from conductor.shared_store import NodeRecord, RedisStore, SnapshotPointer
 from conductor.shared_store.snapshots import FILE_NAME, SnapshotFacts, Snapshots, SnapshotWriter
+from settings.keys import assemble
 
 SECRET = "s3cret-word"
 POOL = NodeRecord("pool-0", "pool", "unix:/p.sock", 7, "host", 1)
@@ -180,7 +181,7 @@ async def test_a_redis_that_hangs_is_given_up_after_a_deadline(start_redis) -> N
 )
 def test_a_url_that_cannot_be_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url") as caught:
-        ConductorConfig(listen="x", redis_url=url)
+        assemble(ConductorConfig, listen="x", redis_url=url)
     assert SECRET not in str(caught.value)
 
 
@@ -194,12 +195,12 @@ def test_a_url_that_cannot_be_is_refused_without_its_password(url: str) -> None:
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert redacted(url) == shown
-    assert SECRET not in repr(ConductorConfig(listen="x", redis_url=url))
+    assert SECRET not in repr(assemble(ConductorConfig, listen="x", redis_url=url))
 
 
 async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
     following = Following()
-    config = ConductorConfig(listen="unix:/nowhere", shared_ttl_s=0.01)
+    config = assemble(ConductorConfig, listen="unix:/nowhere", shared_ttl_s=0.01)
     continuity = Continuity(config, Contact(None, incarnation=1), following, Registry())
     continuity.start()
     (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "continuity")
@@ -237,7 +238,7 @@ async def test_a_call_to_redis_that_swallows_a_cancellation_holds_up_no_stop(
 
     monkeypatch.setattr(RedisStore, "nodes", swallows)
     following = Following()
-    config = ConductorConfig(listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
+    config = assemble(ConductorConfig, listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
     contact = await first_contact(config)
     continuity = Continuity(config, contact, following, Registry())
     continuity.start()

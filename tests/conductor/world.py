@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from kvpool import KvGroup, KvSpec, PoolClient, PoolNodeConfig, layer_digests, parent_keys
 from kvpool.server import serve_pool_node
 from messenger import Messenger, MessengerConfig, SharedMemory
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
+from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
@@ -44,8 +46,8 @@ class Conductor(Served):
 
     def __init__(self, config: ConductorConfig) -> None:
         super().__init__(lambda stop, ready: serve_conductor(config, stop, ready))
-        self.target = config.listen
-        self._channel = open_channel(config.listen)
+        self.target = config.listen.listen
+        self._channel = open_channel(config.listen.listen)
         self.stub = conductor_pb2_grpc.ConductorStub(self._channel)
 
     async def state(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ class World:
 
     def conductor_config(self, name: str = "c", **fields: Any) -> ConductorConfig:
         times = {"shared_refresh_s": 0.05, "snapshot_s": 0.05, **fields}
-        return ConductorConfig(listen=f"unix:{self.folder}/{name}.sock", **times)
+        return assemble(ConductorConfig, listen=f"unix:{self.folder}/{name}.sock", **times)
 
     async def conductor(self, name: str = "c", **fields: Any) -> Conductor:
         conductor = Conductor(self.conductor_config(name, **fields))

@@ -169,7 +169,7 @@ def test_a_secret_reaches_the_process_that_needs_it_and_no_manifest(render: Any,
     )
     reader = told(release)
     conductor = conductor_config(reader.settings(release.pod("moonpool-conductor")), "c")
-    assert conductor.redis_url == "rediss://user:a-secret@redis.example.com/3"
+    assert conductor.shared_store.redis_url == "rediss://user:a-secret@redis.example.com/3"
     assert not release.kind("Secret")
     assert not [one for one in release.objects if one["metadata"]["name"].endswith("-redis")]
     assert "a-secret" not in json.dumps(release.objects)
@@ -185,7 +185,7 @@ def test_the_record_of_objectives_is_what_the_conductor_begins_with(render: Any,
     found = conductor_config(told(release).settings(release.pod("moonpool-conductor")), "c")
     assert found.objectives is not None
     assert tell_record(found.objectives) == record
-    assert not found.objectives_forced
+    assert not found.slo.slo_force
 
 
 def test_another_record_of_objectives_restarts_nobody(render: Any) -> None:

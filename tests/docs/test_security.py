@@ -23,7 +23,7 @@ PACKAGES = (
         "rpc",
         "jit",
     ),
-    *("loadtest", "simulator", "traces", "telemetry", "moonpool", "proto", "tools", "benchmarks", "deploy"),
+    *("loadtest", "simulator", "traces", "telemetry", "settings", "moonpool", "proto", "tools", "benchmarks", "deploy"),
     ".ci",
 )
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "jsonpickle"}

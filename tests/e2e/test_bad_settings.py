@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
     ("arguments", "said"),
     [
         (["--prot", "80"], ["No such option: --prot", "--port"]),
-        (["--port", "many"], ["--port: 'many' is no whole number"]),
+        (["--port", "many"], ["--port: must be an integer, got 'many'"]),
         (["--port", "70000"], ["--port is 70000: expected 0 to 65535"]),
         (["--transport", "ether"], ["--transport is 'ether': expected one of auto, rdma, tcp, shm"]),
         (["--device", "tpu"], ["--device is 'tpu'", "cuda:N"]),
@@ -104,7 +104,7 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest(
     ("variable", "value", "said"),
     [
         ("MOONPOOL_PREFIL_NODES", "2", "did you mean MOONPOOL_PREFILL_NODES?"),
-        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO: 'soon' is no number"),
+        ("MOONPOOL_TTFT_SLO", "soon", "MOONPOOL_TTFT_SLO: must be a number, got 'soon'"),
     ],
 )
 def test_a_bad_variable_is_refused_by_name(

@@ -20,10 +20,9 @@ from moonpool.config import (
     flatten,
     load,
 )
-from moonpool.config.fields import composite_slices, slice_settings
-from moonpool.config.sources import parse_size
 from moonpool.errors import ConfigError, UnknownKey
 from moonpool.role_configs import conductor_config, frontend_config, pool_node_config, worker_config
+from settings.keys import InvalidSetting, composite_groups, group_settings, parse_size
 
 
 def loaded(
@@ -53,7 +52,7 @@ def test_the_environment_wins_over_the_file_and_flags_over_both(config_file: Pat
     config = loaded(flags={"port": "3333", "host": None}, environ=environ, config_file=config_file)
     assert config.http.port == 3333
     assert config.http.host == "10.0.0.2"
-    assert config.scheduling.ttft_slo == 2.0
+    assert config.policy.ttft_slo_s == 2.0
 
 
 def test_the_environment_can_name_the_file(config_file: Path) -> None:
@@ -67,15 +66,15 @@ def test_the_environment_can_name_the_file(config_file: Path) -> None:
         ("prefill-nodes: 2", r"unknown key 'prefill-nodes'; did you mean prefill_nodes\?"),
         ("zzzzzz: 1", r"unknown key 'zzzzzz'; see `moonpool config`"),
         ("port: 80\nport: 81", "the key 'port' is given twice"),
-        ("- port", "must hold `key: value` lines"),
+        ("- port", "must contain `key: value` lines"),
         ("port: [", "is not valid YAML"),
         ("port: 70000", r"cluster.yaml: port is 70000: expected 0 to 65535"),
-        ("port: true", r"port is True: expected a whole number"),
-        ("port: 1.5", r"port is 1.5: expected a whole number"),
+        ("port: true", r"port is True: expected an integer"),
+        ("port: 1.5", r"port is 1.5: expected an integer"),
         ("transport: ucx", r"transport is 'ucx': expected one of auto, rdma, tcp, shm"),
         ("api_key: [1]", r"api_key is \[1\]: expected a list of texts"),
-        ("port: null", r"port is None: expected a whole number"),
-        pytest.param("ttft_slo: 1" + 400 * "0", r"ttft_slo: it is too large", id="huge"),
+        ("port: null", r"port is None: expected an integer"),
+        pytest.param("ttft_slo: 1" + 400 * "0", r"ttft_slo: the number is too large", id="huge"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -94,14 +93,14 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     ("variable", "text", "message"),
     [
         ("MOONPOOL_PROT", "1", r"unknown environment variable MOONPOOL_PROT; did you mean MOONPOOL_PORT\?"),
-        ("MOONPOOL_PORT", "many", r"MOONPOOL_PORT: 'many' is no whole number"),
-        ("MOONPOOL_TTFT_SLO", "nan", r"MOONPOOL_TTFT_SLO: 'nan' is no finite number"),
-        ("MOONPOOL_VERBOSE", "maybe", r"MOONPOOL_VERBOSE: 'maybe' is neither true nor false"),
-        ("MOONPOOL_POOL_BYTES", "much", r"MOONPOOL_POOL_BYTES: 'much' is no size"),
+        ("MOONPOOL_PORT", "many", r"MOONPOOL_PORT: must be an integer, got 'many'"),
+        ("MOONPOOL_TTFT_SLO", "nan", r"MOONPOOL_TTFT_SLO: must be a finite number, got 'nan'"),
+        ("MOONPOOL_VERBOSE", "maybe", r"MOONPOOL_VERBOSE: must be true or false, got 'maybe'"),
+        ("MOONPOOL_POOL_BYTES", "much", r"MOONPOOL_POOL_BYTES: 'much' is not a size"),
         (
             "MOONPOOL_RUN_DIR",
             "~nobody.at.all/x",
-            r"MOONPOOL_RUN_DIR: '~nobody.at.all/x' begins with the home of a user",
+            r"MOONPOOL_RUN_DIR: '~nobody.at.all/x' starts with the home directory of an unknown user",
         ),
     ],
 )
@@ -113,11 +112,13 @@ def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, message: 
 def test_the_time_outs_of_operators_reach_who_keeps_them() -> None:
     environ = {"MOONPOOL_REPORT_TIMEOUT": "9", "MOONPOOL_HOLD_OFF": "0.5", "MOONPOOL_PUSH_TIMEOUT": "4"}
     flags = {"conductor": "head:7000", "pool": "here:7001"}
-    assert conductor_config(loaded(ConductorRole, environ=environ), "c").report_timeout_s == 9
+    assert conductor_config(loaded(ConductorRole, environ=environ), "c").policy.report_timeout_s == 9
     assert frontend_config(loaded(FrontendRole, flags={"conductor": "x:1"}, environ=environ), "f").hold_off_s == 0.5
     assert worker_config(loaded(WorkerRole, flags=flags, environ=environ), "w").push_timeout_s == 4
-    assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"}), "c").report_timeout_s == 0
-    with pytest.raises(ConfigError, match=r"--report-timeout is 1\.5: nodes report every second"):
+    assert conductor_config(loaded(ConductorRole, flags={"report_timeout": "0"}), "c").policy.report_timeout_s == 0
+    with pytest.raises(
+        ConfigError, match=r"--report-timeout is 1\.5: expected at least 2, since nodes report every second"
+    ):
         loaded(flags={"report_timeout": "1.5"})
 
 
@@ -141,10 +142,10 @@ def test_a_worker_without_a_conductor_is_told_what_it_lacks() -> None:
     ("flags", "message"),
     [
         ({"prefill_nodes": "0", "decode_nodes": "2"}, "one cannot serve without the other"),
-        ({"prefill_nodes": "0", "decode_nodes": "0"}, "no worker is asked for"),
+        ({"prefill_nodes": "0", "decode_nodes": "0"}, "the number of workers is 0"),
         ({"transport": "shm", "pool_nodes": "2"}, "share no memory"),
         ({"data_host": "0.0.0.0"}, "--data-host is '0.0.0.0', a wildcard"),
-        ({"capacity_tokens": "1000", "block_tokens": "16"}, "multiple of the block, 1008 for example"),
+        ({"capacity_tokens": "1000", "block_tokens": "16"}, "multiple of the block, for example 1008"),
         ({"device": "tpu"}, "--device is 'tpu': expected auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "--device is 'cuda:'"),
         ({"api_key": ["a", ""]}, "--api-key is empty"),
@@ -204,15 +205,15 @@ def test_aggregated_workers_replace_the_default_split() -> None:
     assert (topology.num_prefill, topology.num_decode, topology.num_engines) == (0, 0, 2)
 
 
-def test_a_slice_made_directly_is_checked_too() -> None:
-    slice_class = composite_slices(ServeConfig)["http"]
-    with pytest.raises(ConfigError, match="port is -1"):
-        slice_class(port=-1)  # type: ignore[call-arg]
+def test_a_group_made_directly_is_checked_too() -> None:
+    group = composite_groups(ServeConfig)["http"]
+    with pytest.raises(InvalidSetting, match="port is -1"):
+        group(port=-1)  # type: ignore[call-arg]
 
 
 def test_no_key_is_declared_twice() -> None:
-    slices = {cls for composite in COMPOSITES for cls in composite_slices(composite).values()}
-    names = [name for cls in slices for name in slice_settings(cls)]
+    groups = {cls for composite in COMPOSITES for cls in composite_groups(composite).values()}
+    names = [name for cls in groups for name in group_settings(cls)]
     assert len(names) == len(set(names))
 
 

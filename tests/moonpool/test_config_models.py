@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from moonpool.config import FrontendRole, ModelEntry, ServeConfig, WorkerRole, all_settings, load
 from moonpool.config.models import model_settings
-from moonpool.config.slices import BUNDLED_MODEL
 from moonpool.errors import ConfigError
+from settings.conductor import Objectives
+from settings.worker import BUNDLED_MODEL
 
 FILE = """
 prefill_nodes: 2
@@ -62,8 +63,8 @@ def test_a_file_names_models_with_settings_of_their_own(config_file: Path) -> No
     assert small.topology(config.topology).num_prefill == 2
     assert large.engine(config.engine).max_batch == 8
     assert small.engine(config.engine).max_batch == 64
-    assert large.objectives == (None, 0.5)
-    assert small.objectives == (None, None), "those of the cluster, whatever they become"
+    assert large.objectives == Objectives(None, 0.5)
+    assert small.objectives == Objectives(), "those of the cluster, whatever they become"
 
 
 def test_a_model_given_beside_the_files_comes_first(config_file: Path) -> None:
@@ -89,18 +90,21 @@ def test_a_front_door_reads_the_models_of_a_clusters_file_and_a_worker_only_its_
         (["a=/m/1", "a=/m/2"], r"'a' is given twice: to the model in /m/1 and to the model in /m/2"),
         (["a=/m/1", "b=/m/2,alias=a"], r"'a' is given twice: .* to the model in /m/2 \('b'\) as an alias"),
         (["a=/m/1,alias=a"], "'a' is given twice"),
-        (["=/m/1"], "names no model before the ="),
+        (["=/m/1"], "has no name before the ="),
         (["a="], "needs a path"),
         (["a=/m/1,alias="], "a name or alias is empty"),
-        (["a=/m/1,fast"], "'fast' in .* is no key=value"),
-        (["a=/m/1,prefil_nodes=1"], r"model 'a': 'prefil_nodes' is no key of a model; did you mean prefill_nodes\?"),
-        (["a=/m/1,block_tokens=8"], "'block_tokens' is no key of a model"),
+        (["a=/m/1,fast"], "expected key=value, got 'fast' in"),
+        (
+            ["a=/m/1,prefil_nodes=1"],
+            r"model 'a': 'prefil_nodes' is not a setting of a model; did you mean prefill_nodes\?",
+        ),
+        (["a=/m/1,block_tokens=8"], "'block_tokens' is not a setting of a model"),
         (["a=/m/1,max_batch=0"], r"--add-model: model 'a': max_batch is 0: expected 1 to 65536"),
-        (["a=/m/1,max_batch=many"], "model 'a': max_batch: 'many' is no whole number"),
+        (["a=/m/1,max_batch=many"], "model 'a': max_batch: must be an integer, got 'many'"),
         (["a=/m/1,max_batch=1,max_batch=2"], "max_batch is given twice"),
         (["a=/m/1,prefill_nodes=0"], "model 'a': .* one cannot serve without the other"),
         (["a=/m/1,device=tpu"], "model 'a': --device is 'tpu'"),
-        (["a=/m/1,capacity_tokens=1000"], "model 'a': capacity_tokens is 1000 .* 1008 for example"),
+        (["a=/m/1,capacity_tokens=1000"], "model 'a': capacity_tokens is 1000 .* for example 1008"),
     ],
 )
 def test_models_that_cannot_be_are_refused_by_name(models: list[str], message: str) -> None:
@@ -111,12 +115,12 @@ def test_models_that_cannot_be_are_refused_by_name(models: list[str], message: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("models: 5", "models: expected a list, not int"),
-        ("models: [5]", "models: a model is NAME=PATH or a mapping with path, not 5"),
+        ("models: 5", "models: expected a list, got int"),
+        ("models: [5]", "models: expected a model as NAME=PATH or as a mapping with path, got 5"),
         ("models: [{name: a}]", "models: a model needs a path"),
         ("models: [{path: /m, aliases: [1]}]", "model 'm': name must be a text and aliases a list of texts"),
         ("models: [{path: /m, name: 5}]", "model 5: name must be a text"),
-        ("models: [{path: /m, max_batch: 1.5}]", "max_batch is 1.5: expected a whole number"),
+        ("models: [{path: /m, max_batch: 1.5}]", "max_batch is 1.5: expected an integer"),
         ("models: [{path: /m}]\nserved_model_name: x", "'x' names no model: give it with MODEL"),
     ],
 )

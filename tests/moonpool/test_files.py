@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonpool.cluster_view.locate import chat_url, locate
-from moonpool.config.slices import BUNDLED_MODEL
+from settings.worker import BUNDLED_MODEL
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
 from moonpool.model_files import check_model_folder
 from moonpool.supervision.child import LogFile
@@ -163,7 +163,7 @@ def test_a_damaged_model_folder_is_refused_in_the_engines_words(
 
 def test_a_model_folder_is_checked_without_torch() -> None:
     code = (
-        "import sys; from moonpool.config.slices import BUNDLED_MODEL; "
+        "import sys; from settings.worker import BUNDLED_MODEL; "
         "from moonpool.model_files import check_model_folder; check_model_folder(BUNDLED_MODEL); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from moonpool.config import ServeConfig, WorkerRole, all_settings, load
-from moonpool.config.slices import BUNDLED_MODEL
 from moonpool.errors import ConfigError, ModelFolderError
 from moonpool.model_files import check_model_folder, check_paced_profile
 from moonpool.plan import Planner, describe
 from moonpool.role_configs import worker_config
+from settings.worker import BUNDLED_MODEL
 
 RUN_DIR = Path("/run/moonpool-test")
 
@@ -53,7 +53,7 @@ def test_a_paced_worker_takes_no_gpu(short_path: Path) -> None:
 
 
 def test_an_approximation_of_checked_kv_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--engine is paced and --kv-storage int8"):
+    with pytest.raises(ConfigError, match="--kv-storage is int8 and --engine paced"):
         served({"engine": "paced", "kv_storage": "int8"})
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from conductor.policy.objectives import ObjectiveBook
+from conductor.policy.objectives import ObjectiveBook, configured_record
 from moonpool.config import ConductorRole, FrontendRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.plan import Planner, RolePlan, describe
 from moonpool.role_configs import conductor_config, frontend_config
@@ -171,7 +171,7 @@ def test_front_door_and_conductor_are_told_of_every_model(tmp_path: Path) -> Non
         ("org/other:v2", ("o",), "/m/other"),
     ]
     policy = conductor_config(settings_of("conductor", ConductorRole), "conductor").policy
-    book = ObjectiveBook(policy.record)
+    book = ObjectiveBook(configured_record(policy))
     assert book.resolve("org/other:v2", "", "").ttft.seconds == 3.0
     assert book.resolve("first", "", "").ttft.is_off
 

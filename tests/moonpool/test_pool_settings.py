@@ -43,7 +43,7 @@ def test_each_pool_node_has_a_folder_of_its_own(short_path: Path) -> None:
 def test_without_a_folder_there_is_no_ssd_tier(short_path: Path) -> None:
     (node,) = nodes(short_path)
     assert (node.ssd_folder, node.ssd_bytes) == (None, 0)
-    with pytest.raises(ConfigError, match="say where, with --pool-ssd-dir"):
+    with pytest.raises(ConfigError, match="give the folder with --pool-ssd-dir"):
         loaded(pool_ssd_bytes="1GiB")
 
 

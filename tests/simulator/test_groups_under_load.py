@@ -19,7 +19,9 @@ BLOCK = 512
 
 
 def run(settings: ServingSettings, workload: Workload, size: int) -> Cluster:
-    policy = PolicyConfig(ttft_objective_s=30.0, tbt_objective_s=0.1, prefill_group_size=size)
+    policy = PolicyConfig(
+        attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=30.0, tbt_slo_s=0.1, prefill_group_size=size
+    )
     cluster = Cluster(settings, policy, load_profile(MOONCAKE), workload, seed=5)
     cluster.run()
     cluster.clock.run(lambda: cluster.conductor.validate()[1]["requests"] > 0)
@@ -53,7 +55,7 @@ def test_a_long_prompt_takes_little_more_than_its_share_of_the_time_on_an_idle_c
 
 def test_a_prompt_that_is_one_chunk_is_computed_by_its_own_node_alone() -> None:
     small = replace(EXACT, chunk_tokens=BLOCK)
-    policy = PolicyConfig(prefill_group_size=4, prefill_group_min_tokens=1)
+    policy = PolicyConfig(attained_share=0.0, report_timeout_s=0.0, prefill_group_size=4, prefill_group_min_tokens=1)
     cluster = Cluster(small, policy, load_profile(MOONCAKE), prompts(BLOCK, apart_s=1.0), seed=5)
     cluster.run()
     assert cluster.works[0].helpers == ()

@@ -36,8 +36,10 @@ def workload() -> Workload:
 def build(profile: CostProfile, workload: Workload) -> Build:
     def make(jobs: Workload = workload, settings: ServingSettings = SETTINGS, mode: str = "predicted") -> Cluster:
         policy = PolicyConfig(
-            ttft_objective_s=settings.ttft_objective_s,
-            tbt_objective_s=settings.tbt_objective_s,
+            attained_share=0.0,
+            report_timeout_s=0.0,
+            ttft_slo_s=settings.ttft_objective_s,
+            tbt_slo_s=settings.tbt_objective_s,
             admission_mode=mode,  # type: ignore[arg-type]
         )
         return Cluster(settings, policy, profile, jobs, seed=3)

@@ -132,7 +132,9 @@ def test_a_rejected_request_is_tried_out_in_a_copy(gap_s: float, would_be_good: 
     first = Job(0, 0, 0, 120_000, 1, (), 0.0, 0.0)
     second = Job(1, round(gap_s * NS), 1, 4000, 5, (), 0.0, 0.0)
     settings = ServingSettings(prefill_nodes=1, decode_nodes=1, ttft_objective_s=5.0, max_new_tokens=10)
-    policy = PolicyConfig(ttft_objective_s=1e-6, tbt_objective_s=1.0, admission_mode="predicted")
+    policy = PolicyConfig(
+        attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=1e-6, tbt_slo_s=1.0, admission_mode="predicted"
+    )
     workload = Workload((first, second), (), 512, 1.0, gap_s)
     cluster = Cluster(settings, policy, load_profile(MOONCAKE), workload, seed=1)
     oracle = FalseRejects(cluster, share=1.0, from_ns=1)

@@ -56,8 +56,8 @@ def test_each_kind_has_its_values_and_the_base_in_their_order(found: Tuning) -> 
 
 
 def test_a_point_is_what_runs_of_its_own_setting_come_to(found: Tuning, spec: RunSpec) -> None:
-    objective = {"ttft_objective_s": 60.0}
-    alone = replace(spec, settings=replace(spec.settings, **objective), policy=replace(spec.policy, **objective))
+    settings, policy = replace(spec.settings, ttft_objective_s=60.0), replace(spec.policy, ttft_slo_s=60.0)
+    alone = replace(spec, settings=settings, policy=policy)
     outcomes = [run_one(replace(alone, seed=seed)).outcome for seed in range(2)]
     point = found.of("ttft")[-1]
     assert point.goodput.mean == pytest.approx(sum(each.goodput for each in outcomes) / 2)

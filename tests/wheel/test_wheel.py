@@ -118,7 +118,7 @@ def test_the_bundled_model_and_trace_load_from_the_wheel(installed: Path, tmp_pa
     script = (
         "import numpy as np\n"
         "from engine import load_model\n"
-        "from moonpool.config.slices import BUNDLED_MODEL\n"
+        "from settings.worker import BUNDLED_MODEL\n"
         "from traces import CONVERSATION, load_trace\n"
         "model = load_model(BUNDLED_MODEL, threads=1)\n"
         "scores = model.score(np.arange(8, dtype=np.int32))\n"

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from engine import Model
 from moonpool.role_process.worker import serve_worker
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE
 from moonpool_proto.v1.conductor_pb2 import DrainNodeRequest
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from rpc.control import open_channel
+from settings.keys import assemble
 from worker.config import WorkerConfig
 
 Start = Callable[..., Awaitable[Any]]
@@ -93,7 +95,9 @@ async def test_a_worker_that_the_conductor_drains_leaves_and_says_so(tmp_path: P
         capacity_tokens=256,
     )
     stop, ready = asyncio.Event(), asyncio.Event()
-    scheduling = asyncio.create_task(serve_conductor(ConductorConfig(listen=conductor), stop, lambda target: None))
+    scheduling = asyncio.create_task(
+        serve_conductor(assemble(ConductorConfig, listen=conductor), stop, lambda target: None)
+    )
     async with asyncio.timeout(60):
         leaving = asyncio.create_task(serve_worker(config, "aggregated", asyncio.Event(), lambda target: ready.set()))
         await ready.wait()

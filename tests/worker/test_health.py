@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import worker.transformer
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from engine import load_model
 from messenger import MessengerConfig
 from moonpool.role_process.worker import serve_worker
@@ -20,6 +21,7 @@ from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.worker_pb2 import FrontendMessage, Hello, Submit
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from rpc.control import open_channel
+from settings.keys import assemble
 from worker.config import WorkerConfig
 from worker.errors import EngineBroken
 from worker.policy import MAX_FAILED_STEPS, EngineHealth
@@ -79,7 +81,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
 
     async def begin() -> tuple[asyncio.Task[bool], str, str]:
         conductor: asyncio.Future[str] = loop.create_future()
-        config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
+        config = assemble(ConductorConfig, listen=f"unix:{tmp_path}/c.sock")
         tasks.append(asyncio.create_task(serve_conductor(config, stop, conductor.set_result)))
         ready: asyncio.Future[str] = loop.create_future()
         settings = WorkerConfig(

@@ -7,10 +7,10 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig
 from conductor.decision_log.files import numbered, read_lines
 from conductor.policy.config import NS
 from conductor.policy.events import NodeJoined
+from settings.keys import assemble
 
 
 class Clock:
@@ -29,8 +29,10 @@ def start(tmp_path, make):
     started = []
 
     def begin(*, clock=None, log=None, **config):
-        settings = DecisionLogConfig(tmp_path / "log", **(log or {}))
-        core = Core(ConductorConfig("none", decision_log=settings, **config), clock=clock or Clock())
+        core = Core(
+            assemble(ConductorConfig, listen="none", decision_log=tmp_path / "log", **(log or {}), **config),
+            clock=clock or Clock(),
+        )
         started.append(core)
         for view in (make.node("prefill-0", "prefill"), make.node("decode-0", "decode")):
             core.handle(NodeJoined(view))

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 def test_a_record_is_a_row_of_a_trace_with_the_decision_and_then_the_truth(start, make, records, chain):
-    core = start(log={"block_tokens": 64}, ttft_objective_s=50.0)
+    core = start(log={"decision_log_block_tokens": 64}, ttft_slo_s=50.0)
     clock = core._clock
     core.handle(make.request("a", prompt=200, new=30, tenant="acme", slo_class=""), chain((1, 12)))
     clock.now_ns += NS
@@ -35,7 +35,7 @@ def test_a_record_is_a_row_of_a_trace_with_the_decision_and_then_the_truth(start
 
 
 def test_the_files_are_a_trace_that_the_replayer_reads(tmp_path, start, make, chain):
-    core = start(log={"block_tokens": 64})
+    core = start(log={"decision_log_block_tokens": 64})
     clock = core._clock
     for turn in range(3):
         clock.now_ns += NS
@@ -53,7 +53,7 @@ def test_the_files_are_a_trace_that_the_replayer_reads(tmp_path, start, make, ch
 
 
 def test_a_rejection_is_written_once_however_often_it_is_asked_again(start, make, records):
-    core = start(ttft_objective_s=1e-9)
+    core = start(ttft_slo_s=1e-9)
     clock = core._clock
     for _ in range(40):
         core.handle(make.request("a"))
@@ -128,14 +128,14 @@ def test_of_a_request_whose_end_nobody_tells_the_record_says_so(start, make, rec
 
 @pytest.mark.parametrize("with_events", [True, False])
 def test_what_a_conductor_left_open_the_next_one_ends(tmp_path, start, make, with_events, records):
-    core = start(log={"with_events": with_events})
+    core = start(log={"decision_log_events": with_events})
     core.handle(make.request("a", prompt=100))
     core.handle(make.request("over"))
     core.handle(RequestCompleted("over", 0, "finished"))
     core.close()
     assert list(read_journal(tmp_path / "log")) == ["a"]
     assert find_records(tmp_path / "log", "a").records[0]["outcome"] == "open"
-    core = start(log={"with_events": with_events})
+    core = start(log={"decision_log_events": with_events})
     core.handle(RequestCompleted("a", 0, "finished", 1.5, 0.03, 9))
     core.close()
     assert {row["request_id"]: row["outcome"] for row in records()} == {"over": "finished", "a": "finished"}

@@ -7,14 +7,15 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig, find_records, record_search
+from conductor.decision_log import find_records, record_search
 from conductor.decision_log.files import LineFiles, LinesLost, numbered, read_lines
 from conductor.errors import ConfigError
 from conductor.policy.events import RequestCompleted
+from settings.keys import assemble
 
 
 def test_files_are_turned_over_compressed_and_bounded(tmp_path, start, make, records):
-    core = start(log={"file_bytes": 4096, "num_files": 3})
+    core = start(log={"decision_log_size_bytes": 4096, "decision_log_files": 3})
     for i in range(60):
         core.handle(make.request(f"r{i}"))
         core.handle(RequestCompleted(f"r{i}", 0, "finished"))
@@ -35,7 +36,7 @@ def test_files_are_turned_over_compressed_and_bounded(tmp_path, start, make, rec
 
 
 def test_a_file_that_is_removed_while_it_is_searched_is_no_damage(tmp_path, start, make, monkeypatch):
-    core = start(log={"file_bytes": 4096, "num_files": 3})
+    core = start(log={"decision_log_size_bytes": 4096, "decision_log_files": 3})
     for i in range(60):
         core.handle(make.request(f"r{i}"))
         core.handle(RequestCompleted(f"r{i}", 0, "finished"))
@@ -78,7 +79,7 @@ def test_two_conductors_do_not_write_the_same_log(start):
 def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path):
     (tmp_path / "log").write_text("")
     with pytest.raises(ConfigError, match=r"decision_log is '.*log', which cannot be used"):
-        Core(ConductorConfig("none", decision_log=DecisionLogConfig(tmp_path / "log")))
+        Core(assemble(ConductorConfig, listen="none", decision_log=tmp_path / "log"))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_damaged_identity_is_said(tmp_path, text):
     (tmp_path / "log" / "log.json").write_text(text)
     for _ in range(2):  # the folder is not held by one that could not begin
         with pytest.raises(ConfigError, match=r"log\.json is damaged"):
-            Core(ConductorConfig("none", decision_log=DecisionLogConfig(tmp_path / "log")))
+            Core(assemble(ConductorConfig, listen="none", decision_log=tmp_path / "log"))
 
 
 def test_lines_that_could_not_be_written_are_told_by_number_and_leave_no_torn_line(tmp_path):
@@ -124,7 +125,7 @@ def test_a_file_that_is_compressed_while_it_is_found_is_read_all_the_same(tmp_pa
 
 
 def test_a_damaged_file_is_named_and_the_others_are_searched(tmp_path, start, make):
-    core = start(log={"file_bytes": 4096})
+    core = start(log={"decision_log_size_bytes": 4096})
     for i in range(12):
         core.handle(make.request(f"r{i}"))
         core.handle(RequestCompleted(f"r{i}", 0, "finished"))

@@ -40,7 +40,7 @@ def test_an_equal_hash_id_always_means_an_equal_prefix(key_tokens):
 
 def test_hash_ids_stay_the_same_over_restarts(tmp_path, start, make, records, chain):
     for name in "ab":
-        core = start(log={"block_tokens": 64})
+        core = start(log={"decision_log_block_tokens": 64})
         core.handle(make.request(name, prompt=128), chain((1, 8)))
         core.handle(RequestCompleted(name, 0, "finished"))
         core.close()

@@ -40,10 +40,10 @@ import resource, sys, signal
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conductor.config import ConductorConfig
+from settings.keys import assemble
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig
 from conductor.policy.events import NodeJoined, NodeView, RequestArrived, RequestCompleted
-core = Core(ConductorConfig("none", decision_log=DecisionLogConfig(Path({folder!r}))))
+core = Core(assemble(ConductorConfig, listen="none", decision_log=Path({folder!r})))
 for name, role in (("p", "prefill"), ("d", "decode")):
     core.handle(NodeJoined(NodeView(name, role, 1, "h", "", "m", 16, 4096, 4096, 8, 1024)))
 def serve(first, last):

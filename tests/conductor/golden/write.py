@@ -12,7 +12,6 @@ from pathlib import Path
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import DecisionLogConfig
 from conductor.policy.decisions import Copy, Place
 from conductor.policy.events import (
     CopyFinished,
@@ -29,6 +28,7 @@ from conductor.policy.events import (
     RequestCompleted,
     Tick,
 )
+from settings.keys import assemble
 
 PATH = Path(__file__).with_name("decisions.jsonl")
 ROLES = {"prefill": "prefill", "decode": "decode", "pool": "pool"}
@@ -58,10 +58,17 @@ class Simulation:
 
     def __init__(self, folder: Path) -> None:
         self.now_ns = 0
-        objectives = {"ttft_objective_s": 2.0, "tbt_objective_s": 0.2}
-        log = DecisionLogConfig(folder)
+        objectives = {"ttft_slo_s": 2.0, "tbt_slo_s": 0.2}
+        log = folder
         # The mode that goes by most of what is learned.
-        config = ConductorConfig("none", **objectives, admission_mode="predicted", report_timeout_s=0, decision_log=log)
+        config = assemble(
+            ConductorConfig,
+            listen="none",
+            **objectives,
+            admission_mode="predicted",
+            report_timeout_s=0,
+            decision_log=log,
+        )
         self.core = Core(config, clock=lambda: self.now_ns)
         self.rng = random.Random(7)
         self.heap: list[tuple[int, int, object]] = []

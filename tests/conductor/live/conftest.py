@@ -7,7 +7,8 @@ import json
 import grpc
 import pytest
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from frontend.line import Line
 from kvpool import KvGroup, KvSpec
 from kvpool.config import PoolNodeConfig
@@ -15,6 +16,7 @@ from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
+from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
@@ -160,8 +162,10 @@ async def conductor(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
 
         async def factory(**config):
-            config = ConductorConfig(
-                listen=f"unix:{tmp_path}/c.sock", **{"tick_s": 0.05, "report_timeout_s": 60.0, **config}
+            config = assemble(
+                ConductorConfig,
+                listen=f"unix:{tmp_path}/c.sock",
+                **{"tick_s": 0.05, "report_timeout_s": 60.0, **config},
             )
             service = Running(lambda stop, ready: serve_conductor(config, stop, ready))
             target = await service.start()

@@ -6,11 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from conductor.decision_log import DecisionLogConfig, find_records, lives, replay
+from conductor.config import ConductorConfig
+from conductor.decision_log import find_records, lives, replay
 from conductor.policy.decisions import Place
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.server import serve_conductor
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from rpc.control import AddressInUse, Refused
+from settings.keys import assemble
 
 
 async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
@@ -109,7 +111,7 @@ async def test_requests_of_a_frontend_that_never_completes_are_released(conducto
 
 async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tmp_path):
     folder = tmp_path / "log"
-    service, client = await conductor(decision_log=DecisionLogConfig(folder, block_tokens=64), ttft_objective_s=0.4)
+    service, client = await conductor(decision_log=folder, decision_log_block_tokens=64, ttft_slo_s=0.4)
     prefill, decode = await client.join_pair()
     await client.join("prefill-1", common_pb2.ROLE_PREFILL)
     chain = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
@@ -140,7 +142,7 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
 
 async def test_a_listen_target_in_use_is_a_clear_error(conductor, tmp_path):
     await conductor()
-    config = ConductorConfig(listen=f"unix:{tmp_path}/c.sock")
+    config = assemble(ConductorConfig, listen=f"unix:{tmp_path}/c.sock")
     with pytest.raises(AddressInUse):
         await serve_conductor(config, asyncio.Event(), lambda target: None)
 

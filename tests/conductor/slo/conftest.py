@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from frontend.line import Line
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
+from settings.keys import assemble
 
 
 class Operator:
@@ -22,9 +24,9 @@ class Operator:
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(serve_conductor(config, self._stop, self._ready.set_result))
-        self._channel = open_channel(config.listen)
+        self._channel = open_channel(config.listen.listen)
         self.stub = conductor_pb2_grpc.ConductorStub(self._channel)
-        self._line = Line(config.listen)
+        self._line = Line(config.listen.listen)
 
     async def up(self) -> "Operator":
         await asyncio.wait([self._ready, self._task], return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +107,7 @@ class Conductors:
 
     async def __call__(self, name: str = "c", **fields: Any) -> Operator:
         fields = {"node_id": name, "shared_refresh_s": 0.05, **fields}
-        operator = Operator(ConductorConfig(listen=f"unix:{self._folder}/{name}.sock", **fields))
+        operator = Operator(assemble(ConductorConfig, listen=f"unix:{self._folder}/{name}.sock", **fields))
         await operator.up()
         self._running.append(operator)
         return operator

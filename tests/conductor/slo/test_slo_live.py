@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from conductor.decision_log import DecisionLogConfig, lives, replay
+from conductor.decision_log import lives, replay
 from conductor.errors import SharedStoreRefused
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import Objective, Scope, SloRecord
@@ -106,7 +106,7 @@ async def test_new_tenants_that_no_front_door_knows_are_refused_unless_forced(st
 async def test_versions_outlive_the_conductor_and_go_before_the_configuration(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields = {"objectives": CONFIGURED, "objectives_dir": tmp_path / "slo"}
+    fields = {"objectives": CONFIGURED, "slo_dir": tmp_path / "slo"}
     c = await start(**fields)
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
@@ -119,11 +119,11 @@ async def test_versions_outlive_the_conductor_and_go_before_the_configuration(
 
 
 async def test_a_configuration_that_is_forced_becomes_a_new_version_once(start: Start, tmp_path: Path) -> None:
-    c = await start(objectives_dir=tmp_path / "slo")
+    c = await start(slo_dir=tmp_path / "slo")
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
     for _ in range(2):
-        c = await start(objectives_dir=tmp_path / "slo", objectives=CONFIGURED, objectives_forced=True)
+        c = await start(slo_dir=tmp_path / "slo", objectives=CONFIGURED, slo_force=True)
         seen = await c.show()
         assert (seen.current.version, seen.current.reason) == (3, "forced by --slo-force")
         assert list(seen.drift) == []
@@ -131,8 +131,8 @@ async def test_a_configuration_that_is_forced_becomes_a_new_version_once(start: 
 
 
 async def test_conductors_that_share_a_folder_follow_each_other(start: Start, until: Until, tmp_path: Path) -> None:
-    one = await start("one", objectives_dir=tmp_path / "slo")
-    two = await start("two", objectives_dir=tmp_path / "slo")
+    one = await start("one", slo_dir=tmp_path / "slo")
+    two = await start("two", slo_dir=tmp_path / "slo")
     await two.set({"cluster": {"ttft": "1s"}})
     await until(one.acknowledged, {"one": 2, "two": 2})
     assert await one.version() == 2
@@ -142,15 +142,15 @@ async def test_conductors_that_share_a_folder_follow_each_other(start: Start, un
 
 async def test_a_damaged_or_foreign_file_is_refused_at_the_start(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "slo"
-    c = await start(objectives_dir=folder)
+    c = await start(slo_dir=folder)
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
     with pytest.raises(SharedStoreRefused, match="'moonpool', and this one is 'other'"):
-        await start(objectives_dir=folder, cluster_name="other")
+        await start(slo_dir=folder, cluster_name="other")
     text = (folder / "objectives.json").read_text()
     (folder / "objectives.json").write_text(text.replace("1s", "9s"))
     with pytest.raises(SharedStoreRefused, match="mend it or move it away"):
-        await start(objectives_dir=folder)
+        await start(slo_dir=folder)
 
 
 async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_numbers(
@@ -171,7 +171,7 @@ async def test_what_nothing_can_meet_is_told_in_the_reply_the_log_and_the_number
 
 
 async def test_a_log_with_changes_of_objectives_replays_to_the_same_decisions(start: Start, tmp_path: Path) -> None:
-    c = await start(decision_log=DecisionLogConfig(tmp_path / "log"), objectives=CONFIGURED)
+    c = await start(decision_log=tmp_path / "log", objectives=CONFIGURED)
     joining = await c.join()
     said = []
     for number, objectives in enumerate([{"cluster": {"ttft": "1ms"}}, {"classes": {"chat": {"ttft": "9x"}}}, {}]):

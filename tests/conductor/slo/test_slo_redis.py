@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from redis.asyncio import Redis
 
-from conductor.decision_log import DecisionLogConfig, lives, replay
+from conductor.decision_log import lives, replay
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import Objective, Scope, SloRecord
 
@@ -72,12 +72,12 @@ async def test_a_start_without_redis_goes_by_the_copy_or_the_configuration(
     start: Start, until: Until, start_redis: Any, tmp_path: Path
 ) -> None:
     server = start_redis()
-    c = await start(redis_url=server.url(), objectives_dir=tmp_path / "copy")
+    c = await start(redis_url=server.url(), slo_dir=tmp_path / "copy")
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
     server.kill()
     fields = {"redis_url": server.url(), "objectives": CONFIGURED}
-    with_copy = await start("with", objectives_dir=tmp_path / "copy", **fields)
+    with_copy = await start("with", slo_dir=tmp_path / "copy", **fields)
     without = await start("without", **fields)
     assert json.loads((await with_copy.show()).current.content) == {"cluster": {"ttft": "1s"}}
     seen = await without.show()
@@ -95,7 +95,7 @@ async def test_what_a_redis_tells_that_takes_nothing_in_holds_all_the_same(
     c = await start(redis_url=server.url())
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)
-    log = DecisionLogConfig(tmp_path / "log")
+    log = tmp_path / "log"
     async with contextlib.aclosing(Redis.from_url(server.url(), protocol=2)) as redis:
         await redis.config_set("maxmemory", "1")
         c = await start(redis_url=server.url(), objectives=CONFIGURED, decision_log=log)
@@ -119,7 +119,7 @@ async def test_a_forced_configuration_is_forced_as_soon_as_the_store_takes_it(
     await start.end(c)
     async with contextlib.aclosing(Redis.from_url(server.url(), protocol=2)) as redis:
         await redis.config_set("maxmemory", "1")
-        c = await start(redis_url=server.url(), objectives=CONFIGURED, objectives_forced=True)
+        c = await start(redis_url=server.url(), objectives=CONFIGURED, slo_force=True)
         assert await c.version() == 1
         await redis.config_set("maxmemory", "0")
     await until(c.version, 2)
@@ -130,7 +130,7 @@ async def test_a_redis_that_lost_everything_while_no_conductor_ran_is_given_the_
     start: Start, start_redis: Any, tmp_path: Path
 ) -> None:
     server = start_redis()
-    fields = {"redis_url": server.url(), "objectives": CONFIGURED, "objectives_dir": tmp_path / "copy"}
+    fields = {"redis_url": server.url(), "objectives": CONFIGURED, "slo_dir": tmp_path / "copy"}
     c = await start(**fields)
     await c.set({"cluster": {"ttft": "1s"}})
     await start.end(c)

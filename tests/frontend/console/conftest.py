@@ -13,12 +13,14 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from frontend import FrontendConfig, ModelConfig, serve_frontend
 from frontend.line import Line
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
+from settings.keys import assemble
 
 ADMIN, USER = "mp-admins-key", "mp-users-key"
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=4)
@@ -70,7 +72,7 @@ class Bed:
 
     async def start_conductor(self, **config: Any) -> None:
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-        settings = ConductorConfig(listen=self.target, report_timeout_s=0.0, shared_refresh_s=0.2, **config)
+        settings = assemble(ConductorConfig, listen=self.target, report_timeout_s=0.0, shared_refresh_s=0.2, **config)
         task = asyncio.create_task(serve_conductor(settings, stop, ready.set_result))
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         assert not task.done() or task.result() is None

@@ -67,7 +67,7 @@ async def test_the_page_comes_with_types_tags_and_a_policy_that_lets_nothing_in_
 
 
 async def test_the_state_tells_nodes_loads_flows_and_objectives(open_bed: Any, http: aiohttp.ClientSession) -> None:
-    async with open_bed(ttft_objective_s=1.0, tbt_objective_s=60.0) as bed:
+    async with open_bed(ttft_slo_s=1.0, tbt_slo_s=60.0) as bed:
         await bed.join_usual()
         counters = {"pool_used_bytes": 512.0, "pool_capacity_bytes": 1024.0, "pool_lookup_blocks": 10.0}
         counters |= {"pool_hit_dram_blocks": 7.0, "pool_evicted_dram_room_blocks": 3.0, "pool_held_blocks": 5.0}
@@ -205,7 +205,7 @@ async def test_an_admin_drains_and_switches_and_is_told_refusals(open_bed: Any, 
 async def test_objectives_are_previewed_and_changed_and_the_audit_names_the_key(
     open_bed: Any, http: aiohttp.ClientSession
 ) -> None:
-    async with open_bed(with_keys=True, ttft_objective_s=2.0) as bed:
+    async with open_bed(with_keys=True, ttft_slo_s=2.0) as bed:
         await bed.join_usual()
         await bed.serve("cmpl-1", ttft_s=0.25)
         change = {"content": {"cluster": {"ttft": "0.001ms"}}, "expect_version": 1}

@@ -42,7 +42,7 @@ async def go(page: Page, view: str) -> None:
 async def test_every_view_is_sound_in_light_and_dark_on_desktop_and_phone(
     open_bed: Any, browser: Browser, scheme: Any, window: Any
 ) -> None:
-    async with open_bed(with_keys=True, ttft_objective_s=1.0, tbt_objective_s=60.0) as bed:
+    async with open_bed(with_keys=True, ttft_slo_s=1.0, tbt_slo_s=60.0) as bed:
         await bed.join_usual()
         await bed.join("pool-0", "pool", counters={"pool_used_bytes": 512.0, "pool_capacity_bytes": 1024.0})
         for number in range(3):
@@ -73,7 +73,7 @@ async def test_every_view_is_sound_in_light_and_dark_on_desktop_and_phone(
 async def test_figures_are_shown_as_told_and_a_filter_finds_nodes_among_two_hundred(
     open_bed: Any, browser: Browser
 ) -> None:
-    async with open_bed(ttft_objective_s=1.0) as bed:
+    async with open_bed(ttft_slo_s=1.0) as bed:
         for number in range(100):
             await bed.join(f"prefill-{number}", "prefill", free_tokens=number)
             await bed.join(f"decode-{number}", "decode", free_tokens=number)
@@ -155,7 +155,7 @@ async def tab_to(page: Page, selector: str, most: int = 80) -> None:
 
 
 async def test_objectives_are_previewed_and_changed(open_bed: Any, browser: Browser) -> None:
-    async with open_bed(with_keys=True, ttft_objective_s=2.0) as bed:
+    async with open_bed(with_keys=True, ttft_slo_s=2.0) as bed:
         await bed.join_usual()
         for number in range(3):
             await bed.serve(f"cmpl-{number}", ttft_s=0.4 * (number + 1))

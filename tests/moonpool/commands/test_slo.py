@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from conductor.server import ConductorConfig, serve_conductor
+from conductor.config import ConductorConfig
+from conductor.server import serve_conductor
 from frontend.keys import ApiKeys
 from moonpool.commands.slo import app
 from moonpool.config import ConductorRole, load
-from moonpool.config.fields import composite_settings
 from moonpool.errors import ConfigError
 from moonpool.role_configs import conductor_config
+from settings.keys import assemble, composite_settings
 
 OBJECTIVES = """
 classes:
@@ -49,7 +50,7 @@ class Commands:
 async def slo(tmp_path: Path) -> AsyncIterator[Commands]:
     target = f"unix:{tmp_path}/c.sock"
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    config = ConductorConfig(listen=target, node_id="conductor-7", shared_refresh_s=0.05, objectives_dir=tmp_path)
+    config = assemble(ConductorConfig, listen=target, node_id="conductor-7", shared_refresh_s=0.05, slo_dir=tmp_path)
     serving = asyncio.create_task(serve_conductor(config, stop, ready.set_result))
     await ready
     yield Commands(target, tmp_path)
@@ -156,7 +157,7 @@ def test_a_configured_file_holds_the_first_objectives_and_is_alone_in_that(tmp_p
     assert config.objectives is not None
     assert config.objectives.classes["chat"].ttft is not None
     assert config.objectives.classes["chat"].ttft.percentile == 95.0
-    assert (config.objectives_dir, config.objectives_forced) == (tmp_path / "state" / "objectives", True)
+    assert (config.slo.slo_dir, config.slo.slo_force) == (tmp_path / "state" / "objectives", True)
     with pytest.raises(ConfigError, match=r"leave out --ttft-slo, or write them there"):
         conductor_config(role(slo_file=str(path), ttft_slo="2"), "c")
     with pytest.raises(ConfigError, match=r"those of the model 'small'"):

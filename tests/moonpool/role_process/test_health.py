@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.config.health import HealthSettings
+from settings.node import HealthSettings
 from moonpool.errors import ConfigError
+from settings.keys import InvalidSetting
 from moonpool.role_process.health import health_answers
 from moonpool.supervision.child import READY_PREFIX
 from moonpool.supervision.http_port import claim_port
@@ -61,7 +62,7 @@ def test_the_address_is_read() -> None:
 
 @pytest.mark.parametrize("wrong", ["8081", ":8081", "a:b", "host:99999", "::1:80", "unix:/x"])
 def test_what_is_no_address_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="expected host:port"):
+    with pytest.raises(InvalidSetting, match="expected host:port"):
         HealthSettings(wrong)
 
 

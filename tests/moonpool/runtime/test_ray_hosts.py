@@ -113,7 +113,7 @@ def test_an_address_and_the_runtime_process_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("flags", [{"ray_address": "h:1"}, {"runtime": "ray", "join": "c:1"}, {"join": "c:1"}])
 def test_nodes_outlive_serve_only_in_a_ray_and_a_cluster_that_do(flags: dict[str, str]) -> None:
-    assert config(ray_address="h:1", join="c:1", ray_orphan_grace=60).runtime.ray_orphan_grace == 60
+    assert config(ray_address="h:1", join="c:1", ray_orphan_grace=60).runtime.ray_orphan_grace_s == 60
     with pytest.raises(Exception, match="expected 0, or at least 30 s"):
         config(ray_address="h:1", join="c:1", ray_orphan_grace=5)
     with pytest.raises(Exception, match="--ray-orphan-grace needs --ray-address and --join"):

@@ -324,7 +324,7 @@ def test_interrupted_it_tells_what_it_has() -> None:
     ("flags", "said"),
     [
         (["--listen", "--to", "a"], "exclude each other"),
-        (["--size", "5x"], "'5x' is no size"),
+        (["--size", "5x"], "'5x' is not a size"),
         (["--size", "0"], "--size 0 cannot be"),
         (["--size", "100", "--digests"], "multiples of 256 bytes"),
         (["--slices", "0"], "--slices 0 cannot be"),

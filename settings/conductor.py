@@ -1,0 +1,359 @@
+"""Settings of the conductor: policy, costs, objectives, decision log and shared store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, get_args
+
+from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
+
+__all__ = [
+    "Admission",
+    "AdmissionMode",
+    "CostSettings",
+    "DecisionLogSettings",
+    "Objectives",
+    "PolicyConfig",
+    "RoleSwitching",
+    "SharedStoreSettings",
+    "SloSettings",
+    "Undivided",
+]
+
+# Treatment of requests that are predicted to miss their objectives: serve them, serve and count them, reject them.
+Admission = Literal["off", "shadow", "enforce"]
+# Prediction that admission is based on. none: nothing; load: TTFT at arrival, and decode load again once the prefill
+# has ended; early: both at arrival, with the decode load of that time; predicted-uniform, predicted: with the decode
+# load expected when the prefill ends, for answers of one mean length or of learned lengths.
+AdmissionMode = Literal["none", "load", "early", "predicted-uniform", "predicted"]
+RoleSwitching = Literal["off", "advise", "act"]
+Undivided = Literal["off", "advise", "act"]
+_MAX_OVERRUN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Objectives of one model in seconds; 0 = none, None = the cluster's. Raises InvalidSetting."""
+
+    ttft_s: float | None = None  # time to first token
+    tbt_s: float | None = None  # time between tokens
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tbt_s"):
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise InvalidSetting(f"objective {name} is {value}: expected a finite number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig(SettingsGroup):
+    """Configuration of the pure policy: admission, placement, copies, fairness, roles.
+
+    The ranges of the keys hold for users. Simulations and tests may go beyond them, so this class itself checks only
+    what the policy cannot work with.
+    """
+
+    panel: ClassVar[str] = "Scheduling"
+    ttft_slo_s: Annotated[
+        float,
+        Key(
+            "Objective for the time to first token, seconds; requests predicted to miss it are rejected with 429",
+            low=0,
+            high=86400,
+            unit="s",
+            default_text="off",
+        ),
+    ] = 0.0
+    tbt_slo_s: Annotated[
+        float,
+        Key(
+            "Objective for the time between tokens, seconds; requests predicted to miss it are rejected with 429",
+            low=0,
+            high=3600,
+            unit="s",
+            default_text="off",
+        ),
+    ] = 0.0
+    model_objectives: Mapping[str, Objectives] = field(default_factory=dict)  # by name, of models with their own
+    balancing_threshold: Annotated[
+        float,
+        Key(
+            "Copy KV to a node if the longest cached prefix in the cluster is this many times as long as the node's "
+            "own (Algorithm 1 of the Mooncake paper)",
+            low=1,
+            high=1e6,
+        ),
+    ] = 1.5
+    max_queue_s: Annotated[
+        float,
+        Key(
+            "Longest predicted wait, seconds, with which a request is still admitted",
+            low=0.1,
+            high=86400,
+            unit="s",
+        ),
+    ] = 60.0
+    aging_s: Annotated[
+        float,
+        Key(
+            "Seconds after which a waiting request goes before all newer ones, whatever its class",
+            low=1,
+            high=86400,
+            unit="s",
+        ),
+    ] = 60.0
+    max_tenants: Annotated[
+        int,
+        Key("Tenants of a model with shares and metrics of their own; further tenants share one", low=1, high=4096),
+    ] = 64
+    max_endless: Annotated[
+        int,
+        Key("Endless requests that one tenant may run per model at a time; 0 rejects all of them", low=0, high=1024),
+    ] = 4
+    replication_horizon_s: Annotated[
+        float,
+        Key(
+            "Seconds over which the demand for a prefix is measured and the savings of a copy are predicted",
+            low=1,
+            high=86400,
+            unit="s",
+        ),
+    ] = 60.0
+    replica_idle_s: Annotated[
+        float,
+        Key("Seconds without use after which the copy of a prefix is deleted", low=1, high=86400, unit="s"),
+    ] = 180.0
+    hot_load: float = 0.5  # share of its holders' time that a prefix takes when it is copied ahead of need
+    max_copies: Annotated[
+        int, Key("Copies of hot prefixes between pool nodes that run at a time; 0 makes none", low=0, high=1024)
+    ] = 8
+    max_copies_per_pool: int = 2  # of these, into one pool node
+    orphan_timeout_s: float = 120.0  # a request that no worker holds and no frontend completes is forgotten after this
+    recent_s: float = 30.0  # a completed request is remembered for this long: late reports must not revive it
+    report_timeout_s: Annotated[
+        float,
+        Key(
+            "Seconds without a report after which a node gets no work until it reports again; at least 2, or 0 for "
+            "never",
+            low=0,
+            high=3600,
+            unit="s",
+        ),
+    ] = 5.0
+    return_s: float = 30.0  # requests wait this long for a worker that was lost, or after a start, for one to join
+    settle_s: float = 30.0  # time after a start in which workers of a model that nobody serves may be reconnecting
+    admission: Annotated[
+        Admission,
+        Key("Requests predicted to miss their objectives: off serves them, shadow counts them, enforce rejects them"),
+    ] = "enforce"
+    admission_mode: Annotated[
+        AdmissionMode,
+        Key(
+            "Load that admission predicts with: none; early: at arrival; predicted-uniform and predicted: when the "
+            "prefill ends, with answers of one mean length or of learned lengths",
+            choices=("none", "early", "predicted-uniform", "predicted"),
+        ),
+    ] = "predicted-uniform"
+    attained_share: Annotated[
+        float,
+        Key(
+            "Share of the admitted requests that must meet each objective, by margins learned from earlier "
+            "predictions; 0 keeps no margins",
+            low=0,
+            high=0.99,
+        ),
+    ] = 0.95
+    overrun_probability: Annotated[
+        float,
+        Key(
+            "Probability that an answer needs more pages than are reserved for it, by learned lengths; 0 reserves for "
+            "max_tokens",
+            low=0,
+            high=_MAX_OVERRUN,
+        ),
+    ] = 0.0
+    role_switching: Annotated[
+        RoleSwitching,
+        Key("Switch nodes between prefill and decode as the load changes: off, advise only reports it, act"),
+    ] = "off"
+    undivided: Annotated[
+        Undivided,
+        Key(
+            "Prefill a request on its decode node if that is faster and breaks no objective for the time between "
+            "tokens: off, advise only counts and explains it, act"
+        ),
+    ] = "off"
+    role_hold_s: Annotated[
+        float,
+        Key("Seconds for which another split of roles must have been better", low=1, high=86400, unit="s"),
+    ] = 30.0
+    role_rest_s: Annotated[
+        float, Key("Least seconds between two role switches of a model's nodes", low=1, high=86400, unit="s")
+    ] = 120.0
+    size_grow_hold_s: Annotated[
+        float,
+        Key(
+            "Seconds for which more nodes of a role must have been needed before more are requested",
+            low=0,
+            high=86400,
+            unit="s",
+        ),
+    ] = 15.0
+    size_shrink_hold_s: Annotated[
+        float,
+        Key(
+            "Seconds for which fewer nodes must have been enough before fewer are requested",
+            low=0,
+            high=86400,
+            unit="s",
+        ),
+    ] = 300.0
+    prefill_group_size: Annotated[
+        int,
+        Key("Prefill nodes that may compute one long prompt together; 1 computes each on one node", low=1, high=64),
+    ] = 1
+    prefill_group_min_tokens: Annotated[
+        int, Key("Least uncached prompt tokens for which several prefill nodes compute a prompt together", low=1)
+    ] = 4096
+    explain: int = 0  # best candidates of each phase whose scores a decision has; set from the decision log's settings
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and (not isfinite(value) or value < 0):
+                raise InvalidSetting(f"{each.name} is {value}: expected a finite number of at least 0")
+        for name in ("prefill_group_size", "prefill_group_min_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected at least 1")
+        for name, kind in (
+            ("admission", Admission),
+            ("admission_mode", AdmissionMode),
+            ("role_switching", RoleSwitching),
+            ("undivided", Undivided),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                modes = ", ".join(get_args(kind))
+                raise InvalidSetting(f"{name} is {getattr(self, name)!r}: expected one of {modes}")
+        if self.attained_share >= 1:
+            raise InvalidSetting(f"attained_share is {self.attained_share}: expected less than 1")
+        if self.overrun_probability > _MAX_OVERRUN:
+            raise InvalidSetting(f"overrun_probability is {self.overrun_probability}: expected 0 to {_MAX_OVERRUN:g}")
+        if self.balancing_threshold < 1:
+            raise InvalidSetting(f"balancing_threshold is {self.balancing_threshold}: expected at least 1")
+        for name in ("max_queue_s", "aging_s", "orphan_timeout_s", "replication_horizon_s", "replica_idle_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class CostSettings(SettingsGroup):
+    """Predicted costs of a model's work before its nodes have reported any."""
+
+    panel: ClassVar[str] = "Scheduling"
+    cost_profile: Annotated[
+        tuple[str, ...],
+        Key(
+            "Predicted costs of a model until its nodes report measured ones: [MODEL=]PROFILE, a JSON file written by "
+            "`moonpool profile` or the name of a bundled one; may be given several times",
+            default_text="a rough estimate",
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True)
+class SloSettings(SettingsGroup):
+    """Objectives by class, tenant and model."""
+
+    panel: ClassVar[str] = "Scheduling"
+    slo_file: Annotated[
+        Path | None,
+        Key(
+            "YAML file with the first version of all objectives, in place of --ttft-slo and --tbt-slo",
+            default_text="none",
+        ),
+    ] = None
+    slo_force: Annotated[
+        bool,
+        Key("Store the configured objectives as a new version at each start that finds others in force"),
+    ] = False
+    slo_dir: Annotated[
+        Path | None,
+        Key("Folder for versions of the objectives, without Redis", default_text="objectives in --state-dir"),
+    ] = None
+
+    def check(self) -> None:
+        try:
+            is_there = self.slo_file is None or self.slo_file.is_file()
+        except OSError:  # not a possible file name
+            is_there = False
+        if not is_there:
+            raise InvalidSetting(f"--slo-file is {str(self.slo_file)!r}: there is no such file")
+
+
+@dataclass(frozen=True)
+class SharedStoreSettings(SettingsGroup):
+    """State that conductors share and restore after a restart: Redis, and snapshots of the directory."""
+
+    panel: ClassVar[str] = "Shared store"
+    redis_url: Annotated[
+        str,
+        Key(
+            "Redis for the registry of nodes: redis://, rediss:// or unix://; set the password by variable",
+            default_text="no Redis",
+        ),
+    ] = field(default="", repr=False)
+    redis_password: Annotated[str, Key("Password for Redis, unescaped, if --redis-url has none")] = field(
+        default="", repr=False
+    )
+    cluster_name: Annotated[str, Key("Name of this cluster in Redis and in snapshots")] = "moonpool"
+    state_dir: Annotated[
+        Path | None,
+        Key("Folder for the conductor's snapshot of the directory", default_text="no snapshot"),
+    ] = None
+    shared_refresh_s: float = 2.0  # interval between writes to, and reads from, Redis
+    shared_ttl_s: float = 60.0  # entries of Redis that were not refreshed for this long expire
+    snapshot_s: float = 60.0  # interval between snapshots
+
+    def check(self) -> None:
+        if self.redis_password and not self.redis_url:
+            raise InvalidSetting("a Redis password is given, but no --redis-url: give both, or neither")
+        if not self.cluster_name.strip():
+            raise InvalidSetting("--cluster-name is empty: give a name, the same to all conductors of the cluster")
+        for name in ("shared_refresh_s", "shared_ttl_s", "snapshot_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidSetting(f"{name} is {getattr(self, name)}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class DecisionLogSettings(SettingsGroup):
+    """Log of the conductor's decisions. Records and events each have their own files, rotated and compressed."""
+
+    panel: ClassVar[str] = "Decision log"
+    decision_log: Annotated[
+        Path | None,
+        Key(
+            "Folder for a record of every decision, without text, and for the events that reproduce them",
+            default_text="off",
+        ),
+    ] = None
+    decision_log_size_bytes: Annotated[
+        int,
+        Key(
+            "Size at which a file of the decision log is closed and compressed",
+            low=4096,
+            unit="bytes",
+            parse=parse_size,
+            default_text="64MiB",
+        ),
+    ] = 64 << 20
+    decision_log_files: Annotated[
+        int, Key("Closed files kept of records, and as many of events", low=1, high=100000)
+    ] = 8
+    decision_log_block_tokens: Annotated[
+        int, Key("Tokens covered by one hash id of the decision log; 512 in Mooncake's traces", low=1, high=65536)
+    ] = 512
+    decision_log_candidates: Annotated[
+        int, Key("Best candidates of each phase whose scores a record has", low=1, high=1000)
+    ] = 8
+    decision_log_events: Annotated[bool, Key("Also log all events, which `moonpool replay-decisions` needs")] = True

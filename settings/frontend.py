@@ -1,0 +1,81 @@
+"""Settings of the frontend's HTTP API."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
+
+__all__ = ["HttpSettings"]
+
+
+@dataclass(frozen=True)
+class HttpSettings(SettingsGroup):
+    """The OpenAI API over HTTP."""
+
+    panel: ClassVar[str] = "HTTP"
+    host: Annotated[str, Key("Address to listen at; 0.0.0.0 for every interface")] = "127.0.0.1"
+    port: Annotated[int, Key("Port to listen at; 0 takes a free one", low=0, high=65535)] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Key("Accepted API key; may be given several times", default_text="no key required")
+    ] = ()
+    api_keys_file: Annotated[
+        Path | None,
+        Key("YAML file of hashed API keys, tenants, scopes and quotas; reloaded when it changes"),
+    ] = None
+    http_tls_cert: Annotated[
+        Path | None,
+        Key("PEM file: certificate for HTTPS, reloaded when it changes", default_text="plain HTTP"),
+    ] = None
+    http_tls_key: Annotated[Path | None, Key("PEM file: that certificate's private key, not encrypted")] = None
+    metrics_need_admin: Annotated[bool, Key("Require an admin's API key for /metrics")] = False
+    max_connections: Annotated[
+        int,
+        Key(
+            "Most open connections of clients; at most three quarters of the files that the process may open",
+            low=1,
+            high=10**6,
+        ),
+    ] = 10_000
+    header_timeout_s: Annotated[
+        float, Key("Seconds within which a client must send a request's headers", low=0.1, high=3600, unit="s")
+    ] = 15.0
+    request_timeout_s: Annotated[float, Key("Seconds after which a request fails", low=0.1, high=86400, unit="s")] = (
+        600.0
+    )
+    drain_grace_s: Annotated[
+        float, Key("Seconds for running requests when the frontend is stopped", low=0, high=3600, unit="s")
+    ] = 3.0
+    endless_idle_s: Annotated[
+        float, Key("Seconds without a token after which an endless request fails", low=1, high=86400, unit="s")
+    ] = 120.0
+    hold_off_s: Annotated[
+        float,
+        Key(
+            "Seconds before the only suitable node is tried again after it failed a request; doubles each time",
+            low=0.01,
+            high=15,
+            unit="s",
+        ),
+    ] = 1.0
+    answer_memory_bytes: Annotated[
+        int,
+        Key(
+            "Memory for the token ids of each model's answers, reused when they return in chats; 0 keeps none",
+            low=0,
+            unit="bytes",
+            parse=parse_size,
+            default_text="64MiB",
+        ),
+    ] = 64 << 20
+
+    def check(self) -> None:
+        if not all(self.api_key):
+            raise InvalidSetting("--api-key is empty: give a key, or leave it out to require none")
+        if (self.http_tls_cert is None) != (self.http_tls_key is None):
+            raise InvalidSetting("--http-tls-cert or --http-tls-key is missing: HTTPS needs both")
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the API's URLs."""
+        return "http" if self.http_tls_cert is None else "https"

@@ -1,0 +1,251 @@
+"""Declaration of settings: `Key`, `Setting` and the base class of settings groups. No setting is declared here.
+
+A *settings group* is a frozen dataclass derived from `SettingsGroup`. Users can set its fields that are annotated with
+a `Key`: in the YAML file, by a MOONPOOL_* variable or by a flag. The YAML key is the field's name without its unit
+(`drain_grace_s` is `drain_grace`). Fields without a `Key` are internal. A *composite* is a frozen dataclass whose
+fields are settings groups: the configuration that one command reads. Keys are flat, and unique over all groups.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin
+
+__all__ = [
+    "InvalidSetting",
+    "Item",
+    "Key",
+    "Setting",
+    "SettingsGroup",
+    "assemble",
+    "check",
+    "composite_groups",
+    "composite_settings",
+    "flatten",
+    "group_settings",
+    "parse_size",
+]
+
+C = TypeVar("C")
+
+
+class InvalidSetting(ValueError):
+    """A setting has a wrong type or value, or contradicts another; the message names it and what is expected."""
+
+
+class Item(Protocol):
+    """Element of a list setting whose elements are not plain texts."""
+
+    @classmethod
+    def parse(cls, value: Any, source: str) -> "Item":
+        """Return the item that `value`, a text or a YAML value, describes; errors name `source`."""
+
+    def plain(self) -> Any:
+        """Return the item as plain YAML; `parse` restores it."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Declaration of a user's setting beside its type and default: `port: Annotated[int, Key("...")] = 8000`."""
+
+    help: str  # one line
+    low: float | None = None  # inclusive, as is `high`
+    high: float | None = None
+    choices: tuple[str, ...] = ()  # allowed texts, where the type is not a Literal
+    unit: Literal["", "s", "bytes"] = ""  # suffix of the field's name that the YAML key lacks
+    parse: Callable[[str], Any] | None = None  # text to value, where the type alone is not enough
+    default_text: str | None = None  # shown by --help in place of the default, e.g. when it is decided at start
+    aliases: tuple[str, ...] = ()  # further flags, e.g. "-v"
+    flag: str = ""  # where it is not the key's name
+    panel: str = ""  # heading in --help, where it is not the group's
+    item: type[Item] | None = None  # element type of a list that holds no plain texts; texts of it separate them by ";"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, complete."""
+
+    name: str  # YAML key
+    field: str  # attribute of the settings group: the key's name and its unit
+    kind: type  # int, float, str, bool, Path; tuple for a list
+    optional: bool  # None is a valid value: decided at start
+    default: Any
+    choices: tuple[str, ...]
+    panel: str  # heading under which --help shows it
+    key: Key
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag."""
+        return self.key.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return "MOONPOOL_" + self.name.upper()
+
+    @property
+    def default_text(self) -> str:
+        """The default as --help shows it."""
+        if self.key.default_text is not None:
+            return self.key.default_text
+        if self.default in (None, "", ()):
+            return "none"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default).replace("False", "false")
+
+
+class SettingsGroup:
+    """Base of the settings groups: checks the type and range of every setting. Subclasses set `panel`."""
+
+    __slots__ = ()
+    panel: ClassVar[str] = "Options"
+
+    def __post_init__(self) -> None:
+        for declared in group_settings(type(self)).values():
+            check(declared, getattr(self, declared.field), declared.name)
+        self.check()
+
+    def check(self) -> None:
+        """Raise InvalidSetting if settings of the group contradict each other."""
+
+
+def group_settings(cls: type[SettingsGroup]) -> dict[str, Setting]:
+    """The user's settings of one group by YAML key, in order of declaration."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    settings = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        key = next((extra for extra in get_args(hints[field.name])[1:] if isinstance(extra, Key)), None)
+        if key is None:
+            continue
+        kind, optional, choices = _kind(get_args(hints[field.name])[0])
+        name = field.name.removesuffix(f"_{key.unit}") if key.unit else field.name
+        settings[name] = Setting(
+            name, field.name, kind, optional, field.default, key.choices or choices, key.panel or cls.panel, key
+        )
+    return settings
+
+
+def composite_groups(cls: type) -> dict[str, type[SettingsGroup]]:
+    """The settings groups of a composite by field name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def composite_settings(cls: type) -> dict[str, Setting]:
+    """All settings of a composite by YAML key, in order."""
+    settings: dict[str, Setting] = {}
+    for group in composite_groups(cls).values():
+        settings.update(group_settings(group))
+    return settings
+
+
+def assemble(cls: type[C], /, **values: Any) -> C:
+    """Build a configuration from values by field name; each goes to the settings group that declares the field.
+
+    `cls` is a dataclass with settings groups, or further such classes, among its fields. A group may also be given
+    whole, under its own field's name. Raises TypeError for a name that no class has.
+    """
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kind = hints[field.name]
+        if not _is_nested(kind):
+            if field.name in values:
+                arguments[field.name] = values.pop(field.name)
+        elif isinstance(values.get(field.name), kind):
+            arguments[field.name] = values.pop(field.name)
+        else:
+            own = {name: values.pop(name) for name in _field_names(kind) if name in values}
+            has_default = not (field.default is field.default_factory is dataclasses.MISSING)
+            if own or not has_default:
+                arguments[field.name] = assemble(kind, **own)
+    if values:
+        raise TypeError(f"{cls.__name__} has no field {', '.join(values)}")
+    return cls(**arguments)
+
+
+def _is_nested(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _field_names(cls: type) -> list[str]:
+    """Names of the fields of a nested configuration, those of its groups first."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return [*(inner for name in names if _is_nested(hints[name]) for inner in _field_names(hints[name])), *names]
+
+
+def flatten(composite: Any) -> dict[str, Any]:
+    """The values of a composite by YAML key, as plain YAML."""
+    values: dict[str, Any] = {}
+    for name, group in composite_groups(type(composite)).items():
+        for key, declared in group_settings(group).items():
+            values[key] = _plain(getattr(getattr(composite, name), declared.field))
+    return values
+
+
+def check(declared: Setting, value: Any, source: str) -> None:
+    """Raise InvalidSetting, naming `source`, if `value` has a wrong type or is not among the allowed values."""
+    if value is None and declared.optional:
+        return
+    right_type = isinstance(value, declared.kind) and not (isinstance(value, bool) and declared.kind is not bool)
+    if not right_type:
+        raise InvalidSetting(f"{source} is {value!r}: expected {_KIND_TEXTS.get(declared.kind, 'a list of texts')}")
+    if declared.choices and value not in declared.choices:
+        raise InvalidSetting(f"{source} is {value!r}: expected one of {', '.join(declared.choices)}")
+    below = declared.key.low is not None and value < declared.key.low
+    above = declared.key.high is not None and value > declared.key.high
+    if below or above:
+        raise InvalidSetting(f"{source} is {value!r}: expected {_range_text(declared.key)}")
+
+
+def parse_size(text: str) -> int:
+    """Number of bytes given as "1073741824", "512MiB", "1.5 GiB" or "2GB". Raises ValueError."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units[letter + "IB"] = units[letter] = 1024**power
+        units[letter + "B"] = 1000**power
+    compact = text.strip().replace(" ", "")
+    number = compact.rstrip("BKMGTIbkmgti")
+    unit = compact[len(number) :].upper()
+    try:
+        nbytes = float(number) * units[unit]
+    except (KeyError, ValueError):
+        nbytes = math.nan
+    if not math.isfinite(nbytes):
+        raise ValueError(f"{text!r} is not a size: expected a number of bytes, or one with a unit such as 512MiB")
+    return int(nbytes)
+
+
+_KIND_TEXTS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+
+
+def _kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    """(plain type, True if None is allowed, allowed texts) of a field's annotation."""
+    if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
+        inner = [argument for argument in get_args(hint) if argument is not type(None)]
+        if len(inner) != 1:
+            raise TypeError(f"a setting has one type, or that type and None, not {hint}")
+        kind, _, choices = _kind(inner[0])
+        return kind, True, choices
+    if get_origin(hint) is Literal:
+        return str, False, get_args(hint)
+    return get_origin(hint) or hint, False, ()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [item if isinstance(item, str) else item.plain() for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _range_text(key: Key) -> str:
+    if key.high is None:
+        return f"at least {key.low}"
+    if key.low is None:
+        return f"at most {key.high}"
+    return f"{key.low} to {key.high}"

@@ -1,0 +1,85 @@
+"""Settings of pool nodes: memory, SSD and eviction."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
+
+__all__ = ["PoolSettings"]
+
+_NAMESPACE_NBYTES = 16
+
+
+@dataclass(frozen=True)
+class PoolSettings(SettingsGroup):
+    """Storage of one pool node."""
+
+    panel: ClassVar[str] = "KV pool"
+    pool_bytes: Annotated[
+        int,
+        Key(
+            "Memory of each pool node for KV, e.g. 4GiB; committed as it fills",
+            low=1 << 16,
+            parse=parse_size,
+            default_text="1GiB",
+        ),
+    ] = 1 << 30
+    pool_hugepages: Annotated[
+        Literal["auto", "on", "off"],
+        Key("Huge pages for that memory: auto uses those there are, on nothing else, off none"),
+    ] = "auto"
+    pool_ssd_dir: Annotated[
+        Path | None,
+        Key("Folder on an SSD; each pool node keeps KV in a subfolder named after it, also over restarts"),
+    ] = None
+    pool_ssd_bytes: Annotated[
+        int | None,
+        Key(
+            "Space of each pool node in --pool-ssd-dir, allocated at the first start",
+            low=1 << 20,
+            parse=parse_size,
+            default_text="4 times --pool-bytes",
+        ),
+    ] = None
+    pool_ssd_depth: Annotated[int, Key("Reads and writes in flight on the SSD", low=1, high=256)] = 16
+    pool_policy: Annotated[
+        str, Key("Eviction policy of a full pool", choices=("lru", "lfu", "length-aware", "arc", "moonpool"))
+    ] = "moonpool"
+    pool_quota: Annotated[
+        tuple[str, ...],
+        Key("NAMESPACE=SHARE: largest share of a pool node's memory for one model's KV; may be given several times"),
+    ] = ()
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Space of a pool node on the SSD; 0 without an SSD tier."""
+        if self.pool_ssd_dir is None:
+            return 0
+        return 4 * self.pool_bytes if self.pool_ssd_bytes is None else self.pool_ssd_bytes
+
+    @property
+    def quotas(self) -> dict[bytes, float]:
+        """Largest share of memory by KV namespace."""
+        return dict(_quota(entry) for entry in self.pool_quota)
+
+    def check(self) -> None:
+        for entry in self.pool_quota:
+            _quota(entry)
+        if self.pool_ssd_bytes is not None and self.pool_ssd_dir is None:
+            raise InvalidSetting(
+                "pool_ssd_bytes is set and pool_ssd_dir is not: give the folder with --pool-ssd-dir FOLDER"
+            )
+
+
+def _quota(entry: str) -> tuple[bytes, float]:
+    namespace, _, share = entry.partition("=")
+    with contextlib.suppress(ValueError):
+        known, value = bytes.fromhex(namespace), float(share)
+        if len(known) == _NAMESPACE_NBYTES and 0 < value <= 1:
+            return known, value
+    raise InvalidSetting(
+        f"--pool-quota is {entry!r}: expected NAMESPACE=SHARE, 32 hexadecimal digits as shown by `moonpool pool "
+        "status`, and a number above 0 and at most 1"
+    )
