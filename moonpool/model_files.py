@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from settings.worker import BUNDLED_MODEL
 from moonpool.errors import ConfigError, ModelFolderError
+from settings.worker import BUNDLED_MODEL
 
 if TYPE_CHECKING:
     from worker.policy.cost_profile import CostProfile

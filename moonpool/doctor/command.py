@@ -14,10 +14,10 @@ from rich.text import Text
 
 from moonpool.cluster_view.locate import DEFAULT_URL, locate
 from moonpool.commands.arguments import ReadyPath, Url
-from settings.keys import parse_size
 from moonpool.doctor import gpu, machine, network, peers, rdma, software, storage
 from moonpool.doctor.checks import Check, Finding, Level, Needs, Purpose, examine
 from moonpool.options import reported_errors
+from settings.keys import parse_size
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from settings.worker import BUNDLED_MODEL
 from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
+from settings.worker import BUNDLED_MODEL
 
 LEAST_PYTHON: Final = (3, 11)
 SUMS_NAME: Final = "SHA256SUMS"

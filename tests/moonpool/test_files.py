@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from moonpool.cluster_view.locate import chat_url, locate
-from settings.worker import BUNDLED_MODEL
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
 from moonpool.model_files import check_model_folder
 from moonpool.supervision.child import LogFile
@@ -21,6 +20,7 @@ from moonpool.supervision.ready_file import ReadyFile, ReadyModel, ReadyNode
 from moonpool.supervision.run_dir import RunDirLock, make_run_dir
 from moonpool.supervision.terminal import record_level
 from moonpool.supervision.threads import engine_threads, usable_cores
+from settings.worker import BUNDLED_MODEL
 
 READY = ReadyFile(
     "http://127.0.0.1:1",

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from settings.node import HealthSettings
 from moonpool.errors import ConfigError
-from settings.keys import InvalidSetting
 from moonpool.role_process.health import health_answers
 from moonpool.supervision.child import READY_PREFIX
 from moonpool.supervision.http_port import claim_port
+from settings.keys import InvalidSetting
+from settings.node import HealthSettings
 
 
 def status(port: int, path: str) -> int:
