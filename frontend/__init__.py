@@ -1,15 +1,32 @@
-"""The HTTP front door: OpenAI's API, tokenising, streaming, keys; drives each request through the cluster."""
+"""The frontend (API server): OpenAI's API, tokenising, streaming, API keys and quotas, the console.
 
-from frontend.config import FrontendConfig, ModelConfig
-from frontend.errors import ConfigError, FrontendError, ModelFolderError, PortInUse
+A request's path from HTTP to its tokens, in order:
+
+1. `http/acceptor.py`, `http/connections.py`: accept the connection, parse HTTP within limits.
+2. `api/app.py`: route; `api_keys.py`, `callers.py`: authenticate, check the quota.
+3. `api/body.py`, `api/request_models.py`: read and validate the body.
+4. `prepare.py` (with `prompts.py`, `chat_rendering.py`, `tokenizer.py`, `grammars.py`): make GenerationRequests
+   (`request.py`).
+5. `api/generate.py`: open a session (`service.py`) and run it.
+6. `generation.py`: for each attempt, place it (`attempts.py`, `conductor.py`), submit it and receive its tokens
+   (`worker_streams.py`).
+7. `output.py`: tokens to text, stop strings, log-probabilities.
+8. `api/formats.py`, `api/stream.py`: encode the response, whole or as server-sent events.
+9. `request_reports.py`: metrics, log and trace at the end.
+
+`server.py` starts and stops all of it; `cluster.py` watches the cluster's state; `console/` is the operators' page.
+"""
+
+from frontend.config import FrontendConfig, ServedModelConfig
+from frontend.errors import FrontendConfigError, FrontendError, HttpPortInUse, ModelFilesError
 from frontend.server import serve_frontend
 
 __all__ = [
-    "ConfigError",
     "FrontendConfig",
+    "FrontendConfigError",
     "FrontendError",
-    "ModelConfig",
-    "ModelFolderError",
-    "PortInUse",
+    "HttpPortInUse",
+    "ModelFilesError",
+    "ServedModelConfig",
     "serve_frontend",
 ]

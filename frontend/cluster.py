@@ -1,29 +1,74 @@
-"""The cluster as last seen: readiness, fit, limits, hanging nodes, samples. Looked at once per interval."""
+"""The cluster's state as polled from the conductor: readiness, configuration mismatches, limits, samples."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Final
 
 from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
-from frontend.fit import is_served, misfit
-from frontend.roles import ROLE_NAMES
-from moonpool_proto.v1 import conductor_pb2
+from moonpool_proto.v1 import common_pb2, conductor_pb2
 from rpc.control import ControlError
 from rpc.versions import own_software, why_not_together
 from telemetry import ConductorSample, NodeSample
 
 _log = logging.getLogger(__name__)
-_LOOK_S: Final = 2.0
+
+
+ROLE_NAMES: Final[Mapping[common_pb2.Role.ValueType, str]] = {
+    common_pb2.ROLE_PREFILL: "prefill",
+    common_pb2.ROLE_DECODE: "decode",
+    common_pb2.ROLE_AGGREGATED: "aggregated",
+    common_pb2.ROLE_POOL: "pool",
+}
+
+
+def is_served(nodes: Iterable[conductor_pb2.Node], model: str) -> bool:
+    """Return True if a worker of the model is among the nodes."""
+    return any(node.model == model for node in nodes)
+
+
+def configuration_mismatch(
+    nodes: Iterable[conductor_pb2.Node],
+    model: str,
+    block_tokens: int,
+    *,
+    was_served: bool,
+    frontend_models: Collection[str] = (),
+) -> str | None:
+    """Return an error text if the workers of `model` do not match this frontend's configuration, else None.
+
+    Chain keys, and so every request, depend on the model and on the block size. A model that was served before
+    (`was_served`) has only lost its workers for the moment, which is not a mismatch. Workers of the frontend's other
+    models (`frontend_models`) are no evidence either: this model's workers may still be starting.
+    """
+    nodes = list(nodes)
+    mine = [node for node in nodes if node.model == model]
+    unknown = {node.model for node in nodes if node.model} - {model, *frontend_models}  # pool nodes have no model
+    if unknown and not mine and not was_served:
+        others = ", ".join(repr(name) for name in sorted(unknown))
+        return (
+            f"misconfigured: this frontend serves model {model!r}, but the cluster's workers serve {others}; "
+            "start both with the same model folder or --served-model-name"
+        )
+    for node in mine:
+        if node.spec.block_tokens != block_tokens:
+            return (
+                f"misconfigured: this frontend has block_tokens {block_tokens}, but node {node.node_id!r} and the "
+                f"other workers of model {model!r} have {node.spec.block_tokens}; start both with one --block-tokens"
+            )
+    return None
+
+
+_POLL_S: Final = 2.0
 
 
 class ClusterWatch:
-    """Keeps the conductor's last Cluster reply; what it says is at most one interval and one call old.
+    """Poller of the cluster's state; the last reply is at most one interval and one call old.
 
-    `on_suspect(node_id, incarnation)` is called, at every look, for each node that the conductor knows and that has
-    stopped reporting to it. A node that the conductor does not know may be well: the conductor may have restarted.
+    At every poll, `on_suspect(node_id, incarnation)` is called for each node that has stopped reporting to the
+    conductor. A node that the conductor does not list may be healthy: the conductor may have restarted.
     """
 
     def __init__(
@@ -40,121 +85,124 @@ class ClusterWatch:
         self._models = tuple(models)
         self._block_tokens = block_tokens
         self._on_suspect = on_suspect
-        self._was_served: set[str] = set()  # models of which a worker was seen
-        self._misfits: dict[str, str] = {}  # by model
+        self._was_served: set[str] = set()  # models that had a worker at some poll
+        self._mismatches: dict[str, str] = {}  # error text by model
         self._reply = conductor_pb2.ClusterReply()
-        self._problem: str | None = "the conductor was not asked yet"
-        self._seen_s: float | None = None  # the monotonic clock
+        self._problem: str | None = "the conductor has not been asked yet"
+        self._seen_s: float | None = None  # time of the last reply, monotonic clock
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look once, whatever comes of it, then keep looking."""
-        await self._look()
-        self._task = asyncio.create_task(self._keep_looking(), name="cluster watch")
+        """Poll once, successfully or not, then start polling in the background."""
+        await self._poll()
+        self._task = asyncio.create_task(self._keep_polling(), name="cluster watch")
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def reply(self) -> conductor_pb2.ClusterReply:
-        """The last one. Read it only."""
+        """The conductor's last reply; read-only."""
         return self._reply
 
     @property
     def problem(self) -> str | None:
-        """Why it is an old one; None: it is as new as can be."""
+        """Reason why the last poll failed; None if it succeeded."""
         return self._problem
 
     @property
     def age_s(self) -> float | None:
-        """Of the last reply; None: there was none yet."""
+        """Age of the last reply in seconds; None if there was none yet."""
         return None if self._seen_s is None else monotonic() - self._seen_s
 
     def not_ready(self) -> str | None:
-        """Why the cluster cannot serve; None when it can."""
+        """Return the reason why the cluster cannot serve; None if it can."""
         if self._problem is not None:
             return self._problem
-        if self._misfits:
-            return "; ".join(self._misfits.values())
+        if self._mismatches:
+            return "; ".join(self._mismatches.values())
         waiting = [repr(model) for model in self._models if model not in self._reply.ready_models]
         if not waiting:
             return None
-        return f"the cluster has no place that can serve a request of {' or '.join(waiting)} yet"
+        return f"the cluster has no nodes yet that can serve a request for {' or '.join(waiting)}"
 
-    async def check_fit(self, model: str) -> None:
-        """Raises ServiceUnavailable while the blocks of the model's workers, or its name, are not this front door's."""
+    async def check_compatible(self, model: str) -> None:
+        """Raise ServiceUnavailable if the model's name or block size does not match that of the workers."""
         if model not in self._was_served and self._problem is None:
-            await self._look()  # its first worker may have joined since the last look
-        if model in self._misfits:
-            raise ServiceUnavailable(self._misfits[model], code="misconfigured")
+            await self._poll()  # its first worker may have joined since the last poll
+        if model in self._mismatches:
+            raise ServiceUnavailable(self._mismatches[model], code="misconfigured")
 
     def incarnation(self, node_id: str) -> int:
-        """The node's incarnation; 0 when it is not in the cluster."""
+        """Return the node's incarnation; 0 if it is not in the cluster."""
         return next((s.node.incarnation for s in self._reply.nodes if s.node.node_id == node_id), 0)
 
     def max_model_len(self, model: str, own_limit: int) -> int:
-        """Longest sequence every worker of the model takes; `own_limit` (0 = none) bounds it, and stands in for it
-        while no worker is known."""
+        """Return the longest sequence, in tokens, that every worker of the model accepts, at most `own_limit` (0:
+        none).
+
+        While no worker is known, it is `own_limit`.
+        """
         limits = [node.max_model_len for node in self._workers(model) if node.max_model_len]
         return min([*limits, own_limit] if own_limit else limits, default=0)
 
     def fingerprint(self, model: str) -> str:
-        """Hex, over the weights that the model's workers compute with; "" while no worker is known."""
+        """Return the hexadecimal fingerprint of the weights that the model's workers use; "" while none is known."""
         return next((node.model_fingerprint for node in self._workers(model) if node.model_fingerprint), "")
 
     def engines(self, model: str) -> list[str]:
-        """What stands in for the model on workers that do not compute it, each once."""
+        """Return the names of the stand-in engines of workers that do not compute the model, sorted."""
         return sorted({node.engine for node in self._workers(model) if node.engine})
 
     def samples(self) -> Sequence[NodeSample]:
-        """The nodes' last reports, for export."""
+        """Return the nodes' last reports for the metrics."""
         return [_sample(status) for status in self._reply.nodes]
 
     def conductor_samples(self) -> Sequence[ConductorSample]:
-        """The conductor's own numbers, for export."""
+        """Return the conductor's own samples for the metrics."""
         return [ConductorSample(each.name, each.value, dict(each.labels)) for each in self._reply.samples]
 
-    async def _keep_looking(self) -> None:
+    async def _keep_polling(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            await self._look()
+            await self._poll()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
-            self._reply = await self._conductor.cluster(deadline_s=_LOOK_S)
+            self._reply = await self._conductor.cluster(deadline_s=_POLL_S)
         except ControlError as error:
             if self._problem is None:
                 _log.warning("cluster state unknown: %s", error)
             self._problem = f"the conductor does not answer: {error}"
             return
         self._problem, self._seen_s = None, monotonic()
-        self._judge_fit()
+        self._check_mismatches()
         for status in self._reply.nodes:
             if status.suspect:
                 self._on_suspect(status.node.node_id, status.node.incarnation)
 
-    def _judge_fit(self) -> None:
+    def _check_mismatches(self) -> None:
         nodes = [status.node for status in self._reply.nodes]
-        apart = why_not_together(own_software(), "this front door", self._reply.software, "the conductor")
+        apart = why_not_together(own_software(), "this frontend", self._reply.software, "the conductor")
         for model in self._models:
             if is_served(nodes, model):
                 self._was_served.add(model)
-            found = apart or misfit(
+            found = apart or configuration_mismatch(
                 nodes,
                 model,
                 self._block_tokens,
                 was_served=model in self._was_served,
-                front_door=self._models,
+                frontend_models=self._models,
             )
-            if found and found != self._misfits.get(model):
+            if found and found != self._mismatches.get(model):
                 _log.error("%s", found)
             if found:
-                self._misfits[model] = found
+                self._mismatches[model] = found
             else:
-                self._misfits.pop(model, None)
+                self._mismatches.pop(model, None)
 
     def _workers(self, model: str) -> list[conductor_pb2.Node]:
         return [status.node for status in self._reply.nodes if status.node.model == model]

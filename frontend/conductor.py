@@ -1,216 +1,438 @@
-"""The front door's view of the conductors: calls with deadlines, repeated elsewhere or later while one is away.
+"""Calls to the conductors: one multiplexed stream to each, and the client that chooses among them.
 
-Any conductor places any request. A front door asks one of them, which its name chooses, as long as it answers.
+All of it runs on one event loop, so there are no locks. A call is in `ConductorStream._queue` until it is written, then
+in `_sent` until its answer arrives or its caller gives up; when the stream breaks, calls in `_sent` fail, and calls in
+`_queue` fail only if they do not wait for a conductor that is unreachable.
 """
 
 import asyncio
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import grpc
+import grpc.aio
+
 from frontend.errors import GenerationFailed, RequestDeadline
-from frontend.line import Line
-from moonpool_proto.v1 import conductor_pb2
-from rpc.control import ControlDeadlineExceeded, ControlError, Refused, Unavailable, call
+from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
+from rpc.control import (
+    ControlDeadlineExceeded,
+    ControlError,
+    Refused,
+    Unavailable,
+    call,
+    end_if_cancelled,
+    open_channel,
+)
+from rpc.control import control_error as as_control_error
+from rpc.versions import own_software
 from telemetry import logs
 
 if TYPE_CHECKING:
     from moonpool_proto.v1.conductor_pb2_grpc import ConductorAsyncStub
 
 _log = logging.getLogger(__name__)
-_CALL_S: Final = 5.0  # one try of one call
-_ONE_OF_SEVERAL_S: Final = 2.0  # the same, where somebody else can be asked instead
+
+
+_WHAT: Final = "Conductor.Schedule"
+_CALLS_PER_MESSAGE: Final = 64
+_MESSAGE_NBYTES: Final = 1 << 20  # a message of this size takes no further call
+_ANSWERS_PER_ITERATION: Final = 16  # callers that are woken in one iteration of the event loop
+_FIRST_RECONNECT_PAUSE_S: Final = 0.05
+_LONGEST_RECONNECT_PAUSE_S: Final = 0.5
+
+ScheduleStreamCall = grpc.aio.StreamStreamCall[conductor_pb2.FrontendCalls, conductor_pb2.ConductorAnswers]
+
+
+@dataclass(eq=False)
+class _Call:
+    request: conductor_pb2.ScheduleRequest | conductor_pb2.CompleteRequest
+    waits: bool  # stays queued while the conductor is unreachable, until its caller gives up
+    answer: "asyncio.Future[conductor_pb2.ConductorAnswer]"
+    number: int = 0  # set when it is sent
+
+
+class ConductorStream:
+    """gRPC channel and multiplexed call stream to the conductor at `target`. Always call `close`.
+
+    Concurrent calls share a message, and so do their answers. The stream is opened for the first call, and again for
+    the next call after it broke.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.failed_s: float | None = None  # time of the last failed call; None after an answer
+        self._channel = open_channel(target)
+        self.stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self._channel)
+        self._queue: deque[_Call] = deque()  # not sent yet
+        self._has_calls = asyncio.Event()
+        self._sent: dict[int, _Call] = {}
+        self._number = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def schedule(
+        self, request: conductor_pb2.ScheduleRequest, *, waits: bool, deadline_s: float | None
+    ) -> conductor_pb2.ScheduleReply:
+        """Ask for a placement within `deadline_s` seconds. With `waits` the call stays queued while the stream is down.
+
+        Raises Unavailable, ControlDeadlineExceeded, Refused.
+        """
+        return (await self._ask(request, waits=waits, deadline_s=deadline_s)).schedule
+
+    async def complete(self, request: conductor_pb2.CompleteRequest, *, deadline_s: float | None) -> None:
+        """Report the outcome of a request; waits for an unreachable conductor. Raises the errors of `schedule`."""
+        await self._ask(request, waits=True, deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        """Close the stream and the channel; running calls fail."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        failure = self._unavailable("closed by the frontend")
+        self._fail([*self._sent.values(), *self._queue], failure)
+        self._sent.clear()
+        self._queue.clear()
+        await self._channel.close()
+
+    async def _ask(
+        self,
+        request: conductor_pb2.ScheduleRequest | conductor_pb2.CompleteRequest,
+        *,
+        waits: bool,
+        deadline_s: float | None,
+    ) -> conductor_pb2.ConductorAnswer:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"calls to {self.target}")
+        pending = _Call(request, waits, asyncio.get_running_loop().create_future())
+        self._queue.append(pending)
+        self._has_calls.set()
+        try:
+            answer = await call(pending.answer, what=_WHAT, target=self.target, deadline_s=deadline_s)
+        finally:
+            self._sent.pop(pending.number, None)
+        if answer.WhichOneof("answer") == "refused":
+            raise Refused(answer.refused, what=_WHAT, target=self.target, code="INVALID_ARGUMENT")
+        return answer
+
+    async def _run(self) -> None:
+        pause_s = 0.0
+        while True:
+            await self._has_calls.wait()
+            stream = self.stub.Schedule()
+            was_open = asyncio.Event()
+            try:
+                failure = await self._exchange(stream, was_open)
+            except Exception as error:
+                _log.exception("the calls to %s broke", self.target)
+                failure = self._unavailable(repr(error))
+            end_if_cancelled()
+            self._fail(self._sent.values(), failure)  # the conductor may or may not have carried them out
+            self._sent.clear()
+            if not was_open.is_set():
+                self._fail([each for each in self._queue if not each.waits], failure)
+            self._queue = deque(each for each in self._queue if not each.answer.done())
+            self._has_calls.set() if self._queue else self._has_calls.clear()
+            pause_s = (
+                0.0 if was_open.is_set() else min(2 * pause_s or _FIRST_RECONNECT_PAUSE_S, _LONGEST_RECONNECT_PAUSE_S)
+            )
+            if pause_s and self._queue:
+                await self._pause(pause_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep for `seconds`, or until the next call arrives."""
+        self._has_calls.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._has_calls.wait()
+        except TimeoutError:
+            self._has_calls.set()
+
+    async def _exchange(self, stream: ScheduleStreamCall, was_open: asyncio.Event) -> ControlError:
+        """Send calls and receive answers until the stream ends; return the reason it ended."""
+        writer: asyncio.Task[None] | None = None
+        try:
+            async for message in stream:
+                if writer is None:
+                    was_open.set()
+                    writer = asyncio.create_task(self._write(stream), name=f"writer of calls to {self.target}")
+                for number, answer in enumerate(message.answers, 1):
+                    if number % _ANSWERS_PER_ITERATION == 0:
+                        await asyncio.sleep(0)
+                    pending = self._sent.pop(answer.number, None)
+                    if pending is not None and not pending.answer.done():
+                        pending.answer.set_result(answer)
+            return self._unavailable("the conductor ended the stream")
+        except grpc.aio.AioRpcError as error:
+            reason = as_control_error(error, what=_WHAT, target=self.target)
+            return reason if isinstance(reason, Unavailable) else self._unavailable(reason.reason)
+        finally:
+            stream.cancel()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, stream: ScheduleStreamCall) -> None:
+        is_first = True
+        while True:
+            await self._has_calls.wait()
+            self._has_calls.clear()
+            while self._queue:
+                message = self._next_message()
+                if not message.calls:
+                    continue
+                if is_first:
+                    is_first = False
+                    message.software.CopyFrom(own_software())
+                try:
+                    await stream.write(message)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the reader sees the same end and reports it
+
+    def _next_message(self) -> conductor_pb2.FrontendCalls:
+        """Return a message with the queued calls that fit; skip calls whose callers gave up."""
+        message, nbytes = conductor_pb2.FrontendCalls(), 0
+        while self._queue and len(message.calls) < _CALLS_PER_MESSAGE and nbytes < _MESSAGE_NBYTES:
+            pending = self._queue.popleft()
+            if pending.answer.done():
+                continue
+            self._number = pending.number = self._number + 1
+            self._sent[pending.number] = pending
+            request = pending.request
+            if isinstance(request, conductor_pb2.ScheduleRequest):
+                nbytes += len(request.chain)
+                message.calls.add(number=self._number, schedule=request)
+            else:
+                message.calls.add(number=self._number, complete=request)
+        return message
+
+    @staticmethod
+    def _fail(calls: Iterable[_Call], failure: ControlError) -> None:
+        for each in calls:
+            if not each.answer.done():
+                each.answer.set_exception(failure)
+
+    def _unavailable(self, reason: str) -> Unavailable:
+        return Unavailable(reason, what=_WHAT, target=self.target, code="UNAVAILABLE")
+
+
+_CALL_S: Final = 5.0  # timeout of one call if there is one conductor
+_ONE_OF_SEVERAL_S: Final = 2.0  # the same if another conductor can be asked instead
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_COMPLETE_S: Final = 15.0  # a restarted conductor takes seconds; its ledger outlives a lost Complete anyway
-_RETRY_S: Final = 0.5  # that the next attempt waits for a conductor to know the end of the last one
-_MOST_TENANTS: Final = 1000  # told with each look at the cluster
-_STAY_AWAY_S: Final = 5.0  # from a conductor that failed, before it is asked again by choice
-_ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})  # a conductor cut off from the nodes says so, too
+_COMPLETE_S: Final = 15.0  # a conductor takes seconds to restart; a lost Complete does no lasting harm
+_RETRY_S: Final = 0.5  # the next attempt waits this long for the last attempt's end to be delivered
+_MAX_TENANTS: Final = 1000  # sent with each Cluster call
+_AVOID_S: Final = 5.0  # a conductor that failed is not preferred for this long
+# A conductor that is cut off from the nodes rejects with these reasons, too: another one is asked.
+_ELSEWHERE_REASONS: Final = frozenset({"no_nodes", "unknown_model"})
 
 T = TypeVar("T")
 
 
 class ConductorClient:
-    """One line to each conductor."""
+    """Client of all conductors: one stream to each, with deadlines, retries and failover.
+
+    Any conductor can place any request. The frontend's name determines the conductor that it prefers; it uses that one
+    as long as it answers.
+    """
 
     def __init__(self, targets: Sequence[str], *, asked_by: str, tenants: Sequence[str] = ()) -> None:
-        """Front doors of different names `asked_by` prefer different conductors, and tell the `tenants` they know."""
+        """`asked_by` is the frontend's name: different frontends prefer different conductors.
+
+        `tenants` are reported with each Cluster call.
+        """
         first = zlib.crc32(asked_by.encode()) % len(targets)
         ordered = [*targets[first:], *targets[:first]]
-        self._lines = [Line(target) for target in ordered]  # the preferred one first
+        self._streams = [ConductorStream(target) for target in ordered]  # the preferred one first
         self._asked_by = asked_by
-        self.know_tenants(tenants)
-        self._telling: set[asyncio.Task[None]] = set()
+        self.set_tenants(tenants)
+        self._background: set[asyncio.Task[None]] = set()
 
-    def know_tenants(self, tenants: Sequence[str]) -> None:
-        """Those to tell from now on, with each look at the cluster."""
-        known = list(tenants) if len(tenants) <= _MOST_TENANTS else []
+    def set_tenants(self, tenants: Sequence[str]) -> None:
+        """Replace the tenants that are reported with each Cluster call."""
+        known = list(tenants) if len(tenants) <= _MAX_TENANTS else []
         self._cluster = conductor_pb2.ClusterRequest(frontend_id=self._asked_by if known else "", tenants=known)
 
     @property
     def target(self) -> str:
-        """Of the conductor that is asked now."""
-        return self._by_choice()[0].target
+        """Target of the conductor that the next call goes to."""
+        return self._by_preference()[0].target
 
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, *, deadline_s: float
-    ) -> tuple[conductor_pb2.Placement | conductor_pb2.Rejection, Line]:
-        """Ask for a place until a conductor answers: its answer, and who to tell what became of the request.
+    ) -> tuple[conductor_pb2.Placement | conductor_pb2.Rejection, ConductorStream]:
+        """Ask for a placement until a conductor answers.
 
-        Raises RequestDeadline at `deadline_s` (the monotonic clock).
+        Returns the answer and the stream to the conductor that must receive the request's outcome. Raises
+        GenerationFailed if the conductor refuses the call and RequestDeadline at `deadline_s` (monotonic clock).
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            refusal: tuple[conductor_pb2.Rejection, Line] | None = None
-            trouble: ControlError | None = None
-            for line in self._by_choice():
+            refusal: tuple[conductor_pb2.Rejection, ConductorStream] | None = None
+            failure: ControlError | None = None
+            for stream in self._by_preference():
                 left_s = deadline_s - monotonic()
                 if left_s <= 0:
                     break
                 try:
-                    limit_s = min(left_s, self._patience_s)
-                    reply = await _answer(
-                        line,
-                        line.schedule(request, waits=self._is_only, deadline_s=limit_s),
-                        is_patient=limit_s >= self._patience_s,
+                    limit_s = min(left_s, self._timeout_s)
+                    reply = await _tracked(
+                        stream,
+                        stream.schedule(request, waits=self._is_single, deadline_s=limit_s),
+                        is_patient=limit_s >= self._timeout_s,
                     )
                 except Refused as error:
                     raise GenerationFailed(
                         f"the conductor refused the request: {error}", code="schedule_refused"
                     ) from error
                 except (Unavailable, ControlDeadlineExceeded) as error:
-                    _log.warning("conductor away, trying again: %s", error)
-                    trouble = error
-                    if isinstance(error, ControlDeadlineExceeded) and not self._is_only:
-                        # It may have placed the attempt, which goes elsewhere now.
-                        self._tell(_void(request), [line])
+                    _log.warning("conductor unreachable, trying again: %s", error)
+                    failure = error
+                    if isinstance(error, ControlDeadlineExceeded) and not self._is_single:
+                        # It may have placed the attempt, which another conductor places now.
+                        self._complete_in_background(_retry_outcome(request), [stream])
                     continue
                 if reply.WhichOneof("result") != "rejection":
-                    return reply.placement, line
+                    return reply.placement, stream
                 if reply.rejection.reason not in _ELSEWHERE_REASONS:
-                    return reply.rejection, line
-                refusal = refusal or (reply.rejection, line)
+                    return reply.rejection, stream
+                refusal = refusal or (reply.rejection, stream)
             if refusal is not None:
                 return refusal
             if monotonic() + pause_s >= deadline_s:
-                text = trouble or "it came before any conductor could be asked"
-                raise RequestDeadline(f"no placement before the request's deadline: {text}") from trouble
+                text = failure or "no conductor could be asked in time"
+                raise RequestDeadline(f"no placement before the request's deadline: {text}") from failure
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def complete(self, request: conductor_pb2.CompleteRequest, line: Line | None) -> None:
-        """The last word on a request or an attempt, to the conductor that placed it; None: to all, for any may have.
+    async def complete(self, request: conductor_pb2.CompleteRequest, stream: ConductorStream | None) -> None:
+        """Report the outcome of a request or attempt to the conductor that placed it.
 
-        Given up with a warning when one stays away: what it held is gone with it, and the others go by what workers
-        hold. Where somebody else can place the next attempt, that does not wait long for the last one's end to be told.
+        Without a stream the outcome is sent to all conductors, because any may have placed the attempt. If a conductor
+        stays unreachable, the report is dropped with a warning: its own state is lost with it, and the others follow
+        the workers' reports. If another conductor can place the next attempt, that one waits only briefly for this
+        report.
         """
-        lines = self._lines if line is None else [line]
-        if request.outcome == "retry" and not self._is_only:
-            await asyncio.wait(self._tell(request, lines), timeout=_RETRY_S)
+        streams = self._streams if stream is None else [stream]
+        if request.outcome == "retry" and not self._is_single:
+            await asyncio.wait(self._complete_in_background(request, streams), timeout=_RETRY_S)
         else:
-            await asyncio.gather(*(_complete(request, each) for each in lines))
+            await asyncio.gather(*(_complete(request, each) for each in streams))
 
     async def cluster(self, *, deadline_s: float) -> conductor_pb2.ClusterReply:
-        """The cluster's state as the first conductor that answers sees it; `deadline_s` is a duration of each try.
+        """Return the cluster's state as seen by the first conductor that answers; `deadline_s` is a duration per call.
 
         Raises ControlError.
         """
-        trouble: ControlError | None = None
-        for line in self._by_choice():
+        failure: ControlError | None = None
+        for stream in self._by_preference():
             try:
-                asked = line.stub.Cluster(self._cluster)
-                return await _answer(
-                    line, call(asked, what="Conductor.Cluster", target=line.target, deadline_s=deadline_s)
+                pending = stream.stub.Cluster(self._cluster)
+                return await _tracked(
+                    stream, call(pending, what="Conductor.Cluster", target=stream.target, deadline_s=deadline_s)
                 )
             except (Unavailable, ControlDeadlineExceeded) as error:
-                trouble = trouble or error
-        assert trouble is not None  # there is one line at least
-        raise trouble
+                failure = failure or error
+        assert failure is not None  # there is one line at least
+        raise failure
 
     @property
     def targets(self) -> list[str]:
-        """Of all conductors, the preferred one first."""
-        return [line.target for line in self._lines]
+        """Targets of all conductors, the preferred one first."""
+        return [stream.target for stream in self._streams]
 
     async def ask(
         self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]", *, target: str, deadline_s: float
     ) -> T:
-        """What this one conductor answers. Raises ControlError, which says nothing about who is asked for places."""
-        line = next(line for line in self._lines if line.target == target)
-        return await call(make(line.stub), what=f"Conductor.{what}", target=target, deadline_s=deadline_s)
+        """Call the conductor at `target` and return its answer.
+
+        Raises ControlError. A failure does not change which conductor is preferred for placements.
+        """
+        stream = next(stream for stream in self._streams if stream.target == target)
+        return await call(make(stream.stub), what=f"Conductor.{what}", target=target, deadline_s=deadline_s)
 
     async def act(self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]", *, deadline_s: float) -> T:
-        """What the first conductor that can be reached answers: a call that changes something, made once. One that does
-        not answer in time may have done it, and no other is asked. Raises ControlError."""
-        trouble: ControlError | None = None
-        for line in self._by_choice():
+        """Send a call that changes state to the first conductor that can be reached, and return its answer.
+
+        A conductor that does not answer in time may have carried it out, so no other one is asked. Raises ControlError.
+        """
+        failure: ControlError | None = None
+        for stream in self._by_preference():
             try:
-                return await self.ask(what, make, target=line.target, deadline_s=deadline_s)
+                return await self.ask(what, make, target=stream.target, deadline_s=deadline_s)
             except Unavailable as error:
-                trouble = trouble or error
-        assert trouble is not None  # there is one line at least
-        raise trouble
+                failure = failure or error
+        assert failure is not None  # there is one line at least
+        raise failure
 
     async def close(self) -> None:
-        """Close the lines; running calls fail."""
-        for telling in self._telling:
-            telling.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
-        for line in self._lines:
-            await line.close()
+        """Close all streams; running calls fail."""
+        for tasks in self._background:
+            tasks.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for stream in self._streams:
+            await stream.close()
 
     @property
-    def _is_only(self) -> bool:
-        return len(self._lines) == 1
+    def _is_single(self) -> bool:
+        return len(self._streams) == 1
 
     @property
-    def _patience_s(self) -> float:
-        return _CALL_S if self._is_only else _ONE_OF_SEVERAL_S
+    def _timeout_s(self) -> float:
+        return _CALL_S if self._is_single else _ONE_OF_SEVERAL_S
 
-    def _by_choice(self) -> list[Line]:
-        """Those that answer, the preferred one first; then those that failed of late, the one longest ago first."""
+    def _by_preference(self) -> list[ConductorStream]:
+        """Streams to conductors that answer, the preferred one first, then to those that failed lately, oldest
+        first.
+        """
         now_s = monotonic()
 
-        def rank(line: Line) -> tuple[float, int]:
-            failed_s = line.failed_s
-            away = failed_s is not None and now_s < failed_s + _STAY_AWAY_S
-            return (failed_s or 0.0) if away else -1.0, self._lines.index(line)
+        def rank(stream: ConductorStream) -> tuple[float, int]:
+            failed_s = stream.failed_s
+            away = failed_s is not None and now_s < failed_s + _AVOID_S
+            return (failed_s or 0.0) if away else -1.0, self._streams.index(stream)
 
-        return sorted(self._lines, key=rank)
+        return sorted(self._streams, key=rank)
 
-    def _tell(self, request: conductor_pb2.CompleteRequest, lines: Sequence[Line]) -> list[asyncio.Task[None]]:
-        """Complete, in the background."""
-        telling = [asyncio.create_task(_complete(request, line)) for line in lines]
-        for each in telling:
-            self._telling.add(each)
-            each.add_done_callback(self._telling.discard)
-        return telling
+    def _complete_in_background(
+        self, request: conductor_pb2.CompleteRequest, streams: Sequence[ConductorStream]
+    ) -> list[asyncio.Task[None]]:
+        """Send the outcome in background tasks."""
+        tasks = [asyncio.create_task(_complete(request, stream)) for stream in streams]
+        for each in tasks:
+            self._background.add(each)
+            each.add_done_callback(self._background.discard)
+        return tasks
 
 
-def _void(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteRequest:
+def _retry_outcome(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteRequest:
     return conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
 
 
-async def _complete(request: conductor_pb2.CompleteRequest, line: Line) -> None:
+async def _complete(request: conductor_pb2.CompleteRequest, stream: ConductorStream) -> None:
     logs.attempt(request.request_id, request.attempt)
     try:
-        await line.complete(request, deadline_s=_COMPLETE_S)
+        await stream.complete(request, deadline_s=_COMPLETE_S)
     except ControlError as error:
         _log.warning("outcome %s not delivered: %s", request.outcome, error)
 
 
-async def _answer(line: Line, asking: Awaitable[T], *, is_patient: bool = True) -> T:
-    """`is_patient`: a conductor that does not answer in time has failed; else its asker had no time."""
-    if line.failed_s is not None:
-        line.failed_s = monotonic()  # one asker finds out whether it is back: others do not wait for it, too
+async def _tracked(stream: ConductorStream, asking: Awaitable[T], *, is_patient: bool = True) -> T:
+    """Await a call and record whether the conductor answered.
+
+    `is_patient`: a timeout means that the conductor failed; otherwise the caller's own deadline was too short.
+    """
+    if stream.failed_s is not None:
+        stream.failed_s = monotonic()  # one caller probes whether it is back; the others do not wait for it
     try:
         reply = await asking
     except (Unavailable, ControlDeadlineExceeded) as error:
         if is_patient or isinstance(error, Unavailable):
-            line.failed_s = monotonic()
+            stream.failed_s = monotonic()
         raise
-    line.failed_s = None
+    stream.failed_s = None
     return reply

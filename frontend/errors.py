@@ -1,18 +1,18 @@
-"""Every error this package raises; nothing else lives here.
+"""All errors of this package.
 
 FrontendError
-├── ConfigError             a value of FrontendConfig that cannot be right
-├── KeysFileError           the file of API keys cannot be read, or says what cannot be
-├── ModelFolderError        the model folder lacks a usable tokenizer, configuration or chat template
-├── PortInUse               somebody already listens at the HTTP address (also messenger's AddressInUse)
+├── FrontendConfigError     invalid value of FrontendConfig
+├── KeysFileError           the file of API keys cannot be read or is invalid
+├── ModelFilesError         the model folder lacks a usable tokenizer, configuration or chat template
+├── HttpPortInUse           the HTTP address is in use (also rpc's AddressInUse)
 ├── WorkerLost              a worker's token stream could not be opened, or ended
 ├── ClientGone              the HTTP client closed its connection
-└── ApiError                told to the client in OpenAI's shape
+└── ApiError                sent to the client as OpenAI's error object
     ├── InvalidRequest      400
     │   └── ContextLengthExceeded
     ├── Unauthorized        401
     ├── Forbidden           403
-    ├── ModelNotFound       404
+    ├── ModelNotServed      404
     ├── NoSuchNode          404
     ├── BodyTimeout         408
     ├── Conflict            409
@@ -35,20 +35,20 @@ class FrontendError(Exception):
     """Root of the package's errors."""
 
 
-class ConfigError(FrontendError, ValueError):
-    """A configuration value that cannot be right; names the field."""
+class FrontendConfigError(FrontendError, ValueError):
+    """Invalid configuration value; the message names the field."""
 
 
 class KeysFileError(FrontendError):
-    """The file of API keys cannot be read, or says what cannot be; names the entry and the field, never a value."""
+    """The file of API keys cannot be read or is invalid. The message names the entry and the field, never a value."""
 
 
-class ModelFolderError(FrontendError):
-    """The model folder lacks, or has broken, what the front door needs of it."""
+class ModelFilesError(FrontendError):
+    """The model folder lacks a file that the frontend needs, or that file is invalid."""
 
 
-class PortInUse(FrontendError, AddressInUse):
-    """Somebody already listens at the HTTP address."""
+class HttpPortInUse(FrontendError, AddressInUse):
+    """The HTTP address is already in use."""
 
 
 class WorkerLost(FrontendError):
@@ -56,11 +56,11 @@ class WorkerLost(FrontendError):
 
 
 class ClientGone(FrontendError):
-    """The HTTP client closed its connection; there is nobody to tell."""
+    """The HTTP client closed its connection."""
 
 
 class ApiError(FrontendError):
-    """An error that the client is told. `param` names the field at fault; `code` is for programs."""
+    """Error that is sent to the client. `param` names the invalid field; `code` identifies the error for programs."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
@@ -74,14 +74,14 @@ class ApiError(FrontendError):
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
-        self.request_id = ""  # in the cluster, once it has one
+        self.request_id = ""  # set once the request has an id in the cluster
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, rounded up, and the request's id, where they are known."""
+        """Return Retry-After in whole seconds, rounded up, and the request's id, if they are known."""
         headers = dict.fromkeys(("x-request-id", "x-moonpool-request-id"), self.request_id) if self.request_id else {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -89,7 +89,7 @@ class ApiError(FrontendError):
 
 
 class InvalidRequest(ApiError):
-    """The request cannot be served as it stands; repeating it changes nothing."""
+    """The request is invalid; repeating it unchanged fails again."""
 
     status = 400
     kind = "invalid_request_error"
@@ -102,7 +102,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unauthorized(ApiError):
-    """No API key, or a wrong one."""
+    """The API key is missing, unknown or expired."""
 
     status = 401
     kind = "authentication_error"
@@ -113,14 +113,14 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """The key is known, and may not do this."""
+    """The key is valid but lacks the required scope."""
 
     status = 403
     kind = "permission_error"
     default_code = "admin_only"
 
 
-class ModelNotFound(ApiError):
+class ModelNotServed(ApiError):
     """No model of this name is served here."""
 
     status = 404
@@ -137,7 +137,7 @@ class NoSuchNode(ApiError):
 
 
 class Conflict(ApiError):
-    """It cannot be done as things stand: somebody was faster, or the cluster needs what would go."""
+    """The action conflicts with the current state: a concurrent change came first, or the cluster needs the node."""
 
     status = 409
     kind = "invalid_request_error"
@@ -145,7 +145,7 @@ class Conflict(ApiError):
 
 
 class BodyTimeout(ApiError):
-    """The client did not send its request's body in time."""
+    """The client did not send the request's body in time."""
 
     status = 408
     kind = "invalid_request_error"
@@ -169,7 +169,7 @@ class Overloaded(ApiError):
 
 
 class QuotaExceeded(ApiError):
-    """The tenant has asked for as much as it may for now; `code` says of what."""
+    """The tenant's quota is exhausted; `code` names the limit."""
 
     status = 429
     kind = "rate_limit_error"
@@ -189,13 +189,13 @@ class GenerationFailed(ApiError):
 
 
 class ClientTooSlow(GenerationFailed):
-    """The client read so slowly that its buffer of tokens was full."""
+    """The client read so slowly that its token buffer overflowed."""
 
     default_code = "client_too_slow"
 
 
 class ServiceUnavailable(ApiError):
-    """Nothing can serve the request now: draining, or no nodes."""
+    """The request cannot be served now: the frontend is draining, or the cluster has no nodes for it."""
 
     status = 503
     default_code = "service_unavailable"

@@ -1,15 +1,13 @@
-"""From the forms of structured output that clients know to the grammar that the cluster holds an answer to."""
+"""Grammars of structured output, from the request fields of OpenAI and vLLM."""
 
 import json
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
-from frontend.api.models import ChatBody, GenerationBody
-from frontend.api.structured import ResponseFormat, StructuredOutputs
+from frontend.api.request_models import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from frontend.errors import InvalidRequest
 from frontend.request import Grammar
-from frontend.tool_choice import tools_of
-from frontend.tools import tools_grammar
+from frontend.tools import tools_grammar, tools_of
 from moonpool_proto.v1 import common_pb2
 from worker.errors import GrammarError
 from worker.grammar import check_grammar
@@ -20,7 +18,7 @@ REGEX: Final = common_pb2.Grammar.KIND_REGEX
 
 
 def checked_grammar(body: GenerationBody) -> Grammar | None:
-    """The grammar that `body` asks for, known to be one. Raises InvalidRequest naming what is wrong with it."""
+    """Return the body's grammar, validated; None if it has none. Raises InvalidRequest for an invalid grammar."""
     found = grammar_of(body)
     if found is None:
         return None
@@ -30,7 +28,7 @@ def checked_grammar(body: GenerationBody) -> Grammar | None:
 
 
 def checked_chat_grammar(body: ChatBody) -> Grammar | None:
-    """The same for a chat, whose answer may call tools. Raises InvalidRequest also where both cannot go together."""
+    """Return a chat's grammar, which includes tool calls. Raises InvalidRequest also for unsupported combinations."""
     tools = tools_of(body)
     if tools is None:
         return checked_grammar(body)
@@ -42,8 +40,9 @@ def checked_chat_grammar(body: ChatBody) -> Grammar | None:
         grammar, param = answer
         if tools.must_call or grammar.kind != JSON_SCHEMA:
             raise InvalidRequest(
-                f"{param} cannot go with tools here: an answer calls a tool or is a text. With tool_choice 'auto' a "
-                "JSON schema can be given for the text",
+                f"{param} cannot be combined with tools here: an answer either calls a tool or is text. With "
+                "tool_choice "
+                "'auto', a JSON schema for the text is supported",
                 param=param,
             )
         check(grammar, param)
@@ -59,9 +58,9 @@ def checked_chat_grammar(body: ChatBody) -> Grammar | None:
 
 
 def check(grammar: Grammar, name: str, *, field: str | None = None) -> None:
-    """Raises InvalidRequest when `grammar` is too large, not served or none.
+    """Raise InvalidRequest if `grammar` is too large, unsupported or invalid.
 
-    `field`: of the body, where `name` says more than that.
+    `field` is the body's field if `name`, used in the message, is more specific.
     """
     try:
         _check_once(grammar.kind, grammar.source)
@@ -69,20 +68,20 @@ def check(grammar: Grammar, name: str, *, field: str | None = None) -> None:
         raise InvalidRequest(f"{name}: {error}", param=field or name) from error
 
 
-@lru_cache(maxsize=64)  # clients repeat themselves, and many tools take a while
+@lru_cache(maxsize=64)  # clients repeat the same grammars, and checking many tools is slow
 def _check_once(kind: common_pb2.Grammar.Kind.ValueType, source: str) -> None:
     check_grammar(kind, source)
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
-    """The grammar that `body` asks for and the field that does; None where none does.
+    """Return the body's grammar and the field that gives it; None if no field does.
 
-    Raises InvalidRequest for two of them and for one that is no JSON. Whether it is a grammar is checked elsewhere.
+    Raises InvalidRequest for two grammars and for invalid JSON. The grammar itself is checked elsewhere.
     """
     asked = [*_of_format(body.response_format), *_of_structured(body.structured_outputs), *_of_guided(body)]
     if len(asked) > 1:
         names = ", ".join(name for _, name in asked)
-        raise InvalidRequest(f"{names}: an answer can be held to one of them", param=asked[1][1])
+        raise InvalidRequest(f"{names}: only one of these fields may be given", param=asked[1][1])
     return asked[0] if asked else None
 
 
@@ -93,7 +92,7 @@ def _of_format(asked: ResponseFormat | None) -> list[tuple[Grammar, str]]:
         return [(_any_object(), "response_format")]
     if asked.json_schema is None:
         raise InvalidRequest(
-            "response_format of type json_schema needs its json_schema, with name and schema inside",
+            "response_format of type json_schema requires the field json_schema with name and schema",
             param="response_format.json_schema",
         )
     return [(_json(asked.json_schema.schema_, "response_format.json_schema.schema"), "response_format")]
@@ -139,16 +138,16 @@ def _json(schema: dict[str, Any] | str, param: str) -> Grammar:
         try:
             schema = json.loads(schema, parse_constant=_no_json)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param} is no JSON: {error}", param=param) from error
+            raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param} is no JSON Schema: expected an object", param=param)
+        raise InvalidRequest(f"{param} is not a JSON Schema: expected an object", param=param)
     return Grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 def _choice(texts: list[str]) -> Grammar:
-    # A schema would put quotes around them; a grammar's literals are written as JSON's.
+    # A JSON schema would add quotes to the text. Lark literals have the syntax of JSON strings.
     return Grammar(LARK, "start: " + " | ".join(map(json.dumps, texts)))

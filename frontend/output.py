@@ -1,41 +1,187 @@
-"""One choice's output: token ids in, text with finish reason out. Pure."""
+"""Output of one choice: token ids in; text, log-probabilities and finish reason out. Pure.
 
-from collections.abc import Sequence
+Stop strings are matched over the whole text, however it is cut into pieces: the match that ends first wins, and among
+matches that end together the longest. Text that may still become a stop string is held back.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from frontend.detokenizer import Detokenizer
-from frontend.logprobs import PromptScores, Scored, TokenBytes, scored
+import numpy as np
+from numpy.typing import NDArray
+
+from frontend.errors import GenerationFailed
 from frontend.request import GenerationRequest
-from frontend.stops import StopStrings
+from frontend.tokenizer import Detokenizer
 from moonpool_proto.v1 import worker_pb2
+
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Token that could occur at a position. `rank` 1 is the likeliest."""
+
+    token_id: int
+    data: bytes  # the token's text in UTF-8; may be part of a character
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """Token at a position, with its own log-probability and the likeliest candidates there.
+
+    `own` is None for the first token of a prompt.
+    """
+
+    token_id: int
+    data: bytes
+    text_offset: int  # number of characters of the shown text before the token
+    own: Candidate | None
+    top: tuple[Candidate, ...]  # likeliest first
+
+
+def score_token(token: worker_pb2.Token, num_top: int, token_bytes: TokenBytes, text_offset: int) -> ScoredToken:
+    """Return a generated token with its log-probabilities. Raises GenerationFailed if the worker sent none."""
+    told = token.logprobs
+    if not token.HasField("logprobs") or len(told.top_ids) != len(told.top_logprobs):
+        raise GenerationFailed(f"token {token.index} came without its log-probabilities", code="no_logprobs")
+    top = _candidates(told.top_ids[:num_top], told.top_logprobs[:num_top], token_bytes)
+    data = token_bytes(token.token_id)
+    return ScoredToken(token.token_id, data, text_offset, Candidate(token.token_id, data, told.logprob, told.rank), top)
+
+
+@dataclass(frozen=True)
+class PromptTokenScores:
+    """Log-probabilities of a prompt's tokens; `text_offsets` has one entry per token.
+
+    Raises GenerationFailed if the sizes of the worker's arrays do not match the prompt.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    told: worker_pb2.PromptLogProbs
+    num_top: int
+    token_bytes: TokenBytes
+    text_offsets: Sequence[int]
+
+    def __post_init__(self) -> None:
+        told, num = self.told, len(self.prompt_ids) - 1
+        arrays = ((told.logprobs, 1), (told.ranks, 1), (told.top_ids, told.num_top), (told.top_logprobs, told.num_top))
+        if any(len(raw) != 4 * num * width for raw, width in arrays):
+            raise GenerationFailed(
+                "the worker's log-probabilities do not match the prompt's length", code="no_logprobs"
+            )
+
+    def tokens(self) -> list[ScoredToken]:
+        """Decode the arrays into one ScoredToken per token. Slow for a long prompt: do not call it on the event
+        loop.
+        """
+        told, token_bytes = self.told, self.token_bytes
+        first, *rest = self.prompt_ids.tolist()
+        shape = len(rest), told.num_top
+        rows = zip(
+            rest,
+            self.text_offsets[1:],
+            np.frombuffer(told.logprobs, "<f4").tolist(),
+            np.frombuffer(told.ranks, "<u4").tolist(),
+            np.frombuffer(told.top_ids, "<i4").reshape(shape)[:, : self.num_top].tolist(),
+            np.frombuffer(told.top_logprobs, "<f4").reshape(shape)[:, : self.num_top].tolist(),
+            strict=True,
+        )
+        found = [ScoredToken(first, token_bytes(first), self.text_offsets[0], None, ())]
+        for token_id, offset, logprob, rank, top_ids, top_logprobs in rows:
+            own = Candidate(token_id, token_bytes(token_id), logprob, rank)
+            found.append(ScoredToken(token_id, own.data, offset, own, _candidates(top_ids, top_logprobs, token_bytes)))
+        return found
+
+
+def _candidates(ids: Sequence[int], logprobs: Sequence[float], token_bytes: TokenBytes) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(token_id, token_bytes(token_id), logprob, rank)
+        for rank, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1)
+    )
+
+
+class StopStrings:
+    """Incremental search for several stop strings (Knuth-Morris-Pratt, one state each); linear in the text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return (text that can be sent, the stop string found or None). Do not feed text after a match."""
+        if not self._patterns:
+            return text, None
+        window = self._held + text
+        for position, char in enumerate(text, start=len(self._held) + 1):
+            matched = [pattern for pattern in self._patterns if pattern.advance(char)]
+            if matched:
+                stop = max(matched, key=lambda pattern: len(pattern.text)).text
+                self._held = ""
+                return window[: position - len(stop)], stop
+        keep = len(window) - max(pattern.matched for pattern in self._patterns)
+        self._held = window[keep:]
+        return window[:keep], None
+
+    def flush(self) -> str:
+        """Return the text that was held back; call it once, when the text ends without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Automaton of one pattern: its first `matched` characters are a suffix of the text so far."""
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("a stop string must not be empty")
+        self.text = text
+        self.matched = 0
+        self._fallback = [0] * len(text)
+        length = 0
+        for index in range(1, len(text)):
+            while length and text[index] != text[length]:
+                length = self._fallback[length - 1]
+            length += text[index] == text[length]
+            self._fallback[index] = length
+
+    def advance(self, char: str) -> bool:
+        """Take the next character; return True if the pattern ends with it."""
+        while self.matched and char != self.text[self.matched]:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += char == self.text[self.matched]
+        return self.matched == len(self.text)
+
 
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt as told before the answer."""
+    """The prompt as shown before the answer."""
 
     text: str
-    scores: PromptScores | None  # where log-probabilities were asked for
+    scores: PromptTokenScores | None  # None unless log-probabilities were requested
 
 
 @dataclass(frozen=True)
-class Step:
-    """What the client gets at once: new tokens, the text they complete and, in the last one, why it ends."""
+class OutputChunk:
+    """New tokens, the text they complete and, in the last chunk, the finish reason."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the client's stop string or stop token; None for the model's own end
-    scores: tuple[Scored, ...] = ()
-    echo: Echo | None = None  # in a choice's first step
+    stop_reason: int | str | None = None  # the client's stop string or stop token; None for the model's end token
+    scores: tuple[ScoredToken, ...] = ()
+    echo: Echo | None = None  # only in a choice's first chunk
 
     @classmethod
-    def joined(cls, steps: Sequence["Step"]) -> "Step":
-        """Successive steps, one at least, as one."""
+    def joined(cls, steps: Sequence["OutputChunk"]) -> "OutputChunk":
+        """Join successive chunks, at least one, into one."""
         if len(steps) == 1:
             return steps[0]
         return cls(
@@ -49,22 +195,22 @@ class Step:
 
 
 class Output:
-    """Detokenises and looks for stop strings. After a Step with a finish reason nothing may be fed any more."""
+    """Detokeniser and stop string search of one choice. Do not feed tokens after a chunk with a finish reason."""
 
     def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, token_bytes: TokenBytes) -> None:
-        """`token_bytes` gives a token's bytes whether or not its text is shown."""
+        """`token_bytes` returns a token's bytes, also for tokens whose text is not shown."""
         sampling = request.sampling
         self._request = request
         self._detokenizer = detokenizer
         self._token_bytes = token_bytes
         self._stops = StopStrings(sampling.stop)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._prompt: tuple[list[str], list[int]] | None = None  # (text of each token as told, where it begins)
+        self._prompt: tuple[list[str], list[int]] | None = None  # (shown text of each token, offset of each)
         self._num_tokens = 0
-        self._num_chars = 0  # of the text so far, with what is held back and with the prompt where that is shown
+        self._num_chars = 0  # length of the text so far, including held-back text and the prompt if it is shown
 
     def read_prompt(self) -> None:
-        """Make the text of a prompt that is told, before the first token is fed: for a long one in a thread."""
+        """Detokenise a prompt that is shown. Call it before the first token is fed; for a long prompt, in a thread."""
         if self._prompt is None and self._request.tells_prompt:
             options, prompt_ids = self._request.text, self._request.prompt_ids.tolist()
             pieces = [self._detokenizer.feed(token_id) if options.echo else "" for token_id in prompt_ids]
@@ -78,26 +224,27 @@ class Output:
         token: worker_pb2.Token,
         finish: FinishReason | None,
         prompt_logprobs: worker_pb2.PromptLogProbs | None = None,
-    ) -> Step:
-        """Take one token. With finish "stop" it is a stop token: it counts, its text is not shown unless asked for.
+    ) -> OutputChunk:
+        """Take one token and return its chunk.
 
-        `prompt_logprobs` is looked at with the first token only. Raises GenerationFailed when log-probabilities that
-        were asked for are missing.
+        With finish "stop" the token is a stop token: it counts, but its text is shown only if `include_stop` is set.
+        `prompt_logprobs` is read with the first token only. Raises GenerationFailed if requested log-probabilities are
+        missing.
         """
         echo = self._echo(prompt_logprobs) if self._num_tokens == 0 else None
         self._num_tokens += 1
         if self._request.text.hides_answer:
-            return Step((), "", "length", echo=echo)
+            return OutputChunk((), "", "length", echo=echo)
         num_top, offset = self._request.sampling.logprobs, self._num_chars
-        scores = () if num_top is None else (scored(token, num_top, self._token_bytes, offset),)
+        scores = () if num_top is None else (score_token(token, num_top, self._token_bytes, offset),)
         text, stop = self._text(token, finish)
         if stop is not None:
-            return Step((token.token_id,), text, "stop", stop, scores, echo)
+            return OutputChunk((token.token_id,), text, "stop", stop, scores, echo)
         is_own_stop = finish == "stop" and token.token_id in self._stop_token_ids
-        return Step((token.token_id,), text, finish, token.token_id if is_own_stop else None, scores, echo)
+        return OutputChunk((token.token_id,), text, finish, token.token_id if is_own_stop else None, scores, echo)
 
     def _text(self, token: worker_pb2.Token, finish: FinishReason | None) -> tuple[str, str | None]:
-        """(text that can go out, the stop string found or None)"""
+        """Return (text that can be sent, the stop string found or None)."""
         options, sampling = self._request.text, self._request.sampling
         is_stop_token = finish == "stop" and token.finish != worker_pb2.FINISH_COMPLETE
         text = self._detokenizer.feed(token.token_id) if options.include_stop or not is_stop_token else ""
@@ -112,7 +259,7 @@ class Output:
         return (text if finish is None else text + self._stops.flush()), None
 
     def _echo(self, prompt_logprobs: worker_pb2.PromptLogProbs | None) -> Echo | None:
-        """The prompt, if it is to be told; what it ends with of a character is completed by the answer."""
+        """Return the prompt if it is shown. A character that is incomplete at its end is completed by the answer."""
         self.read_prompt()
         if self._prompt is None:
             return None
@@ -123,11 +270,11 @@ class Output:
         if num_top is None:
             return Echo(text, None)
         told = prompt_logprobs or worker_pb2.PromptLogProbs()
-        return Echo(text, PromptScores(request.prompt_ids, told, num_top, self._token_bytes, offsets))
+        return Echo(text, PromptTokenScores(request.prompt_ids, told, num_top, self._token_bytes, offsets))
 
 
 def _starts(pieces: Sequence[str]) -> list[int]:
-    """Where each piece begins."""
+    """Return the offset of each piece."""
     starts, length = [], 0
     for piece in pieces:
         starts.append(length)

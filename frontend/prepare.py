@@ -1,43 +1,249 @@
-"""From what a client sent to requests for the cluster, off the event loop: limits, templates, tokens, chain keys."""
+"""Preparation of generation requests from a client's headers and body: checks, prompts, token ids, chain keys."""
 
+import re
+import secrets
 import uuid
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
+from typing import Final
 
 import numpy as np
 
-from frontend.answers import AnswerMemory
-from frontend.api.fields import MAX_TOKEN_ID
-from frontend.api.models import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    TokenizeBody,
-)
-from frontend.arrival import Arrival
+from frontend.answer_memory import AnswerMemory
+from frontend.api.request_models import CLASS_NAME, MAX_TOKEN_ID, ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
-from frontend.config import FrontendConfig, ModelConfig
+from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import ContextLengthExceeded, InvalidRequest
-from frontend.fitting import ChatFitter
+from frontend.event_loop import WorkThreads
 from frontend.grammars import checked_chat_grammar, checked_grammar
-from frontend.prompts import ChatPrompt, PromptReader
-from frontend.request import GenerationRequest, Grammar
-from frontend.sampling_params import check_choices, check_endless, check_prompt_scores, sampling_of, text_options
+from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
+from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
 from frontend.tokenizer import Tokenizer
-from frontend.work_threads import WorkThreads
 from kvpool import chain_keys, chain_seed
 from telemetry import RequestMetrics
+from telemetry.tracing import OFF, Span
+
+_NUMBER: Final = re.compile(r"\d{1,20}(\.\d{1,20})?")  # stricter than float()
+_LEAST_MS: Final = 0.001
+_LARGEST_MS: Final = 24 * 3600 * 1000.0
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """Context of one HTTP request besides its body: arrival time, caller, and options from headers.
+
+    `at_s` is on the monotonic clock. An objective of 0 means that the cluster's objectives apply.
+    """
+
+    at_s: float
+    caller: ApiCaller
+    ttft_objective_s: float = 0.0
+    tpot_objective_s: float = 0.0
+    slo_class: str = ""
+    wants_timing: bool = False  # the response includes the time breakdown
+    span: Span = OFF
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], *, at_s: float, caller: ApiCaller, span: Span = OFF) -> "RequestContext":
+        """Parse x-slo-ttft-ms, x-slo-tpot-ms, x-slo-class and x-moonpool-timing. Raises InvalidRequest."""
+        ttft_s, tpot_s = (_milliseconds(headers, name) for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"))
+        return cls(at_s, caller, ttft_s, tpot_s, _class_name(headers), _wants_timing(headers), span)
+
+    def class_beside(self, in_body: str | None) -> str:
+        """Return the objectives class from the header or the body. Raises InvalidRequest if both are given and
+        differ.
+        """
+        if in_body is None or not self.slo_class or in_body == self.slo_class:
+            return in_body or self.slo_class
+        raise InvalidRequest(
+            f"slo_class is {in_body!r} but the header x-slo-class is {self.slo_class!r}: give only one of them",
+            param="slo_class",
+        )
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float:
+    """Return the header's value in seconds; 0 if it is missing."""
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    value = float(text) if _NUMBER.fullmatch(text.strip()) else 0.0
+    if not _LEAST_MS <= value <= _LARGEST_MS:
+        raise InvalidRequest(
+            f"{name} must be a number of milliseconds from {_LEAST_MS:g} to {_LARGEST_MS:.0f} (a day), got "
+            f"{text[:40]!r}",
+            param=name,
+        )
+    return value / 1000
+
+
+def _class_name(headers: Mapping[str, str]) -> str:
+    text = headers.get("x-slo-class", "")
+    if text and not re.fullmatch(CLASS_NAME, text):
+        raise InvalidRequest(
+            f"x-slo-class must be a name of at most 64 letters, digits, _ . and -, got {text[:80]!r}",
+            param="x-slo-class",
+        )
+    return text
+
+
+def _wants_timing(headers: Mapping[str, str]) -> bool:
+    text = headers.get("x-moonpool-timing", "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(f"x-moonpool-timing must be 0 or 1, got {text[:40]!r}", param="x-moonpool-timing")
+    return text == "1"
+
+
+def sampling_of(
+    body: GenerationBody,
+    config: FrontendConfig,
+    *,
+    max_tokens: int,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """Return the body's sampling parameters, with a random seed if it has none. Raises InvalidRequest."""
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),  # vLLM's -1 also means off
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        stop=_stops(body.stop, config),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        eos_token_ids=tuple(eos_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_biases(body.logit_bias or {}, config, vocab_size),
+        min_tokens=_min_tokens(body, max_tokens, grammar),
+        logprobs=body.num_top,
+        prompt_logprobs=_prompt_logprobs(body),
+        grammar=grammar,
+    )
+
+
+def text_options(body: GenerationBody) -> TextOptions:
+    """Return the options of the answer's text."""
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
+    return TextOptions(
+        echo=echo,
+        hides_answer=echo and body.max_tokens == 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+    )
+
+
+def check_endless(body: GenerationBody, max_tokens: int | None) -> None:
+    """Raise InvalidRequest for an endless request that has a limit, several choices or no streaming."""
+    problem = ""
+    if not body.stream:
+        problem = "must be streamed: set stream to true"
+    elif max_tokens is not None:
+        problem = "has no end: omit max_tokens"
+    elif body.num_choices > 1:
+        problem = f"is limited to one choice, but n is {body.num_choices}: send several requests"
+    if problem:
+        raise InvalidRequest(f"an endless answer {problem}", param="endless")
+
+
+def check_choices(body: GenerationBody, config: FrontendConfig, num_prompts: int) -> None:
+    """Raise InvalidRequest for too many choices, or for a best_of that differs from n."""
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise InvalidRequest(
+            f"best_of is {body.best_of} but n is {body.num_choices}: choosing among more answers than are "
+            "returned is not "
+            "supported; omit best_of",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    num_choices = num_prompts * body.num_choices
+    if num_choices > config.max_choices:
+        most = config.max_choices
+        raise InvalidRequest(
+            f"{num_choices} answers ({num_prompts} prompts, {body.num_choices} each) in one request: at most {most} "
+            "are allowed",
+            param="n",
+        )
+
+
+def check_prompt_scores(body: GenerationBody, config: FrontendConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise InvalidRequest if the response would contain too many prompt log-probabilities.
+
+    Each choice of a completion returns its prompt's, a chat returns them once.
+    """
+    num_top = _prompt_logprobs(body)
+    if num_top is None:
+        return
+    num_tellings = 1 if isinstance(body, ChatBody) else body.num_choices
+    num_scores = num_tellings * (num_top + 1) * sum(map(len, prompts))
+    if num_scores > config.max_prompt_scores:
+        raise InvalidRequest(
+            f"{num_scores} log-probabilities of prompt tokens requested: at most {config.max_prompt_scores} "
+            "are allowed; "
+            "request fewer likeliest tokens, choices or prompts",
+            param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+        )
+
+
+def _stops(stop: list[str] | None, config: FrontendConfig) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(stop or ()))
+    if len(stops) > config.max_stop_strings:
+        raise InvalidRequest(f"{len(stops)} stop strings: at most {config.max_stop_strings} are allowed", param="stop")
+    for text in stops:
+        if not 0 < len(text) <= config.max_stop_chars:
+            raise InvalidRequest(f"a stop string must have 1 to {config.max_stop_chars} characters", param="stop")
+    return stops
+
+
+def _biases(biases: dict[int, float], config: FrontendConfig, vocab_size: int) -> dict[int, float]:
+    if len(biases) > config.max_logit_biases:
+        raise InvalidRequest(f"{len(biases)} biases: at most {config.max_logit_biases} are allowed", param="logit_bias")
+    if biases and max(biases) >= vocab_size:
+        raise InvalidRequest(
+            f"token id {max(biases)} is outside the vocabulary of {vocab_size} tokens", param="logit_bias"
+        )
+    return biases
+
+
+def _min_tokens(body: GenerationBody, max_tokens: int, grammar: Grammar | None) -> int:
+    num = body.min_tokens or 0
+    if num > max_tokens:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens ({max_tokens}), got {num}", param="min_tokens")
+    for name, is_asked in (("min_tokens", bool(num)), ("ignore_eos", bool(body.ignore_eos))):
+        if is_asked and grammar is not None:
+            raise InvalidRequest(
+                f"{name} cannot be combined with structured output or tool calls, which end when they are complete",
+                param=name,
+            )
+    return num
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    """Return the number of candidates per prompt token: the larger of prompt_logprobs and an echo's logprobs."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs cannot be streamed; use echo with logprobs instead", param="prompt_logprobs"
+        )
+    echoed = body.num_top if isinstance(body, CompletionBody) and body.echo else None
+    asked = [num for num in (echoed, body.prompt_logprobs) if num is not None]
+    return max(asked, default=None)
 
 
 class Preparer:
-    """Understands bodies for one model."""
+    """Preparation of requests for one model: limits, templates, tokenising and chain keys, in worker threads."""
 
     def __init__(
         self,
         config: FrontendConfig,
-        model: ModelConfig,
+        model: ServedModelConfig,
         tokenizer: Tokenizer,
         cluster: ClusterWatch,
         threads: WorkThreads,
@@ -49,21 +255,21 @@ class Preparer:
         self._tokenizer = tokenizer
         self._cluster = cluster
         self._reader = PromptReader(tokenizer, model.name, answers)
-        self._fitter = ChatFitter(self._reader, tokenizer)
+        self._fitter = ChatTruncator(self._reader, tokenizer)
         self._metrics = metrics
         self._threads = threads
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together; 0 while nobody knows."""
+        """Maximum number of tokens of prompt and answer together; 0 while unknown."""
         return self._cluster.max_model_len(self._model, self._tokenizer.max_positions)
 
-    async def completion(self, body: CompletionBody, arrival: Arrival) -> list[GenerationRequest]:
-        """One request per answer: all of the first prompt, then all of the second, ..."""
+    async def completion(self, body: CompletionBody, arrival: RequestContext) -> list[GenerationRequest]:
+        """Return one request per choice: all of the first prompt's, then all of the second's, and so on."""
         prompts = body.prompt
         if len(prompts) > self._config.max_prompts:
             most = self._config.max_prompts
-            raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are taken", param="prompt")
+            raise InvalidRequest(f"{len(prompts)} prompts in one request: at most {most} are allowed", param="prompt")
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, len(prompts))
@@ -90,8 +296,8 @@ class Preparer:
 
         return await self._threads.run(prepare)
 
-    async def chat(self, body: ChatBody, arrival: Arrival) -> list[GenerationRequest]:
-        """One request per answer."""
+    async def chat(self, body: ChatBody, arrival: RequestContext) -> list[GenerationRequest]:
+        """Return one request per choice."""
 
         def prepare() -> list[GenerationRequest]:
             check_choices(body, self._config, 1)
@@ -111,10 +317,10 @@ class Preparer:
         return await self._threads.run(prepare)
 
     async def tokens(self, body: TokenizeBody) -> list[int]:
-        """The ids of a text or a chat."""
+        """Return the token ids of a text or a chat."""
         prompt, messages = body.prompt, body.messages
         if (prompt is None) == (messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is needed", param="prompt")
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         special = body.add_special_tokens
         if messages is not None:
             return await self._threads.run(
@@ -125,32 +331,32 @@ class Preparer:
         )
 
     async def text(self, token_ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         self._reader.check_ids(token_ids, "tokens")
         return await self._threads.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def _chat_prompt(self, body: ChatBody, arrival: Arrival, asked: int | None) -> tuple[ChatPrompt, int]:
-        """(the chat's prompt, how many of its messages were left out)"""
+    def _chat_prompt(self, body: ChatBody, arrival: RequestContext, asked: int | None) -> tuple[ChatPrompt, int]:
+        """Return (the chat's prompt, number of dropped messages)."""
         special, scope = body.add_special_tokens is True, (arrival.caller.tenant, body.cache_salt or "")
         limit = self.max_model_len
         if body.truncation != "auto" or not limit:
             check = partial(self._check_length, wanted=asked or 1, param="messages", least=True)
             return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
         wanted = asked or min(self._config.chat_default_tokens, max(1, limit // 8))
-        return self._fitter.fitting(
+        return self._fitter.truncate(
             body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope
         )
 
     def _requests(
         self,
         body: GenerationBody,
-        arrival: Arrival,
+        arrival: RequestContext,
         request_id: str,
         ids: list[int],
         max_tokens: int,
         grammar: Grammar | None,
     ) -> list[GenerationRequest]:
-        """A prompt's answers. The first goes by `request_id` itself."""
+        """Return the requests of a prompt's choices. The first one's id is `request_id` itself."""
         config, tokenizer = self._config, self._tokenizer
         prompt = np.array(ids, np.int32)
         seed = chain_seed(arrival.caller.block_salt(body.cache_salt or ""), tokenizer.identity, config.block_tokens)
@@ -187,7 +393,7 @@ class Preparer:
         return [first, *(first.other_choice(choice) for choice in further)]
 
     def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
-        """The prompt's last tokens, as many as `body` wants kept; -1: as many as fit."""
+        """Return the prompt's last tokens as truncate_prompt_tokens demands; -1 keeps as many as fit."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return ids
@@ -196,7 +402,7 @@ class Preparer:
             keep = self.max_model_len - max(1, wanted)
         if keep < 1:
             raise InvalidRequest(
-                f"truncate_prompt_tokens keeps {keep} tokens: expected 1 or more, or -1 for as many as fit beside "
+                f"truncate_prompt_tokens leaves {keep} tokens: expected 1 or more, or -1 to keep as many as fit beside "
                 "max_tokens",
                 param="truncate_prompt_tokens",
             )
@@ -204,15 +410,17 @@ class Preparer:
 
     @staticmethod
     def _asked(body: GenerationBody, max_tokens: int | None) -> int | None:
-        """Tokens to ask the cluster for. An echo alone needs one, which is not shown; an endless answer takes what it
-        can have."""
+        """Return the number of tokens to generate; None for the default.
+
+        An echo without an answer still generates one hidden token. An endless answer gets as many as possible.
+        """
         if body.endless:
             check_endless(body, max_tokens)
             return None
         if max_tokens != 0:
             return max_tokens
         if not (isinstance(body, CompletionBody) and body.echo):
-            raise InvalidRequest("max_tokens: expected 1 or more; only with echo it may be 0", param="max_tokens")
+            raise InvalidRequest("max_tokens must be at least 1; 0 is allowed only with echo", param="max_tokens")
         return 1
 
     def _max_tokens(self, num_prompt: int, asked: int | None, default: int, *, param: str) -> int:
@@ -223,7 +431,7 @@ class Preparer:
         return asked or min(default, limit - num_prompt)
 
     def _check_length(self, num_prompt: int, wanted: int, *, param: str, least: bool = False) -> None:
-        """Raises ContextLengthExceeded. `least`: the prompt has so many tokens at least."""
+        """Raise ContextLengthExceeded if it does not fit. `least`: `num_prompt` is a lower bound."""
         limit = self.max_model_len
         if limit and num_prompt + wanted > limit:
             more = "or more " if least else ""

@@ -1,16 +1,30 @@
-"""From a client's text, ids or chat to the prompt's token ids, for one model."""
+"""Token ids of prompts, from a client's text, ids or chat, and truncation of chats that exceed the context.
 
+Each turn of a chat sends the whole history again, and nothing remembers what was dropped before. Truncation therefore
+repeats the decisions of all turns from the first one on, in the same order and from the same sizes, with the same
+result. Each truncation drops down to a fraction of the context, so the prompt's beginning stays unchanged for many
+turns and its KV can be reused.
+"""
+
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, Final
 
-from frontend.answers import AnswerMemory, Spelled, Trail
-from frontend.api.models import ChatMessage, ChatRendering
-from frontend.chat_messages import as_plain, native_messages, plain_messages
-from frontend.chat_spans import ContentSpan, Message, content_spans
-from frontend.chat_template import ChatTemplate
+from frontend.answer_memory import AnswerMemory, AnswerTokens, ChatDigest
+from frontend.api.request_models import ChatMessage, ChatRendering
+from frontend.chat_rendering import (
+    ChatTemplate,
+    ContentSpan,
+    Message,
+    as_plain,
+    content_spans,
+    native_messages,
+    plain_messages,
+)
 from frontend.errors import InvalidRequest
 from frontend.tokenizer import Tokenizer
 
@@ -19,16 +33,16 @@ Render = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered chat's ids. `place`: where its answers are to be remembered, b"" for nowhere."""
+    """Token ids of a rendered chat. `place`: key under which its answers are remembered; b"": they are not."""
 
     token_ids: list[int]
     place: bytes = b""
-    num_recalled: int = 0  # answers in its history whose generated ids were put in
-    num_forgotten: int = 0  # answers in its history that were tokenised from their text
+    num_recalled: int = 0  # answers in its history that use the generated ids
+    num_forgotten: int = 0  # answers in its history that were tokenised again from their text
 
 
 class PromptReader:
-    """Reads prompts with one model's tokenizer and chat template. Thread-safe."""
+    """Converter from prompts to token ids with one model's tokenizer and chat template. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, answers: AnswerMemory) -> None:
         self._tokenizer = tokenizer
@@ -37,7 +51,7 @@ class PromptReader:
         self._secret = secrets.token_bytes(32)
 
     def prompt_ids(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """The ids of a completion's prompt. Raises InvalidRequest for an empty one and for ids of no token."""
+        """Return the ids of a completion's prompt. Raises InvalidRequest for an empty prompt and for invalid ids."""
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         if not prompt:
@@ -48,7 +62,7 @@ class PromptReader:
     def chat_ids(
         self, messages: Sequence[ChatMessage], rendering: ChatRendering, *, add_special_tokens: bool
     ) -> list[int]:
-        """The ids of a chat rendered with the model's template, all from its text."""
+        """Return the ids of a chat rendered with the model's template, all tokenised from its text."""
         chat, render = self._chat(messages, rendering)
         text = render(chat)
         return self._ids(text, add_special_tokens=add_special_tokens)
@@ -62,19 +76,19 @@ class PromptReader:
         scope: Sequence[str],
         check: Callable[[int], None] = lambda least: None,
     ) -> ChatPrompt:
-        """A chat whose earlier answers have the ids they were generated with, as far as they are remembered in `scope`.
+        """Return a chat's prompt in which remembered answers (within `scope`) keep the ids they were generated with.
 
-        Their text is the template's to the byte: where it would not be, all ids are made from the text. `check` is told
-        how many tokens there are at least, before the work of tokenising, and may raise.
+        If these ids would not spell the template's text exactly, all ids are made from the text. Before tokenising,
+        `check` is called with a lower bound on the number of tokens and may raise.
         """
         chat, render = self._chat(messages, rendering)
         text = render(chat)
         check(self._tokenizer.least_tokens(text))
-        # With BOS or the like from the tokenizer, parts tokenised apart would not be the whole.
+        # If the tokenizer adds special tokens (such as BOS), parts tokenised separately would not equal the whole.
         if add_special_tokens or not self._answers.is_on:
             return ChatPrompt(self._ids(text, add_special_tokens=add_special_tokens))
         spans = self._spans(text, chat, render)
-        trail = Trail(self._secret, (self._model_name, self._tokenizer.identity, *scope))
+        trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
         asked, at = [], 0
         for span in spans:
             asked.append((trail.extend(text[at : span.start]), text[span.start : span.end]))
@@ -87,13 +101,13 @@ class PromptReader:
         return ChatPrompt(ids, place, num_recalled, len(spans) - num_recalled)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest for an id outside the vocabulary."""
+        """Raise InvalidRequest for an id outside the vocabulary."""
         if ids and max(ids) >= self._tokenizer.vocab_size:
             size = self._tokenizer.vocab_size
             raise InvalidRequest(f"token id {max(ids)} is outside the vocabulary of {size} tokens", param=param)
 
     def _chat(self, messages: Sequence[ChatMessage], rendering: ChatRendering) -> tuple[list[dict[str, Any]], Render]:
-        """The chat as the model's template takes it, and what makes its text. Raises InvalidRequest."""
+        """Return the messages for the model's template and the function that renders them. Raises InvalidRequest."""
         template: ChatTemplate | None = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequest(
@@ -119,19 +133,19 @@ class PromptReader:
         return ids
 
     def _spans(self, text: str, chat: Sequence[Message], render: Render) -> list[ContentSpan]:
-        """Where the answers of the history stand."""
+        """Return the spans of the history's answers in the text."""
         answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and _has_text(message)]
         if not answers:
             return []
         try:
             return content_spans(text, chat, answers, render, secrets.token_hex(8))
-        except InvalidRequest:  # a template that looks into what it renders
+        except InvalidRequest:  # the template checks the messages' content and rejects the marks
             return []
 
     def _spliced(
-        self, text: str, spans: Sequence[ContentSpan], found: Sequence[Spelled | None]
+        self, text: str, spans: Sequence[ContentSpan], found: Sequence[AnswerTokens | None]
     ) -> tuple[list[int], int]:
-        """(ids of `text`, how many of the answers found are in them as generated)."""
+        """Return (ids of `text`, number of answers that use their generated ids)."""
         ids: list[int] = []
         at = num_recalled = 0
         for span, answer in zip(spans, found, strict=True):
@@ -147,16 +161,17 @@ class PromptReader:
 
 
 def _unfinished(template: ChatTemplate, variables: Mapping[str, Any], opens: bool, chat: Sequence[Message]) -> str:
-    """The chat's text up to the end of its last message's content. Raises InvalidRequest where that is not found."""
+    """Return the chat's text up to the end of its last message's content. Raises InvalidRequest if it is not found."""
     if opens:
         raise InvalidRequest(
-            "continue_final_message goes on with the last message, add_generation_prompt opens another: one of them at "
-            "most",
+            "continue_final_message continues the last message, but add_generation_prompt begins a new one: "
+            "set only one "
+            "of them",
             param="continue_final_message",
         )
     render = partial(template.render, extra=variables, add_generation_prompt=False)
     text = render(chat)
-    # Not by looking for the content: a short one may stand in what the template puts after it, too.
+    # Searching for the content would be wrong: a short one may also occur in the text that the template adds after it.
     spans = content_spans(text, chat, [len(chat) - 1], render, secrets.token_hex(8)) if _has_text(chat[-1]) else []
     if spans:
         end, content = spans[0].end, chat[-1]["content"]
@@ -174,4 +189,115 @@ def _has_text(message: Message) -> bool:
 
 
 def _empty() -> InvalidRequest:
-    return InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
+    return InvalidRequest("the model's chat template renders these messages as an empty prompt", param="messages")
+
+
+def head_length(roles: Sequence[str]) -> int:
+    """Return the number of leading system messages, which are never dropped."""
+    return next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+
+
+def first_kept(roles: Sequence[str], sizes: Sequence[int], *, fixed: int, budget: int, target: int) -> int:
+    """Return the index of the first message after the head that is kept.
+
+    `sizes` are tokens per message (the head's are ignored); `fixed` is the number of tokens that every prompt has
+    besides. Whenever a prompt (the last message's, or one whose answer is in the chat) exceeds `budget`, whole turns
+    are dropped, oldest first, until it is within `target`. The prompt's own turn stays. A turn begins with a user
+    message.
+    """
+    head = head_length(roles)
+    before = [0, *accumulate(sizes)]
+    turns = [head, *(at for at in range(head + 1, len(roles)) if roles[at] == "user" != roles[at - 1])]
+    kept = 0  # index into turns
+    for end in range(head + 1, len(roles) + 1):
+        if end < len(roles) and roles[end] != "assistant":
+            continue  # no prompt ended here
+        if fixed + before[end] - before[turns[kept]] <= budget:
+            continue
+        while kept + 1 < len(turns) and turns[kept + 1] < end and fixed + before[end] - before[turns[kept]] > target:
+            kept += 1
+    return turns[kept]
+
+
+# Budgets are multiples of 1/16 of the context: this absorbs estimation errors and small changes of max_tokens.
+_STEPS: Final = 16
+_FALLBACK_OVERHEAD: Final = 8
+
+
+class ChatTruncator:
+    """Truncation of chats to the context length, for one model. Thread-safe."""
+
+    def __init__(self, reader: PromptReader, tokenizer: Tokenizer) -> None:
+        self._reader = reader
+        self._tokenizer = tokenizer
+
+    def truncate(
+        self,
+        messages: Sequence[ChatMessage],
+        rendering: ChatRendering,
+        *,
+        limit: int,
+        wanted: int,
+        add_special_tokens: bool,
+        scope: Sequence[str],
+    ) -> tuple[ChatPrompt, int]:
+        """Return (prompt of at most `limit` - `wanted` tokens, number of dropped messages).
+
+        The head and the last turn are always kept, even if they alone are too long.
+        """
+
+        def read(kept: Sequence[ChatMessage]) -> ChatPrompt:
+            return self._reader.chat(kept, rendering, add_special_tokens=add_special_tokens, scope=scope)
+
+        prompt = read(messages)
+        if len(prompt.token_ids) + wanted <= limit:
+            return prompt, 0
+        roles = [message.role for message in messages]
+        head = head_length(roles)
+        if head == len(roles):
+            return prompt, 0
+        sizes = [self._size(message) for message in messages]
+        fixed = self._fixed(messages[:head], rendering)
+        step = -(-limit // _STEPS)
+        most = limit - step * (1 - (-wanted // step))
+        start = head
+        for share in range(_STEPS, -1, -2):  # sizes are estimates: if they were too low, drop more
+            budget = max(0, most) * share // _STEPS
+            at = first_kept(roles, sizes, fixed=fixed, budget=budget, target=budget // 2)
+            if at == start:
+                continue
+            start = at
+            prompt = read([*messages[:head], *messages[start:]])
+            if len(prompt.token_ids) + wanted <= limit:
+                break
+        return prompt, start - head
+
+    def _size(self, message: ChatMessage) -> int:
+        calls = [call.function.model_dump() for call in message.tool_calls or ()]
+        text = message.text + (json.dumps(calls) if calls else "")
+        return self._overhead + len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _fixed(self, head: Sequence[ChatMessage], rendering: ChatRendering) -> int:
+        """Return the tokens of the head, the tools and the answer's opening."""
+        shape = ChatRendering(chat_template_kwargs=rendering.chat_template_kwargs, tools=rendering.tools)
+        try:
+            return len(self._reader.chat_ids([*head, _WORD], shape, add_special_tokens=False)) - self._overhead - 1
+        except InvalidRequest:  # the template requires other messages
+            return sum(map(self._size, head))
+
+    @cached_property
+    def _overhead(self) -> int:
+        """Number of tokens that the template adds around a message."""
+        shape = ChatRendering()
+        try:
+            one, three = (
+                len(self._reader.chat_ids(chat, shape, add_special_tokens=False))
+                for chat in ([_WORD], [_WORD, _WORD_BACK, _WORD])
+            )
+        except InvalidRequest:
+            return _FALLBACK_OVERHEAD
+        return max(1, -(-(three - one) // 2) - 1)
+
+
+_WORD: Final = ChatMessage.model_validate({"role": "user", "content": "a"})
+_WORD_BACK: Final = ChatMessage.model_validate({"role": "assistant", "content": "a"})

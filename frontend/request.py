@@ -1,21 +1,97 @@
-"""What a request is once it is understood: token ids, sampling, limits. Plain data, no HTTP and no wire."""
+"""The generation request as plain data: token ids, sampling parameters, limits, statistics and time breakdowns.
+
+Each part of a time breakdown is a duration measured by one process on its own clock. The frontend measures the whole;
+`delivery_s` is the rest, the time between the processes, so the parts sum to the whole.
+"""
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frontend.timing import Handoff, Ttft
 from kvpool import chain_keys
 from moonpool_proto.v1 import common_pb2, worker_pb2
 from telemetry.tracing import OFF, Span
 
+_UNIT: Final = "_s"
+
+
+class _Parts:
+    """Duration in seconds, split into fields that sum to it."""
+
+    def parts(self) -> Mapping[str, float]:
+        """Return the parts by name without their unit, in order of time."""
+        return {each.name.removesuffix(_UNIT): getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def whole_s(self) -> float:
+        """Sum of all parts, in seconds."""
+        return sum(self.parts().values())
+
+
+@dataclass(frozen=True)
+class TtftBreakdown(_Parts):
+    """Time from a request's arrival at the frontend to the arrival of its first token there."""
+
+    tokenize_s: float  # receiving, checking and tokenising the request
+    sibling_s: float  # further choices only: waiting for the first choice's first token
+    schedule_s: float  # waiting for placements, over all attempts until then
+    lost_s: float  # failed attempts, from their placement to the next attempt's
+    queue_s: float  # this and the rest: the attempt that gave the token. Waiting on the prefill node for the first step
+    load_s: float  # loading reused KV
+    prefill_s: float  # from the first step to the token
+    delivery_s: float  # the rest: to the worker and back, and between the frontend's threads
+
+    @classmethod
+    def of(
+        cls,
+        whole_s: float,
+        timing: worker_pb2.Timing,
+        *,
+        tokenize_s: float,
+        sibling_s: float,
+        schedule_s: float,
+        lost_s: float,
+    ) -> "TtftBreakdown":
+        """Split `whole_s` into its parts; `timing` arrived with the token."""
+        before_s = tokenize_s + sibling_s + schedule_s + lost_s
+        left_s = whole_s - before_s - timing.queue_s - timing.load_s - timing.prefill_s
+        return cls(
+            tokenize_s,
+            sibling_s,
+            schedule_s,
+            lost_s,
+            timing.queue_s,
+            timing.load_s,
+            timing.prefill_s,
+            left_s,
+        )
+
+
+@dataclass(frozen=True)
+class HandoffBreakdown(_Parts):
+    """Time from the prefill node's token to the decode node's first token, as they arrive at the frontend."""
+
+    tail_s: float  # until the last KV was pushed
+    join_s: float  # until the first step on the decode node: verification and joining the batch
+    step_s: float  # the first step on the decode node
+    delivery_s: (
+        float  # what is left: the Commit's way, and what this token took to the front door more than the first one
+    )
+
+    @classmethod
+    def of(cls, gap_s: float, timing: worker_pb2.HandoffTiming) -> "HandoffBreakdown":
+        """Split `gap_s`, the time between both tokens, into its parts; `timing` arrived with the second token."""
+        left_s = gap_s - timing.tail_s - timing.join_s - timing.step_s
+        return cls(timing.tail_s, timing.join_s, timing.step_s, left_s)
+
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that the answer's text is held to; kind and source are the wire's."""
+    """Grammar that constrains the answer's text; kind and source as in the protocol message."""
 
     kind: common_pb2.Grammar.Kind.ValueType
     source: str
@@ -23,7 +99,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `stop_token_ids` are the client's own; the model's end tokens are apart."""
+    """Sampling parameters. `stop_token_ids` are the client's; the model's end tokens are in `eos_token_ids`."""
 
     max_tokens: int
     temperature: float
@@ -34,19 +110,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    choice: int = 0  # which of a prompt's answers: those after the first wait for the first one's first token
+    choice: int = 0  # index among a prompt's choices: all but the first wait for the first one's first token
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
-    logprobs: int | None = None  # likeliest ids told beside each token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # the same of the prompt, asked for with its first answer only
+    logprobs: int | None = None  # number of likeliest ids returned with each token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt, requested with its first choice only
     grammar: Grammar | None = None
 
     def to_proto(self) -> common_pb2.Sampling:
-        """The wire's form: end tokens are stop tokens there, unless they are to be ignored."""
+        """Return the protocol message, in which end tokens are stop tokens unless `ignore_eos` is set."""
         ends = () if self.ignore_eos else self.eos_token_ids
         sampling = common_pb2.Sampling(
             temperature=self.temperature,
@@ -73,17 +149,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the answer's tokens are shown."""
+    """Options of the answer's text."""
 
-    echo: bool = False  # the prompt stands before the answer
-    hides_answer: bool = False  # nothing but the prompt is shown, and no token is counted
+    echo: bool = False  # the prompt precedes the answer
+    hides_answer: bool = False  # only the prompt is shown, and no token is counted
     skip_special_tokens: bool = True
-    include_stop: bool = False  # what ended the answer is part of it
+    include_stop: bool = False  # the text includes the stop string or stop token
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to be continued. Times are of the monotonic clock, in seconds."""
+    """Request to generate one answer to one prompt. Times are seconds of the monotonic clock."""
 
     request_id: str
     model: str
@@ -95,29 +171,31 @@ class GenerationRequest:
     arrival_s: float
     deadline_s: float
     tokenize_s: float = 0.0
-    ttft_objective_s: float = 0.0  # 0 = the cluster's
+    ttft_objective_s: float = 0.0  # 0: the cluster's objective
     tpot_objective_s: float = 0.0
     tenant: str = ""
-    slo_class: str = ""  # "" = that of its tenant, or the default one
-    priority: int = 0  # among its tenant's requests of its class: lower goes first
-    idle_s: float = 0.0  # > 0: endless; once it has a token its deadline is so long after the last one
+    slo_class: str = ""  # "": the tenant's class, or the default one
+    priority: int = 0  # among the tenant's requests of the same class: lower goes first
+    idle_s: float = 0.0  # > 0: endless; after the first token, the deadline is this long after the last one
     place: bytes = b""  # of a chat's answer, where it is remembered; b"": it is not
-    dropped_messages: int = 0  # of a chat, so that it fits into the context
+    dropped_messages: int = 0  # number of chat messages dropped to fit into the context
     text: TextOptions = TextOptions()
-    span: Span = OFF  # of the client's request
+    span: Span = OFF  # span of the client's HTTP request
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the prompt, or its log-probabilities, stands before the answer."""
+        """True if the answer includes the prompt or its log-probabilities."""
         return self.text.echo or self.sampling.prompt_logprobs is not None
 
     def other_choice(self, choice: int) -> "GenerationRequest":
-        """Another answer to the same prompt: with one seed, their noise differs by `choice`."""
+        """Return the request of another choice of the same prompt; `choice` makes its random numbers differ."""
         sampling = replace(self.sampling, choice=choice)
         return replace(self, request_id=f"{self.request_id}-{choice}", sampling=sampling)
 
     def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
-        """Prompt and chain (as on the wire) of a further attempt: generated tokens count as prompt there."""
+        """Return prompt ids and encoded chain keys of a further attempt, in which generated tokens belong to the
+        prompt.
+        """
         if not generated:
             return self.prompt_ids, self.chain.tobytes()
         ids = np.concatenate([self.prompt_ids, np.array(generated, np.int32)])
@@ -128,40 +206,42 @@ class GenerationRequest:
 
 
 @dataclass
-class Facts:
-    """What a finished or running request can tell about itself; filled in by its driver."""
+class RequestStats:
+    """Statistics of a running or finished request, filled in by its Generation."""
 
     attempts: int = 0
     prefill_node: str = ""
     decode_node: str = ""
     schedule_s: float = 0.0
-    lost_s: float = 0.0  # of attempts that are over, from placement to the next try for one
+    lost_s: float = 0.0  # time of failed attempts, from their placement to the next attempt
     cached_tokens: int = 0
-    cached_dram_tokens: int = 0  # of them, from the memory of the prefill worker's pool node
-    cached_ssd_tokens: int = 0  # from its SSD
+    cached_dram_tokens: int = 0  # of these, from the memory of the prefill worker's pool node
+    cached_ssd_tokens: int = 0  # from that pool node's SSD
     cached_remote_tokens: int = 0  # from another pool node; the rest were in the worker's own pages
-    approximate_tokens: int = 0  # tokens whose KV was reused and may have been through int8 storage: on any worker
+    approximate_tokens: int = 0  # tokens whose reused KV may have been stored as int8, on any worker
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0
-    ttft: Ttft | None = None  # None: there is no token yet
-    handoff: Handoff | None = None  # of the last attempt that had one
+    ttft: TtftBreakdown | None = None  # None before the first token
+    handoff: HandoffBreakdown | None = None  # of the last attempt with a hand-off
     first_token_s: float | None = None  # the monotonic clock
     last_token_s: float | None = None
     has_timing: bool = False
-    intervals_s: "array[float]" = field(default_factory=lambda: array("f"))  # between tokens, as they came
+    intervals_s: "array[float]" = field(default_factory=lambda: array("f"))  # seconds between tokens, in order
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: worker_pb2.PromptLogProbs | None = None
 
     @property
     def mean_tbt_s(self) -> float:
-        """Mean time between tokens; 0 with fewer than two."""
+        """Mean time between tokens in seconds; 0 with fewer than two tokens."""
         if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
             return 0.0
         return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)
 
     @property
     def slow_tbt_s(self) -> float:
-        """Mean of the longest tenth of the times between tokens, rounded up to whole ones; 0 with fewer than two."""
+        """Mean of the longest 10 % (rounded up) of the times between tokens, in seconds; 0 with fewer than two
+        tokens.
+        """
         count = -(-len(self.intervals_s) // 10)
         return sum(sorted(self.intervals_s)[-count:]) / count if count else 0.0

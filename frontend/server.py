@@ -1,4 +1,4 @@
-"""The front door as a process: sockets, HTTP server, start and end."""
+"""The frontend as a server: listening socket, HTTP server, startup and shutdown."""
 
 import asyncio
 import contextlib
@@ -11,17 +11,16 @@ from typing import Final, cast
 
 import uvicorn
 
-from frontend.accepting import Accepting
 from frontend.api.app import build_app
 from frontend.config import FrontendConfig
-from frontend.errors import ConfigError, PortInUse
-from frontend.http.bounded_protocol import BoundedProtocol
-from frontend.http.connections import Connection, Connections, Limits
+from frontend.errors import FrontendConfigError, HttpPortInUse
+from frontend.http.acceptor import Acceptor
+from frontend.http.connections import BoundedProtocol, ConnectionLimits, ConnectionMonitor, HttpConnection
 from frontend.http.tls import Certificate, certificate_of
-from frontend.served import load_tokenizers
-from frontend.service import Service
+from frontend.service import Service, load_tokenizers
 
 _log = logging.getLogger(__name__)
+
 _BACKLOG: Final = 2048
 _CONNECTIONS_END_S: Final = 2
 
@@ -32,11 +31,11 @@ async def serve_frontend(
     on_ready: Callable[[str], None],
     on_rest: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve HTTP until `stop` is set, then refuse new requests, let running ones finish within the grace, and return.
+    """Serve HTTP until `stop` is set; then reject new requests, let running ones finish within the grace, and return.
 
-    `on_ready` is called with the URL once connections are answered, whether or not the cluster is ready by then;
-    `on_rest` whenever the last request in flight has ended.
-    Raises PortInUse, ConfigError, ModelFolderError before anything is served.
+    `on_ready(url)` is called once connections are answered, even if the cluster is not ready yet; `on_rest` whenever
+    the last request in flight has ended.
+    Raises HttpPortInUse, FrontendConfigError, ModelFilesError before anything is served.
     """
     certificate = certificate_of(config.tls_cert, config.tls_key)
     listener = bind(config.host, config.port)
@@ -54,27 +53,27 @@ async def serve_frontend(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises PortInUse, or ConfigError when the address cannot be listened at."""
+    """Return a listening socket. Raises HttpPortInUse, or FrontendConfigError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+        raise FrontendConfigError(f"cannot listen at {host}:{port}: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # At once: two sockets may be bound to one port as long as neither listens.
+        # Listen at once: two sockets may be bound to the same port as long as neither listens.
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"cannot listen at {host}:{port}: the port is in use; stop its owner or take another"
+            raise HttpPortInUse(
+                f"cannot listen at {host}:{port}: the port is in use; stop its owner or choose another port"
             ) from error
-        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
+        raise FrontendConfigError(f"cannot listen at {host}:{port}: {error}") from error
     return listener
 
 
@@ -95,7 +94,7 @@ async def _serve(
             lifespan="off",
             log_config=None,
             access_log=service.config.access_log,
-            proxy_headers=service.config.access_log,  # nobody else asks where a client is
+            proxy_headers=service.config.access_log,  # only the access log uses the client's address
             server_header=False,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_CONNECTIONS_END_S,
@@ -121,39 +120,39 @@ async def _serve(
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """Where a client on this machine finds the listener."""
+    """Return the listener's URL for a client on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up, takes few connections at a time, and leaves signals to whoever runs the process."""
+    """uvicorn server that reports when it is up, uses our Acceptor, and leaves signals to the process."""
 
     def __init__(self, service: Service, certificate: Certificate | None, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._certificate = certificate
         self.is_up = asyncio.Event()
-        limits = Limits(service.config.max_connections, service.config.header_timeout_s)
-        self.connections = Connections(limits, self._open_now, service.door_metrics.turned_away)
+        limits = ConnectionLimits(service.config.max_connections, service.config.header_timeout_s)
+        self.connections = ConnectionMonitor(limits, self._open_now, service.door_metrics.turned_away)
         service.door_metrics.watch_connections(lambda: len(self.server_state.connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state, self.connections)
-        entrance = partial(
-            Accepting,
+        acceptor = partial(
+            Acceptor,
             protocol=protocol,
             has_room=self.connections.has_room,
             certificate=self._certificate,
             refused=self.connections.refused,
         )
-        self.servers = [entrance(listener) for listener in sockets or ()]  # type: ignore[misc]
+        self.servers = [acceptor(listener) for listener in sockets or ()]  # type: ignore[misc]
         self.connections.start()
         self.is_up.set()
 
-    def _open_now(self) -> set[Connection]:
-        return cast("set[Connection]", self.server_state.connections)
+    def _open_now(self) -> set[HttpConnection]:
+        return cast("set[HttpConnection]", self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

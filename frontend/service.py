@@ -1,31 +1,30 @@
-"""What lives as long as the front door: its parts, the requests in flight, draining, self-check."""
+"""The frontend's long-lived state: served models, clients of the cluster, requests in flight, draining, self-check."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from frontend.accepting import Turnstile
-from frontend.body_room import BodyRoom
+from frontend.answer_memory import AnswerMemory, answer_tokens
+from frontend.api.body import BodyBudget
+from frontend.api_keys import ApiKeys, KeysFileWatcher
+from frontend.callers import QuotaReservation, TenantQuotas
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
-from frontend.config import FrontendConfig
+from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.console.actions import ConsoleActions
-from frontend.console.memory import RequestMemory, told
 from frontend.console.watch import ConsoleWatch
-from frontend.driver import DriverContext, Generation
-from frontend.errors import ServiceUnavailable
-from frontend.keys import ApiKeys
-from frontend.keys.watched_file import KeysFile
-from frontend.quotas import DoorQuotas, Stay
+from frontend.errors import ModelNotServed, ServiceUnavailable
+from frontend.event_loop import LoopThrottle, WorkThreads
+from frontend.generation import Generation, GenerationContext, RequestSession
+from frontend.output import Output
+from frontend.prepare import Preparer
 from frontend.request import GenerationRequest
-from frontend.served import ServedModel, ServedModels
-from frontend.session import Session
-from frontend.streams import WorkerStreams
-from frontend.tokenizer import Tokenizer
-from frontend.work_threads import WorkThreads
+from frontend.request_reports import RecentRequests, told
+from frontend.tokenizer import CONTEXT_TOKENS, Tokenizer
+from frontend.worker_streams import WorkerStreams
 from telemetry import (
     ConductorCollector,
     ConductorSample,
@@ -33,34 +32,110 @@ from telemetry import (
     LoopWatch,
     NodesCollector,
     RequestFamilies,
+    RequestMetrics,
     new_registry,
     tracing,
 )
 
 _log = logging.getLogger(__name__)
-_LAST_WORDS_S: Final = 5.0  # for the conductor to hear how requests ended, once no request is left
+
+
+class ServedModel:
+    """One served model: tokenizer, request preparation, metrics, memory of its answers."""
+
+    def __init__(
+        self,
+        model: ServedModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        config: FrontendConfig,
+        cluster: ClusterWatch,
+        threads: WorkThreads,
+        families: RequestFamilies,
+    ) -> None:
+        self.config = model
+        self.name = model.name
+        self.tokenizer = tokenizer
+        self.metrics = RequestMetrics(families, model.name)
+        self._answers = AnswerMemory(config.answer_memory_nbytes)
+        self.preparer = Preparer(config, model, tokenizer, cluster, threads, self._answers, self.metrics)
+        self._num_sessions = 0
+
+    def output(self, request: GenerationRequest) -> Output:
+        """Return fresh detokenisation state for one request."""
+        # With an echo the prompt's tokens are fed as well, so no text precedes them.
+        context = [] if request.text.echo else request.prompt_ids[-CONTEXT_TOKENS:].tolist()
+        detokenizer = self.tokenizer.detokenizer(context, skip_special_tokens=request.text.skip_special_tokens)
+        return Output(request, detokenizer, self.tokenizer.token_bytes)
+
+    def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> int:
+        """Remember a finished answer, so that its ids are found when it comes back as history.
+
+        Returns how many of its ids will come back; 0 if unknown.
+        """
+        text = text.rstrip()  # templates and clients trim it
+        if not request.place or not text:
+            return 0
+        detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
+        answer = answer_tokens(token_ids, text, detokenizer)
+        self._answers.remember(request.place, text, answer)
+        self.metrics.answer_memory_bytes.set(self._answers.nbytes)
+        return len(answer.token_ids)
+
+    def count_session(self, change: int) -> None:
+        """Add `change` (1 or -1) to the number of HTTP requests in flight."""
+        self._num_sessions += change
+        self.metrics.in_flight.set(self._num_sessions)
+
+
+class ServedModels:
+    """All served models, in configuration order; a request without a model goes to the first."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = tuple(models)
+        self._by_name = {name: model for model in models for name in model.config.names}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model of that name or alias. Raises ModelNotServed, which lists the served names."""
+        if name is None:
+            return self._models[0]
+        if name not in self._by_name:
+            served = ", ".join(map(repr, self._by_name))
+            raise ModelNotServed(f"the model {name!r} is not served here; served models: {served}", param="model")
+        return self._by_name[name]
+
+
+async def load_tokenizers(models: Sequence[ServedModelConfig]) -> list[Tokenizer]:
+    """Load each model's tokenizer in a thread. Raises ModelFilesError."""
+    return [await asyncio.to_thread(Tokenizer, model.path) for model in models]
+
+
+_FINAL_REPORTS_S: Final = 5.0  # time to report outcomes to the conductor after the last request
 
 
 class Service:
-    """The front door without HTTP. `start` before use, `drain` then `close` after it."""
+    """The frontend without HTTP. Call `start` before use; `drain`, then `close`, after it."""
 
     def __init__(
         self, config: FrontendConfig, tokenizers: Sequence[Tokenizer], on_rest: Callable[[], None] = lambda: None
     ) -> None:
-        """`tokenizers`: one per configured model; `on_rest` is called whenever no request is left in flight."""
+        """`tokenizers`: one per configured model. `on_rest` is called whenever no request is left in flight."""
         self.config = config
-        self.turnstile = Turnstile()
-        self.body_room = BodyRoom(config.max_bodies_nbytes)
+        self.throttle = LoopThrottle()
+        self.body_budget = BodyBudget(config.max_bodies_nbytes)
         self._on_rest = on_rest
         self.registry = new_registry()
         self.door_metrics = DoorMetrics(self.registry)
-        self.keys = ApiKeys(config.api_keys, asks=config.api_keys_file is not None)
+        self.keys = ApiKeys(config.api_keys, required=config.api_keys_file is not None)
         self._keys_file = (
             None
             if config.api_keys_file is None
-            else KeysFile(config.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
+            else KeysFileWatcher(config.api_keys_file, self.keys, self.door_metrics, self._tell_tenants)
         )
-        self.quotas = DoorQuotas(self.door_metrics.quota_rejected)
+        self.quotas = TenantQuotas(self.door_metrics.quota_rejected)
         self.conductor = ConductorClient(config.conductor_targets, asked_by=config.node_id, tenants=self.keys.tenants)
         self.streams = WorkerStreams(config.node_id, secrets.randbits(63), config.attach_timeout_s)
         self.cluster = ClusterWatch(
@@ -85,44 +160,46 @@ class Service:
         )
         self.console = ConsoleWatch(self.conductor, self.cluster, self._about)
         self.console_actions = ConsoleActions(self.conductor)
-        self._memory = RequestMemory()
+        self._memory = RecentRequests()
         self.started_at = int(time.time())
         self.draining = False
-        self._sessions: dict[Session, ServedModel] = {}
+        self._sessions: dict[RequestSession, ServedModel] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Look at the cluster for the first time; a conductor that is away is no error."""
+        """Start watching the cluster; an unreachable conductor is not an error."""
         if self._keys_file is not None:
             self._keys_file.start()
         await self.cluster.start()
 
     async def admit(self, name: str | None) -> ServedModel:
-        """The model that a request asks for by name or alias; None asks for the first.
+        """Return the model that a request names; the first one for None.
 
-        Raises ModelNotFound, and ServiceUnavailable once no new request is taken or while none can be right.
+        Raises ModelNotServed, and ServiceUnavailable while draining or while the workers' configuration does not match.
         """
         model = self.models.find(name)
         if self.draining:
             model.metrics.rejected("draining")
-            raise ServiceUnavailable("this front door is shutting down", code="draining", retry_after_s=1.0)
+            raise ServiceUnavailable("this frontend is shutting down", code="draining", retry_after_s=1.0)
         try:
-            await self.cluster.check_fit(model.name)
+            await self.cluster.check_compatible(model.name)
         except ServiceUnavailable:
             model.metrics.rejected("misconfigured")
             raise
         return model
 
-    def open_session(self, model: ServedModel, requests: Sequence[GenerationRequest], stay: Stay) -> Session:
-        """Start what `close_session` must end, the stay with it."""
-        context = DriverContext(
+    def open_session(
+        self, model: ServedModel, requests: Sequence[GenerationRequest], reservation: QuotaReservation
+    ) -> RequestSession:
+        """Open a session that `close_session` must close, together with its quota reservation."""
+        context = GenerationContext(
             self.config,
             self.conductor,
             self.cluster,
             self.streams,
-            self.turnstile,
+            self.throttle,
             model.metrics,
             self._spawn,
             model.remember,
@@ -130,17 +207,17 @@ class Service:
         )
         generations: list[Generation] = []
         for request in requests:
-            # A prompt's answers stand side by side, in their order.
+            # The choices of one prompt are adjacent and in order.
             leader = generations[-request.sampling.choice] if request.sampling.choice else None
             generations.append(Generation(context, request, model.output(request), leader))
-        session = Session(generations, stay)
+        session = RequestSession(generations, reservation)
         self._sessions[session] = model
         self._is_idle.clear()
         model.count_session(1)
         return session
 
-    async def close_session(self, session: Session) -> None:
-        """Whatever became of it: workers and conductor are told."""
+    async def close_session(self, session: RequestSession) -> None:
+        """Close a session in any state; its outcome is reported to workers and conductor."""
         await session.close()
         model = self._sessions.pop(session, None)
         if model is not None:
@@ -150,24 +227,24 @@ class Service:
             asyncio.get_running_loop().call_soon(self._rest)
 
     async def drain(self) -> None:
-        """Take no new requests, wait for the running ones for the grace, then end what still runs with an error."""
+        """Reject new requests, wait up to the grace for running ones, then end the remaining ones with an error."""
         self.draining = True
         if await self._idle_within(self.config.drain_grace_s):
             return
-        _log.warning("%d requests still run after the grace; they are ended", len(self._sessions))
+        _log.warning("%d requests still run after the grace; ending them", len(self._sessions))
         for session in self._sessions:
-            session.end(ServiceUnavailable("the front door is shutting down", code="draining", retry_after_s=1.0))
-        await self._idle_within(_LAST_WORDS_S)
+            session.end(ServiceUnavailable("the frontend is shutting down", code="draining", retry_after_s=1.0))
+        await self._idle_within(_FINAL_REPORTS_S)
 
     async def close(self) -> None:
-        """End everything that `start` and requests began."""
+        """Close all sessions, streams and background tasks."""
         for session in list(self._sessions):
             await self.close_session(session)
         await self.streams.close()
         if self._keys_file is not None:
             await self._keys_file.close()
         if self._background:
-            await asyncio.wait(self._background, timeout=_LAST_WORDS_S)
+            await asyncio.wait(self._background, timeout=_FINAL_REPORTS_S)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -178,43 +255,43 @@ class Service:
         self.threads.close()
 
     def path_of(self, request_id: str) -> Mapping[str, Any] | None:
-        """What this front door knows of an answer, ended or under way; None of another front door's, or an old one."""
+        """Return this frontend's record of an answer, running or ended; None if it has none (any more)."""
         for session in self._sessions:
             for each in session.generations:
                 if each.request.request_id == request_id:
-                    return told(each.request, each.facts, "open", time.time())
+                    return told(each.request, each.stats, "open", time.time())
         return self._memory.find(request_id)
 
     def validate(self) -> dict[str, Any]:
-        """What is held now; `ok` when that is nothing."""
+        """Return the resources held now; `ok` if there are none."""
         counts = {
             "sessions": len(self._sessions),
             "subscriptions": self.streams.num_subscriptions,
             "outgoing": self.streams.num_outgoing,
-            "body_bytes": self.body_room.used_nbytes,
+            "body_bytes": self.body_budget.used_nbytes,
         }
         problems = [f"{count} {name} held" for name, count in counts.items() if count]
-        # Neither outlives its purpose: streams are kept for the next request, last words end within their deadline.
+        # These are not leaks: streams are kept for the next request, and final reports end within their deadline.
         counts |= {"streams": self.streams.num_open, "last_words": len(self._background)}
         return {"ok": not problems, "problems": problems, "counts": counts}
 
     def _tell_tenants(self) -> None:
-        self.conductor.know_tenants(self.keys.tenants)
+        self.conductor.set_tenants(self.keys.tenants)
 
     def _about(self) -> dict[str, Any]:
-        """For the console."""
+        """Return the console's data about this frontend."""
         return {
             "node_id": self.config.node_id,
             "models": [model.name for model in self.models],
             "not_ready": "draining" if self.draining else self.cluster.not_ready(),
             "in_flight": len(self._sessions),
             "has_admin": self.keys.has_admin,
-            "asks_for_key": self.keys.are_asked_for,
+            "asks_for_key": self.keys.are_required,
             "started_at": self.started_at,
         }
 
     def _samples(self) -> list[ConductorSample]:
-        """The conductor's numbers, and the same of this process."""
+        """Return the conductor's samples and this process's own."""
         watch, own = self.loop_watch, {"process": "frontend"}
         return [
             *self.cluster.conductor_samples(),

@@ -1,37 +1,148 @@
-"""What the front door needs of a model's folder: tokenizer, end tokens, limits. No transformers, no weights."""
+"""Tokenizer of a model folder, with end tokens and limits, and incremental detokenisation to whole characters.
 
+Detokenisation depends on the tokenizer's decoder. A byte-level tokenizer's tokens are byte strings, which are decoded
+as UTF-8. Other tokenizers decode a window of recent tokens and release text once it no longer ends in an incomplete
+character (the method of Hugging Face's text-generation-inference and vLLM).
+"""
+
+import codecs
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import blake3
 from tokenizers import Tokenizer as FastTokenizer
 
-from frontend.chat_template import ChatTemplate
-from frontend.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_token, piece_token
-from frontend.errors import ModelFolderError
+from frontend.chat_rendering import ChatTemplate
+from frontend.errors import ModelFilesError
+
+REPLACEMENT: Final = "�"
+CONTEXT_TOKENS: Final = 16  # tokens at the prompt's end; they decide whether the first token's leading space is kept
+_MAX_UTF8_NBYTES: Final = 4
+_BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer(Protocol):
+    """Incremental detokeniser of one choice."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the text of all tokens so far was returned."""
+
+    def feed(self, token_id: int) -> str:
+        """Take one token; return the characters that are now complete, possibly none."""
+
+    def flush(self) -> str:
+        """Return the remaining text after the last token; an incomplete character becomes U+FFFD."""
+
+
+class ByteLevelDetokenizer:
+    """UTF-8 decoder over the tokens' bytes; ids in `skipped` have no text."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: Collection[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._decoder.getstate()[0]
+
+    def feed(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Detokeniser that decodes the last few tokens again with each new one; for decoders that depend on neighbours.
+
+    `decode` returns the text of consecutive ids; ids in `skipped` have no text and are ignored.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], skipped: Collection[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        context = [token_id for token_id in prompt_ids[-CONTEXT_TOKENS:] if token_id not in skipped]
+        # An incomplete character at the window's start would corrupt the bytes that follow it.
+        starts = range(len(context) + 1)
+        self._window = next(context[start:] for start in starts if REPLACEMENT not in decode(context[start:]))
+        self._num_told = len(self._window)  # leading tokens of the window whose text was returned
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_told == len(self._window)
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        told, text = self._decode(self._window[: self._num_told]), self._decode(self._window)
+        num_pending = len(self._window) - self._num_told
+        # More pending tokens than any character has bytes are invalid UTF-8, and waiting would never end.
+        if len(text) <= len(told) or (text.endswith(REPLACEMENT) and num_pending < _MAX_UTF8_NBYTES):
+            return ""
+        self._window = self._window[self._num_told :]
+        self._num_told = len(self._window)
+        return text[len(told) :]
+
+    def flush(self) -> str:
+        told, text = self._decode(self._window[: self._num_told]), self._decode(self._window)
+        self._num_told = len(self._window)
+        return text[len(told) :]
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in a byte-level vocabulary (GPT-2's bytes_to_unicode, inverted)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(rest)})
+    return alphabet
+
+
+def byte_level_token(token: str) -> bytes:
+    """Return a byte-level vocabulary entry's bytes; an added token outside the alphabet stands for its own text."""
+    alphabet = byte_alphabet()
+    try:
+        return bytes(alphabet[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def piece_token(token: str) -> bytes:
+    """Return a SentencePiece vocabulary entry's bytes: ▁ is a space, <0x0A> a byte."""
+    if byte := _BYTE_PIECE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode()
+
 
 _MANY_TOKENS: Final = 1024
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats. Thread-safe; long texts are worked on without the GIL.
+    """Tokenizer, vocabulary and chat template of one model. Thread-safe; long texts are processed without the GIL.
 
-    That is done by the library's calls for batches, and only by those: with its others a prompt of 100,000 tokens
-    would stop every thread for half a second.
+    Only the library's batch calls release the GIL. With its other calls, a prompt of 100,000 tokens would block every
+    thread for half a second.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelFolderError when the folder has no usable tokenizer.json or config.json."""
+        """Load the folder. Raises ModelFilesError if it has no usable tokenizer.json or config.json."""
         if not path.is_dir():
-            raise ModelFolderError(f"model folder {path} does not exist")
+            raise ModelFilesError(f"model folder {path} does not exist")
         raw = _read(path / "tokenizer.json")
         try:
             self._fast = FastTokenizer.from_buffer(raw)
         except Exception as error:  # the binding raises bare Exception
-            raise ModelFolderError(f"{path / 'tokenizer.json'} is no tokenizer: {error}") from error
+            raise ModelFilesError(f"{path / 'tokenizer.json'} is not a valid tokenizer: {error}") from error
         self._fast.no_truncation()
         self._fast.no_padding()
         self.identity = blake3.blake3(raw).hexdigest()
@@ -51,35 +162,37 @@ class Tokenizer:
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The text's token ids."""
+        """Return the text's token ids."""
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, without the work of tokenising; 0 where nothing is known."""
+        """Return a lower bound on the text's number of tokens without tokenising; 0 if there is no bound."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The ids' text; ids that the vocabulary lacks have none."""
+        """Return the ids' text; ids outside the vocabulary have none."""
         ids = list(token_ids)
-        if len(ids) < _MANY_TOKENS:  # a batch costs more than it gives
+        if len(ids) < _MANY_TOKENS:  # a batch call would cost more than it saves
             return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def spells(self, token_ids: Sequence[int], text: str) -> bool:
-        """Whether the ids, special ones included, spell exactly `text`; for a decoder whose text depends on neighbours,
-        what the text's own ids spell."""
+        """Return True if the ids, including special ones, spell exactly `text`.
+
+        For a decoder that depends on neighbours, they must spell the same as the text's own ids.
+        """
         if self._is_byte_level:
             return b"".join(map(self.token_bytes, token_ids)) == text.encode()
         own = self.encode(text, add_special_tokens=False)
         return self.decode(token_ids, skip_special_tokens=False) == self.decode(own, skip_special_tokens=False)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The ids' vocabulary entries."""
+        """Return the ids' vocabulary entries."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Fresh state for text that follows `prompt_ids`; special tokens show their text only if not skipped."""
+        """Return a fresh detokeniser for text that follows `prompt_ids`."""
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, skipped)
@@ -88,14 +201,14 @@ class Tokenizer:
         )
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """A token's text by itself, in UTF-8; may be part of a character. b"" for an id of no token."""
+        """Return a single token's text in UTF-8, possibly part of a character; b"" for an id outside the vocabulary."""
         entry = self._fast.id_to_token(token_id) or ""
         if token_id in self._added_ids:
             return entry.encode()
         return byte_level_token(entry) if self._is_byte_level else piece_token(entry)
 
     def _longest_token(self, parts: dict[str, Any]) -> int:
-        """The most characters of a text that one token can stand for; 0 where that has no bound."""
+        """Return the maximum number of characters of one token; 0 if there is no bound."""
         takes_spaces = any(token.lstrip or token.rstrip for token in self._fast.get_added_tokens_decoder().values())
         drops_text = "Removed" in json.dumps(parts.get("pre_tokenizer"))
         if not self._is_byte_level or parts.get("normalizer") or takes_spaces or drops_text:
@@ -103,7 +216,9 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=0)
 
     def _eos_ids(self, *sources: dict[str, Any]) -> tuple[int, ...]:
-        """All end tokens that the folder's files name: generation_config.json often knows more than config.json."""
+        """Return all end tokens that the folder's files name; generation_config.json often has more than
+        config.json.
+        """
         found: set[int] = set()
         for source in sources:
             value = source.get("eos_token_id")
@@ -119,7 +234,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ModelFolderError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelFilesError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -128,14 +243,14 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(_read(path))
     except ValueError as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from error
+        raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelFolderError(f"{path} holds no JSON object")
+        raise ModelFilesError(f"{path} must contain a JSON object")
     return value
 
 
 def _count(config: dict[str, Any], name: str, path: Path) -> int:
     value = config.get(name, 0)
     if type(value) is not int or value < 0:
-        raise ModelFolderError(f"{name} in {path / 'config.json'} is {value!r}: expected a positive integer")
+        raise ModelFilesError(f"{name} in {path / 'config.json'} must be a positive integer, got {value!r}")
     return value

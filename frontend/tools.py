@@ -1,12 +1,12 @@
-"""Tool calls: the grammar that an answer with tools is held to, and reading calls out of the answer's text. Pure.
+"""Tool calls: which tools an answer may call, the grammar of such an answer, and the parser of its calls. Pure.
 
-A call is written in the form that Hermes, Qwen and others were trained on, with exactly this spacing:
+A call has the format that Hermes, Qwen and others were trained on, with exactly this spacing:
 
     <tool_call>
     {"name": "lookup", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Calls follow each other on lines of their own; where the model chooses, text may stand before the first one.
+Each further call begins on a new line. If the model may choose, text may precede the first call.
 """
 
 import json
@@ -15,18 +15,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from frontend.api.request_models import ChatBody, Function, NamedTool
+from frontend.errors import InvalidRequest
+
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
-_MAX_CALLS: Final = 16  # of one answer: a model that repeats itself must come to an end
+_MAX_CALLS: Final = 16  # per answer: a model that repeats itself must stop
 _HEAD: Final = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
-# As Python writes JSON: what templates and training data have.
+# The spacing of Python's json.dumps, as in templates and training data.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_SPACE: Final = {"whitespace_flexible": False}  # as other answers in JSON
+_NO_SPACE: Final = {"whitespace_flexible": False}  # as for other JSON answers
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool's name (safe within JSON) and the JSON Schema of its arguments, an object's."""
+    """Tool's name (needs no JSON escaping) and the JSON Schema of its arguments, which describes an object."""
 
     name: str
     parameters: dict[str, Any]
@@ -34,7 +40,7 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A piece of a call: its number, the name where the call begins, and more of the arguments' JSON text."""
+    """Piece of a call: its index, the name in the first piece, and the next part of the arguments' JSON text."""
 
     index: int
     name: str | None
@@ -43,7 +49,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """What a piece of the answer brings."""
+    """Content and pieces of calls found in a piece of the answer."""
 
     content: str
     calls: tuple[CallDelta, ...]
@@ -52,14 +58,14 @@ class ToolDelta:
 def tools_grammar(
     tools: Sequence[ToolSpec], *, must_call: bool, parallel: bool, text_schema: Mapping[str, Any] | None = None
 ) -> str:
-    """Lark for an answer with calls of `tools`; unless it `must_call`, for any other text or what matches the schema.
+    """Return a Lark grammar for an answer that calls `tools`.
 
-    `text_schema` is the JSON Schema of an answer that calls nothing.
+    Unless `must_call` is set, the answer may also be any text, or, with `text_schema`, JSON that matches this schema.
     """
     lines, tail = ["%llguidance {}"], json.dumps("}\n" + CLOSE)
     for number, tool in enumerate(tools):
         head = json.dumps(f'\n{{"name": "{tool.name}", "arguments": ')
-        # The schema by itself, so that references within it still begin at its root.
+        # The schema is embedded separately, so that references within it still start at its root.
         lines.append(f"call_{number}: {head} %json {_spaced(tool.parameters, _SPACING)} {tail}")
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     called = f'call ("\\n{OPEN}" call){{0,{_MAX_CALLS - 1}}}' if parallel else "call"
@@ -77,7 +83,7 @@ def _spaced(schema: Mapping[str, Any], spacing: Mapping[str, Any]) -> str:
 
 
 class ToolReader:
-    """Takes an answer apart as it comes. What it holds back may be the beginning of a call, and is never more."""
+    """Incremental parser of an answer with calls. It holds back only text that may be the beginning of a call."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -91,11 +97,11 @@ class ToolReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there were calls, and the arguments of the last one have ended."""
+        """True if there was a call and the last one's arguments are complete."""
         return self._num_calls > 0 and self._state != self._read_arguments
 
     def feed(self, text: str, *, is_last: bool) -> ToolDelta:
-        """Take the next piece of the answer. With the last one what is held back of the text comes out."""
+        """Parse the next piece of the answer. With the last piece, held-back text is returned as well."""
         self._buffer += text
         while self._state():
             pass
@@ -106,7 +112,7 @@ class ToolReader:
         self._content, self._calls = [], []
         return delta
 
-    # Each state takes what it can from the buffer; True: the next one may go on.
+    # Each state consumes what it can from the buffer and returns True if the next state can continue.
 
     def _read_text(self) -> bool:
         before, tag, after = self._buffer.partition(OPEN)
@@ -154,7 +160,7 @@ class ToolReader:
         return True
 
     def _tell(self, text: str) -> None:
-        # Between calls there is nothing but the line's end.
+        # Between calls there is only a line break, which is dropped.
         if self._num_calls == 0:
             self._content.append(text)
 
@@ -162,3 +168,51 @@ class ToolReader:
         if length:
             self._calls.append(CallDelta(self._num_calls - 1, None, self._buffer[:length]))
             self._buffer = self._buffer[length:]
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """Callable tools. `must_call`: the answer consists only of calls; `parallel`: it may contain several."""
+
+    specs: tuple[ToolSpec, ...]
+    must_call: bool
+    parallel: bool
+
+
+def reads_calls(body: ChatBody) -> bool:
+    """Return True if the answer's text is parsed for calls."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def tools_of(body: ChatBody) -> ToolPlan | None:
+    """Return the body's tools; None if the answer may call none. Raises InvalidRequest."""
+    functions = [tool.function for tool in body.tools or ()]
+    names = [function.name for function in functions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidRequest(f"tools: the name {twice[0]!r} is used twice", param="tools")
+    specs = [ToolSpec(function.name, _parameters(function)) for function in functions]
+    choice = body.tool_choice
+    if not specs and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice requires a call, but no tools are given", param="tool_choice")
+    if not reads_calls(body):
+        return None
+    parallel = body.parallel_tool_calls is not False
+    if not isinstance(choice, NamedTool):
+        return ToolPlan(tuple(specs), choice == "required", parallel)
+    named = tuple(spec for spec in specs if spec.name == choice.name)
+    if not named:
+        known = ", ".join(map(repr, names))
+        raise InvalidRequest(
+            f"tool_choice names the unknown tool {choice.name!r}: the tools are {known}", param="tool_choice"
+        )
+    return ToolPlan(named, must_call=True, parallel=False)
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    if function.parameters is None:
+        return dict(_NO_PARAMETERS)
+    if function.parameters.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"tools: the parameters of {function.name!r} must be a JSON Schema of type object", param="tools"
+        )
+    return {**function.parameters, "type": "object"}

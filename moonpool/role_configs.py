@@ -125,10 +125,10 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
 
 
 def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
-    from frontend import FrontendConfig, ModelConfig
+    from frontend import FrontendConfig, ServedModelConfig
 
     return FrontendConfig(
-        models=tuple(ModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
+        models=tuple(ServedModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
         conductor_targets=config.conductor.conductor,
         host=config.http.host,
         port=config.http.port,

@@ -1,4 +1,7 @@
-"""The application: routes, and how errors look. Each route decodes, calls, encodes."""
+"""The application: routes, and how errors look. Each route decodes, calls, encodes.
+
+The span of a request from outside: from its arrival to the last byte of its answer, whatever becomes of it.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -6,42 +9,47 @@ from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.api import models
 from frontend.api.body import parse_body, read_body
-from frontend.api.console import CONSOLE, ConsoleRoutes
-from frontend.api.fields import RequestModel
-from frontend.api.formats import ChatFormat, CompletionFormat, Format
+from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
 from frontend.api.generate import answer, given_request_id
 from frontend.api.openapi import describe
+from frontend.api.request_models import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    RequestModel,
+    TokenizeBody,
+)
 from frontend.api.stream import encode
-from frontend.api.tracing import Traced, span_of
-from frontend.arrival import Arrival
+from frontend.callers import ApiCaller
+from frontend.console.routes import CONSOLE, ConsoleRoutes
 from frontend.errors import ApiError, ClientGone
-from frontend.keys import Caller
-from frontend.prepare import Preparer
+from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
-from frontend.served import ServedModel
-from frontend.service import Service
+from frontend.service import ServedModel, Service
 from rpc.versions import package_version
 from telemetry import exposition, tracing
 
 _log = logging.getLogger(__name__)
+
 _MODEL: Final = "/v1/models/"
 
 B = TypeVar("B", bound=RequestModel)
-G = TypeVar("G", bound=models.GenerationBody)
-Prepare = Callable[[Preparer, G, Arrival], Awaitable[list[GenerationRequest]]]
+G = TypeVar("G", bound=GenerationBody)
+Prepare = Callable[[Preparer, G, RequestContext], Awaitable[list[GenerationRequest]]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(service: Service) -> ASGIApp:
     """The HTTP application over a started service."""
     app = _App(service)
-    return Traced(app) if tracing.is_on() else app
+    return TracingMiddleware(app) if tracing.is_on() else app
 
 
 class _App:
@@ -51,7 +59,7 @@ class _App:
     def __init__(self, service: Service) -> None:
         routes = _Routes(service)
         self._service = service
-        self._turnstile = service.turnstile
+        self._turnstile = service.throttle
         self._any_model = routes.model
         self._console = ConsoleRoutes(service)
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -102,17 +110,17 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description = describe(asks_for_key=service.keys.are_asked_for)
+        self._description = describe(asks_for_key=service.keys.are_required)
 
     async def completions(self, http: Request) -> Response:
-        return await self._generate(http, models.CompletionBody, Preparer.completion, CompletionFormat)
+        return await self._generate(http, CompletionBody, Preparer.completion, CompletionFormatter)
 
     async def chat(self, http: Request) -> Response:
-        return await self._generate(http, models.ChatBody, Preparer.chat, ChatFormat)
+        return await self._generate(http, ChatBody, Preparer.chat, ChatFormatter)
 
     async def tokenize(self, http: Request) -> Response:
         self._caller(http)
-        body = await self._body(http, models.TokenizeBody)
+        body = await self._body(http, TokenizeBody)
         model = self._service.models.find(body.model)
         ids = await model.preparer.tokens(body)
         limit = model.preparer.max_model_len
@@ -125,7 +133,7 @@ class _Routes:
 
     async def detokenize(self, http: Request) -> Response:
         self._caller(http)
-        body = await self._body(http, models.DetokenizeBody)
+        body = await self._body(http, DetokenizeBody)
         model = self._service.models.find(body.model)
         return _json({"prompt": await model.preparer.text(body.tokens)})
 
@@ -165,28 +173,32 @@ class _Routes:
     async def openapi(self, http: Request) -> Response:
         return _json(self._description)
 
-    async def _generate(self, http: Request, kind: type[G], prepare: Prepare[G], form: type[Format]) -> Response:
+    async def _generate(
+        self, http: Request, kind: type[G], prepare: Prepare[G], form: type[ResponseFormatter]
+    ) -> Response:
         at_s, caller = monotonic(), self._caller(http)
-        stay = self._service.quotas.enter(caller)
+        reservation = self._service.quotas.enter(caller)
         try:
-            arrival = Arrival.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
+            arrival = RequestContext.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
             body = await self._body(http, kind)
             model = await self._service.admit(body.model)
             requests = await prepare(model.preparer, body, arrival)
-            stay.reserve(requests)
+            reservation.reserve(requests)
             timing = arrival.wants_timing
-            return await answer(self._service, http, body, model, requests, form, timing=timing, stay=stay)
+            return await answer(
+                self._service, http, body, model, requests, form, timing=timing, reservation=reservation
+            )
         except BaseException:
-            stay.leave(used_tokens=0, served=False)  # unless its session has settled it
+            reservation.leave(used_tokens=0, served=False)  # unless its session has settled it
             raise
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         config = self._service.config
-        with self._service.body_room.place() as place:
+        with self._service.body_budget.place() as place:
             body = await read_body(http, place, max_nbytes=config.max_body_nbytes, timeout_s=config.body_timeout_s)
             return await parse_body(kind, body, self._service.threads)
 
-    def _caller(self, http: Request) -> Caller:
+    def _caller(self, http: Request) -> ApiCaller:
         return self._service.keys.caller(http.headers.get("authorization"))
 
     def _card(self, name: str, model: ServedModel) -> dict[str, object]:
@@ -232,3 +244,44 @@ def _refusal(http: Request, body: object, status: int, headers: Mapping[str, str
     if given := given_request_id(http):
         response.headers["x-request-id"] = given
     return response
+
+
+_GENERATE: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+_KEY: Final = "moonpool.span"
+
+
+class TracingMiddleware:
+    """Around the application: traces what generates. The answer's `traceparent` names the request's span."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _GENERATE:
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        span = tracing.receive(
+            f"{method} {path}", Headers(scope=scope), http__request__method=method, http__route=path, url__path=path
+        )
+        if not span.is_on:
+            await self._app(scope, receive, send)
+            return
+        scope[_KEY] = span
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["traceparent"] = span.traceparent
+                span.note(http__response__status_code=message["status"])
+                if message["status"] >= 500:
+                    span.fail(f"HTTP {message['status']}")
+            await send(message)
+
+        with span:
+            await self._app(scope, receive, told)
+
+
+def span_of(http: Request) -> tracing.Span:
+    """The request's span; OFF where it is not traced."""
+    span: tracing.Span = http.scope.get(_KEY, tracing.OFF)
+    return span

@@ -1,21 +1,67 @@
-"""Receiving a request's body, bounded in size and time, and understanding it."""
+"""The memory that bodies of requests may take together while they come in and are read.
+
+Receiving a request's body, bounded in size and time, and understanding it.
+"""
 
 import asyncio
-from typing import Final, TypeVar
+from types import TracebackType
+from typing import Final, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from frontend.api.fields import RequestModel
-from frontend.api.models import parse
-from frontend.body_room import Place
-from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone
-from frontend.work_threads import WorkThreads
+from frontend.api.request_models import RequestModel, parse
+from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
+from frontend.event_loop import WorkThreads
+
+
+class BodyBudget:
+    """Of one front door."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.used_nbytes = 0
+
+    def place(self) -> "BodyReservation":
+        """For one body; what it took is given back on exit."""
+        return BodyReservation(self)
+
+    def take(self, nbytes: int) -> None:
+        """Raises ServiceUnavailable where all together would be too much."""
+        if self.used_nbytes + nbytes > self._nbytes:
+            raise ServiceUnavailable(
+                f"other requests' bodies take all of the {self._nbytes} bytes there are for bodies; try again soon",
+                code="bodies",
+                retry_after_s=1.0,
+            )
+        self.used_nbytes += nbytes
+
+
+class BodyReservation:
+    """What one body has taken so far."""
+
+    def __init__(self, room: BodyBudget) -> None:
+        self._room = room
+        self._taken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._room.used_nbytes -= self._taken
+
+    def take(self, nbytes: int) -> None:
+        """So much more has come. Raises ServiceUnavailable."""
+        self._room.take(nbytes)
+        self._taken += nbytes
+
 
 B = TypeVar("B", bound=RequestModel)
 _LARGE_BODY_NBYTES: Final = 32 << 10
 
 
-async def read_body(request: Request, place: Place, *, max_nbytes: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int, timeout_s: float) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as that is known, ServiceUnavailable where there is no room for it,
     BodyTimeout, ClientGone."""
     declared = request.headers.get("content-length", "")

@@ -1,26 +1,216 @@
-"""How generations look on the wire: OpenAI's completion and chat objects, whole and in chunks."""
+"""Which of an answer's optional parts a client wants to see.
+
+How log-probabilities look on the wire: OpenAI's for completions and for chats, and vLLM's of the prompt. Pure.
+
+How calls of tools look on the wire: OpenAI's tool_calls, whole and in deltas.
+
+Where a request's time went, as told to those who ask: a response header, and a part of `moonpool` in the answer.
+
+How generations look on the wire: OpenAI's completion and chat objects, whole and in chunks.
+"""
 
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
-from frontend.api import logprobs
-from frontend.api.server_timing import timing_of
+from frontend.api.request_models import ChatBody, CompletionBody, GenerationBody
 from frontend.api.stream import encode, event
-from frontend.api.tool_calls import ChoiceCalls
-from frontend.api.view import View
-from frontend.driver import Generation
-from frontend.output import Step
+from frontend.generation import Generation
+from frontend.output import Candidate, OutputChunk, ScoredToken
+from frontend.request import HandoffBreakdown, RequestStats, TtftBreakdown
+from frontend.tools import CallDelta, ToolReader, reads_calls
 
 
-class Format(ABC):
+@dataclass(frozen=True)
+class ResponseOptions:
+    """`num_top`: likeliest tokens beside each token; None: no log-probabilities. `prompt_top`: of the prompt's.
+
+    `reads_calls`: calls of tools are told apart from the text. `timing`: where the time went is told.
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    echo: bool = False
+    num_top: int | None = None
+    prompt_top: int | None = None
+    reads_calls: bool = False
+    timing: bool = False
+
+    @classmethod
+    def of(cls, body: GenerationBody, *, timing: bool = False) -> "ResponseOptions":
+        """What `body` asks for, and a header."""
+        options = body.stream_options
+        return cls(
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            echo=isinstance(body, CompletionBody) and bool(body.echo),
+            num_top=body.num_top,
+            prompt_top=body.prompt_logprobs,
+            reads_calls=isinstance(body, ChatBody) and reads_calls(body),
+            timing=timing,
+        )
+
+
+_FLOOR: Final = -9999.0  # JSON has no minus infinity; vLLM's stand-in
+
+
+def of_completion(scores: Sequence[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, list[Any]]:
+    """Parallel lists; the first token of a prompt has null in two of them."""
+    return {
+        "tokens": [_name(score.token_id, score.data, as_ids, "bytes:") for score in scores],
+        "token_logprobs": [None if score.own is None else _finite(score.own) for score in scores],
+        "top_logprobs": [None if score.own is None else _by_name(score, num_top, as_ids) for score in scores],
+        "text_offset": [score.text_offset for score in scores],
+    }
+
+
+def of_chat(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, Any]:
+    """An entry per token."""
+    content = [
+        _entry(score.own, as_ids) | {"top_logprobs": [_entry(candidate, as_ids) for candidate in score.top[:num_top]]}
+        for score in scores
+        if score.own is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def of_prompt(scores: Iterable[ScoredToken], num_top: int, *, as_ids: bool) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: by token id; null for the first token."""
+    return [
+        None
+        if score.own is None
+        else {
+            str(candidate.token_id): {
+                "logprob": _finite(candidate),
+                "rank": candidate.rank,
+                "decoded_token": _name(candidate.token_id, candidate.data, as_ids, ""),
+            }
+            for candidate in _first(score, num_top)
+        }
+        for score in scores
+    ]
+
+
+def _first(score: ScoredToken, num_top: int) -> tuple[Candidate, ...]:
+    """The likeliest `num_top`, and the token itself if it is none of them."""
+    top = score.top[:num_top]
+    if score.own is None or any(candidate.token_id == score.token_id for candidate in top):
+        return top
+    return (*top, score.own)
+
+
+def _by_name(score: ScoredToken, num_top: int, as_ids: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for candidate in _first(score, num_top):
+        # Two ids may have one text: the likelier one is told.
+        found.setdefault(_name(candidate.token_id, candidate.data, as_ids, "bytes:"), _finite(candidate))
+    return found
+
+
+def _entry(candidate: Candidate, as_ids: bool) -> dict[str, Any]:
+    name = _name(candidate.token_id, candidate.data, as_ids, "")
+    return {"token": name, "logprob": _finite(candidate), "bytes": list(candidate.data)}
+
+
+def _finite(candidate: Candidate) -> float:
+    return candidate.logprob if candidate.logprob > _FLOOR else _FLOOR  # so no NaN either
+
+
+def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:
+    """A token's text; of one that is part of a character the bytes, as OpenAI writes them: \\xf0\\x9f."""
+    if as_ids:
+        return f"token_id:{token_id}"
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class ToolCallFormatter:
+    """One choice's calls. Every step must be told, in order."""
+
+    def __init__(self) -> None:
+        self._reader = ToolReader()
+
+    def message(self, step: OutputChunk) -> dict[str, Any]:
+        """Content and calls of an answer that came as one step."""
+        read = self._reader.feed(step.text, is_last=True)
+        calls: dict[int, dict[str, Any]] = {}
+        for call in read.calls:
+            _merge(calls, call)
+        if not calls:
+            return {"content": read.content}
+        return {"content": read.content or None, "tool_calls": [_without_index(call) for call in calls.values()]}
+
+    def delta(self, step: OutputChunk) -> dict[str, Any]:
+        """What a step adds: content, or pieces of calls; of each call its id and name first."""
+        read = self._reader.feed(step.text, is_last=step.finish_reason is not None)
+        calls: dict[int, dict[str, Any]] = {}
+        for call in read.calls:
+            _merge(calls, call)
+        delta: dict[str, Any] = {"content": read.content} if read.content else {}
+        return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+    def finish_reason(self, step: OutputChunk) -> str | None:
+        """OpenAI's: an answer that ended for its calls. One that a stop text cut within a call did not."""
+        return "tool_calls" if step.finish_reason == "stop" and self._reader.is_complete else step.finish_reason
+
+
+def _merge(calls: dict[int, dict[str, Any]], piece: CallDelta) -> None:
+    call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+    if piece.name is not None:
+        call |= {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        call["function"] = {"name": piece.name, "arguments": ""}
+    call["function"]["arguments"] += piece.arguments
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call["id"], "type": call["type"], "function": call["function"]}
+
+
+_DIGITS: Final = 9  # of a second: the parts still sum to the whole
+
+
+def server_timing(generations: Sequence[Generation]) -> dict[str, str]:
+    """The header Server-Timing (W3C), in milliseconds: of the first answer, as far as is known when headers go out."""
+    stats = generations[0].stats
+    told = _metrics("", "ttft", stats.ttft) + _metrics("handoff-", "handoff", stats.handoff)
+    return {"server-timing": ", ".join(told)} if told else {}
+
+
+def timing_of(stats: RequestStats) -> dict[str, Any]:
+    """In seconds; None where the request had no hand-off."""
+    return {"ttft": _told(stats.ttft), "handoff": _told(stats.handoff)}
+
+
+def _told(parts: TtftBreakdown | HandoffBreakdown | None) -> dict[str, float] | None:
+    if parts is None:
+        return None
+    told = {f"{name}_s": round(seconds, _DIGITS) for name, seconds in parts.parts().items()}
+    return {**told, "whole_s": round(parts.whole_s, _DIGITS)}
+
+
+def _metrics(prefix: str, whole: str, parts: TtftBreakdown | HandoffBreakdown | None) -> list[str]:
+    if parts is None:
+        return []
+    told = {**{prefix + name: seconds for name, seconds in parts.parts().items()}, whole: parts.whole_s}
+    return [f"{name};dur={1000 * seconds:.3f}" for name, seconds in told.items()]
+
+
+class ResponseFormatter(ABC):
     """One response's constant parts. `events` must be called for every step, in order."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, generations: Sequence[Generation], model: str, view: View) -> None:
+    def __init__(self, generations: Sequence[Generation], model: str, view: ResponseOptions) -> None:
         self._generations = generations
         self._head = {"id": generations[0].request.request_id, "created": int(time.time()), "model": model}
         # Every chunk begins alike: what does not change is written down once.
@@ -30,13 +220,13 @@ class Format(ABC):
         self._num_told = [0] * len(generations)  # tokens, by choice
         self._num_running = len(generations)
 
-    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+    def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         """The response to a request that does not stream."""
         self._num_told = [len(step.token_ids) for step in steps]
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
-    def events(self, index: int, step: Step) -> bytes:
+    def events(self, index: int, step: OutputChunk) -> bytes:
         """What a stream sends for one step, perhaps nothing; with the last choice's last step, the usage too."""
         opens, is_first = not self._started, index not in self._started
         self._started.add(index)
@@ -52,13 +242,13 @@ class Format(ABC):
         return b"".join(event(self._chunk(choices, beside)) for choices, beside in chunks)
 
     @abstractmethod
-    def _whole_choice(self, index: int, step: Step) -> dict[str, Any]: ...
+    def _whole_choice(self, index: int, step: OutputChunk) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]: ...
+    def _chunk_choices(self, index: int, step: OutputChunk, is_first: bool) -> list[dict[str, Any]]: ...
 
     @abstractmethod
-    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any] | None: ...
+    def _logprobs(self, step: OutputChunk, num_top: int) -> dict[str, Any] | None: ...
 
     def _once(self) -> dict[str, Any]:
         """What is told beside the choices, once."""
@@ -73,7 +263,7 @@ class Format(ABC):
     def _chunk(self, choices: list[dict[str, Any]], beside: dict[str, Any]) -> bytes:
         return self._opening + encode(choices) + (b"," + encode(beside)[1:] if beside else b"}")
 
-    def _end(self, index: int, step: Step, *, with_prompt: bool) -> dict[str, Any]:
+    def _end(self, index: int, step: OutputChunk, *, with_prompt: bool) -> dict[str, Any]:
         """The fields that all choices have."""
         num_top = self._view.num_top
         end: dict[str, Any] = {
@@ -87,13 +277,11 @@ class Format(ABC):
                 end["prompt_token_ids"] = self._generations[index].request.prompt_ids.tolist()
         return end
 
-    def _prompt_logprobs(self, step: Step) -> dict[str, Any]:
+    def _prompt_logprobs(self, step: OutputChunk) -> dict[str, Any]:
         num_top = self._view.prompt_top
         if num_top is None or step.echo is None or step.echo.scores is None:
             return {}
-        return {
-            "prompt_logprobs": logprobs.of_prompt(step.echo.scores.tokens(), num_top, as_ids=self._view.tokens_as_ids)
-        }
+        return {"prompt_logprobs": of_prompt(step.echo.scores.tokens(), num_top, as_ids=self._view.tokens_as_ids)}
 
     def _usage(self) -> dict[str, Any]:
         """As far as it was told to the client. A prompt counts once, however many answers it has."""
@@ -104,61 +292,61 @@ class Format(ABC):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(prompt.facts.cached_tokens for prompt in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(prompt.stats.cached_tokens for prompt in prompts)},
         }
 
     def _facts(self) -> dict[str, Any]:
         """Moonpool's extension: an object, or a list of them by choice where there are several."""
-        facts = [_facts(generation) for generation in self._generations]
+        stats = [_facts(generation) for generation in self._generations]
         if self._view.timing:
-            for told, generation in zip(facts, self._generations, strict=True):
-                told["timing"] = timing_of(generation.facts)
-        return {"moonpool": facts[0] if len(facts) == 1 else facts}
+            for told, generation in zip(stats, self._generations, strict=True):
+                told["timing"] = timing_of(generation.stats)
+        return {"moonpool": stats[0] if len(stats) == 1 else stats}
 
 
-class CompletionFormat(Format):
+class CompletionFormatter(ResponseFormatter):
     """/v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
+    def _whole_choice(self, index: int, step: OutputChunk) -> dict[str, Any]:
         return {"index": index, "text": self._text(step), **self._end(index, step, with_prompt=True)} | (
             self._prompt_logprobs(step)
         )
 
-    def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]:
+    def _chunk_choices(self, index: int, step: OutputChunk, is_first: bool) -> list[dict[str, Any]]:
         return [{"index": index, "text": self._text(step), **self._end(index, step, with_prompt=is_first)}]
 
-    def _text(self, step: Step) -> str:
+    def _text(self, step: OutputChunk) -> str:
         return step.text if step.echo is None or not self._view.echo else step.echo.text + step.text
 
-    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
+    def _logprobs(self, step: OutputChunk, num_top: int) -> dict[str, Any]:
         echo = step.echo if self._view.echo else None
         prompt = echo.scores.tokens() if echo is not None and echo.scores is not None else ()
-        return logprobs.of_completion((*prompt, *step.scores), num_top, as_ids=self._view.tokens_as_ids)
+        return of_completion((*prompt, *step.scores), num_top, as_ids=self._view.tokens_as_ids)
 
 
-class ChatFormat(Format):
+class ChatFormatter(ResponseFormatter):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, generations: Sequence[Generation], model: str, view: View) -> None:
+    def __init__(self, generations: Sequence[Generation], model: str, view: ResponseOptions) -> None:
         super().__init__(generations, model, view)
-        self._calls = [ChoiceCalls() if view.reads_calls else None for _ in generations]
+        self._calls = [ToolCallFormatter() if view.reads_calls else None for _ in generations]
 
-    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+    def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         return super().whole(steps) | self._once() | self._prompt_logprobs(steps[0])
 
-    def _whole_choice(self, index: int, step: Step) -> dict[str, Any]:
+    def _whole_choice(self, index: int, step: OutputChunk) -> dict[str, Any]:
         calls = self._calls[index]
         message = {"content": step.text} if calls is None else calls.message(step)
         end = self._end(index, step, with_prompt=False)
         return {"index": index, "message": {"role": "assistant", **message}, **end}
 
-    def _chunk_choices(self, index: int, step: Step, is_first: bool) -> list[dict[str, Any]]:
+    def _chunk_choices(self, index: int, step: OutputChunk, is_first: bool) -> list[dict[str, Any]]:
         calls = self._calls[index]
         delta = {"content": step.text} if calls is None else calls.delta(step)
         choice = {"index": index, "delta": delta, **self._end(index, step, with_prompt=False)}
@@ -169,13 +357,13 @@ class ChatFormat(Format):
         # OpenAI's streams open with the role alone.
         return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, choice]
 
-    def _end(self, index: int, step: Step, *, with_prompt: bool) -> dict[str, Any]:
+    def _end(self, index: int, step: OutputChunk, *, with_prompt: bool) -> dict[str, Any]:
         end = super()._end(index, step, with_prompt=with_prompt)
         calls = self._calls[index]
         return end if calls is None else end | {"finish_reason": calls.finish_reason(step)}
 
-    def _logprobs(self, step: Step, num_top: int) -> dict[str, Any]:
-        return logprobs.of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)
+    def _logprobs(self, step: OutputChunk, num_top: int) -> dict[str, Any]:
+        return of_chat(step.scores, num_top, as_ids=self._view.tokens_as_ids)
 
     def _once(self) -> dict[str, Any]:
         """A chat has one prompt, told beside the choices, as vLLM does."""
@@ -185,23 +373,23 @@ class ChatFormat(Format):
 
 
 def _facts(generation: Generation) -> dict[str, Any]:
-    facts, request = generation.facts, generation.request
+    stats, request = generation.stats, generation.request
     return {
         "request_id": request.request_id,
         "tokenize_s": round(request.tokenize_s, 6),
-        "schedule_s": round(facts.schedule_s, 6),
-        "queue_s": round(facts.queue_s, 6),
-        "load_s": round(facts.load_s, 6),
-        "prefill_s": round(facts.prefill_s, 6),
-        "ttft_s": round((facts.first_token_s or request.arrival_s) - request.arrival_s, 6),
-        "cached_tokens": facts.cached_tokens,
-        "cached_dram_tokens": facts.cached_dram_tokens,
-        "cached_ssd_tokens": facts.cached_ssd_tokens,
-        "cached_remote_tokens": facts.cached_remote_tokens,
-        "approximate_tokens": facts.approximate_tokens,
+        "schedule_s": round(stats.schedule_s, 6),
+        "queue_s": round(stats.queue_s, 6),
+        "load_s": round(stats.load_s, 6),
+        "prefill_s": round(stats.prefill_s, 6),
+        "ttft_s": round((stats.first_token_s or request.arrival_s) - request.arrival_s, 6),
+        "cached_tokens": stats.cached_tokens,
+        "cached_dram_tokens": stats.cached_dram_tokens,
+        "cached_ssd_tokens": stats.cached_ssd_tokens,
+        "cached_remote_tokens": stats.cached_remote_tokens,
+        "approximate_tokens": stats.approximate_tokens,
         "dropped_messages": request.dropped_messages,
-        "attempts": facts.attempts,
-        "prefill_node": facts.prefill_node,
-        "decode_node": facts.decode_node,
+        "attempts": stats.attempts,
+        "prefill_node": stats.prefill_node,
+        "decode_node": stats.decode_node,
         "seed": request.sampling.seed,
     }

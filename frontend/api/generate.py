@@ -8,19 +8,15 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.api.formats import Format
-from frontend.api.models import GenerationBody
-from frontend.api.presence import Presence
-from frontend.api.server_timing import server_timing
-from frontend.api.stream import EventStream, encode
-from frontend.api.view import View
+from frontend.api.formats import ResponseFormatter, ResponseOptions, server_timing
+from frontend.api.request_models import GenerationBody
+from frontend.api.stream import DisconnectWatch, EventStreamResponse, encode
+from frontend.callers import QuotaReservation
 from frontend.errors import ApiError
-from frontend.output import Step
-from frontend.quotas import Stay
+from frontend.generation import RequestSession
+from frontend.output import OutputChunk
 from frontend.request import GenerationRequest
-from frontend.served import ServedModel
-from frontend.service import Service
-from frontend.session import Session
+from frontend.service import ServedModel, Service
 from telemetry import logs
 
 T = TypeVar("T")
@@ -35,30 +31,30 @@ async def answer(
     body: GenerationBody,
     model: ServedModel,
     requests: list[GenerationRequest],
-    form: type[Format],
+    form: type[ResponseFormatter],
     *,
     timing: bool,
-    stay: Stay,
+    reservation: QuotaReservation,
 ) -> Response:
     """Run the requests on their model and answer in `form`; with `timing`, tell where the time went.
 
     Raises ApiError while no byte of the answer is out.
     """
-    headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | stay.headers()
+    headers = {"x-request-id": given_request_id(http) or requests[0].request_id} | reservation.headers()
     with logs.request(requests[0].request_id):
-        session = service.open_session(model, requests, stay)
-        presence = Presence(http.receive)
+        session = service.open_session(model, requests, reservation)
+        disconnect_watch = DisconnectWatch(http.receive)
         handed_over = False
         try:
             shape = form(
                 session.generations,
                 body.model or model.name,  # the name that was asked for: an alias is answered under the alias
-                View.of(body, timing=timing),
+                ResponseOptions.of(body, timing=timing),
             )
             if sum(len(each.prompt_ids) for each in requests if each.tells_prompt) > _MANY_TOKENS:
                 await service.threads.run(session.read_prompts)
             if not body.stream:
-                steps = await presence.during(session.collect())
+                steps = await disconnect_watch.run(session.collect())
                 prompts = requests if body.return_token_ids else []
                 headers |= server_timing(session.generations) if timing else {}
                 content = await _told(service, steps, lambda: encode(shape.whole(steps)), prompts)
@@ -69,13 +65,13 @@ async def answer(
                 return await _told(service, [step], lambda: shape.events(index, step))
 
             # The first step is awaited before any header is sent, so that what fails early fails with its status.
-            first = await presence.during(more())
+            first = await disconnect_watch.run(more())
             handed_over = True
             headers |= server_timing(session.generations) if timing else {}
-            return EventStream(
+            return EventStreamResponse(
                 first,
                 more,
-                presence=presence,
+                disconnect_watch=disconnect_watch,
                 request_id=requests[0].request_id,
                 is_over=lambda: session.is_over,
                 aborts=[each.overflowed for each in session.generations],
@@ -88,22 +84,22 @@ async def answer(
             raise
         finally:
             if not handed_over:
-                await asyncio.shield(_end(service, session, presence))
+                await asyncio.shield(_end(service, session, disconnect_watch))
 
 
-async def _end(service: Service, session: Session, presence: Presence) -> None:
-    await presence.close()
+async def _end(service: Service, session: RequestSession, disconnect_watch: DisconnectWatch) -> None:
+    await disconnect_watch.close()
     await service.close_session(session)
 
 
 async def _told(
-    service: Service, steps: Sequence[Step], tell: Callable[[], T], prompts: Sequence[GenerationRequest] = ()
+    service: Service, steps: Sequence[OutputChunk], tell: Callable[[], T], prompts: Sequence[GenerationRequest] = ()
 ) -> T:
     """What `tell` makes of the steps and of the `prompts` told with them; off the event loop where that takes long."""
     return await service.threads.run(tell) if _takes_long(steps, prompts) else tell()
 
 
-def _takes_long(steps: Sequence[Step], prompts: Sequence[GenerationRequest]) -> bool:
+def _takes_long(steps: Sequence[OutputChunk], prompts: Sequence[GenerationRequest]) -> bool:
     num_tokens = sum([len(told.prompt_ids) for told in prompts])
     for step in steps:
         num_tokens += len(step.token_ids)

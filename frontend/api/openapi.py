@@ -6,9 +6,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from frontend.api import answer_models, models
-from frontend.api.fields import CLASS_NAME
-from frontend.api.unsupported import refused_fields
+from frontend.api import request_models, response_models
+from frontend.api.request_models import CLASS_NAME, refused_fields
 
 _ERRORS: Final = {
     400: "The request cannot be served as it stands; `param` names the field at fault.",
@@ -53,18 +52,23 @@ _HEADERS: Final = [
 _NAME: Final = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
 
 
-_BODIES: Final = (models.CompletionBody, models.ChatBody, models.TokenizeBody, models.DetokenizeBody)
+_BODIES: Final = (
+    request_models.CompletionBody,
+    request_models.ChatBody,
+    request_models.TokenizeBody,
+    request_models.DetokenizeBody,
+)
 _ANSWERS: Final = (
-    answer_models.Completion,
-    answer_models.ChatCompletion,
-    answer_models.ChatChunk,
-    answer_models.ModelList,
-    answer_models.Tokenized,
-    answer_models.Detokenized,
-    answer_models.Status,
-    answer_models.SelfCheck,
-    answer_models.Version,
-    answer_models.ErrorAnswer,
+    response_models.CompletionResponse,
+    response_models.ChatCompletion,
+    response_models.ChatChunk,
+    response_models.ModelList,
+    response_models.Tokenized,
+    response_models.Detokenized,
+    response_models.Status,
+    response_models.SelfCheck,
+    response_models.Version,
+    response_models.ErrorResponse,
 )
 
 
@@ -72,26 +76,36 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
     """The description, as served at /openapi.json."""
     paths = {
         "/v1/completions": _post(
-            "Continue prompts", models.CompletionBody, answer_models.Completion, _GENERATION, answer_models.Completion
+            "Continue prompts",
+            request_models.CompletionBody,
+            response_models.CompletionResponse,
+            _GENERATION,
+            response_models.CompletionResponse,
         ),
         "/v1/chat/completions": _post(
-            "Answer a chat", models.ChatBody, answer_models.ChatCompletion, _GENERATION, answer_models.ChatChunk
+            "Answer a chat",
+            request_models.ChatBody,
+            response_models.ChatCompletion,
+            _GENERATION,
+            response_models.ChatChunk,
         ),
-        "/tokenize": _post("Token ids of a text or chat", models.TokenizeBody, answer_models.Tokenized, _TEXT),
-        "/detokenize": _post("Text of token ids", models.DetokenizeBody, answer_models.Detokenized, _TEXT),
-        "/v1/models": _get("The models served", answer_models.ModelList, (401, 405)),
-        "/v1/models/{name}": _get("One model", answer_models.ModelCard, (401, 404, 405)) | {"parameters": _NAME},
-        "/health": _get("Whether the process answers", answer_models.Status, (405,)),
-        "/live": _get("Whether the process answers", answer_models.Status, (405,)),
-        "/version": _get("The version of Moonpool", answer_models.Version, (405,)),
-        "/ready": _get("Whether the cluster can serve", answer_models.Status, (405,)),
-        "/validate": _get("What the process holds", answer_models.SelfCheck, (405,)),
+        "/tokenize": _post(
+            "Token ids of a text or chat", request_models.TokenizeBody, response_models.Tokenized, _TEXT
+        ),
+        "/detokenize": _post("Text of token ids", request_models.DetokenizeBody, response_models.Detokenized, _TEXT),
+        "/v1/models": _get("The models served", response_models.ModelList, (401, 405)),
+        "/v1/models/{name}": _get("One model", response_models.ModelCard, (401, 404, 405)) | {"parameters": _NAME},
+        "/health": _get("Whether the process answers", response_models.Status, (405,)),
+        "/live": _get("Whether the process answers", response_models.Status, (405,)),
+        "/version": _get("The version of Moonpool", response_models.Version, (405,)),
+        "/ready": _get("Whether the cluster can serve", response_models.Status, (405,)),
+        "/validate": _get("What the process holds", response_models.SelfCheck, (405,)),
         "/metrics": {"get": _operation("Prometheus metrics", _media("text/plain", {"type": "string"}), (405,))},
         "/openapi.json": {
             "get": _operation("This description", _media("application/json", {"type": "object"}), (405,))
         },
     }
-    paths["/ready"]["get"]["responses"]["503"] = _response("It cannot.", answer_models.Status)
+    paths["/ready"]["get"]["responses"]["503"] = _response("It cannot.", response_models.Status)
     if asks_for_key:
         for path, item in paths.items():
             if path.startswith("/v1/") or path.endswith("tokenize"):
@@ -114,7 +128,7 @@ def _schemas() -> dict[str, Any]:
     both = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
     _, schema = models_json_schema(both, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     definitions: dict[str, Any] = schema["$defs"]
-    for body in (models.CompletionBody, models.ChatBody):
+    for body in (request_models.CompletionBody, request_models.ChatBody):
         properties = definitions[body.__name__]["properties"]
         for name, neutral in refused_fields().items():
             properties.setdefault(name, {"enum": [*neutral, None], "description": "Not served."})
@@ -143,7 +157,7 @@ def _get(summary: str, answer: type[BaseModel], errors: Iterable[int]) -> dict[s
 
 
 def _operation(summary: str, content: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
-    failures = {str(status): _response(_ERRORS[status], answer_models.ErrorAnswer) for status in errors}
+    failures = {str(status): _response(_ERRORS[status], response_models.ErrorResponse) for status in errors}
     return {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}, **failures}}
 
 

@@ -13,9 +13,9 @@ from rpc.control import ControlError, Refused
 if TYPE_CHECKING:
     from moonpool_proto.v1.conductor_pb2_grpc import ConductorAsyncStub
 
-__all__ = ["ConsoleActions"]
-
 _log = logging.getLogger(__name__)
+
+
 _CALL_S: Final = 10.0
 _EXPLAIN_S: Final = 15.0  # files are read, perhaps many
 _ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}

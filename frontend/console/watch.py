@@ -16,9 +16,9 @@ from frontend.console.figures import cluster_figures, past_figures
 from moonpool_proto.v1 import conductor_pb2
 from rpc.control import ControlError, Refused
 
-__all__ = ["ConsoleState", "ConsoleWatch"]
-
 _log = logging.getLogger(__name__)
+
+
 _EVERY_S: Final = 1.0
 _ASK_S: Final = 2.0
 _PARTS: Final = ("workers", "slice_s", "slices", "requests", "hottest", "objectives", "slo")

@@ -1,1 +1,1 @@
-"""The front door's side of HTTP/1.1: connections, their bounds, TLS. Knows no route."""
+"""Connections of the HTTP/1.1 server: accepting, limits, TLS. Routes are in `frontend.api`."""

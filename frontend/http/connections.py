@@ -1,17 +1,27 @@
 """All HTTP connections of a front door: how many may be open, and how long one may stay without a request in flight.
 
 Time is counted in ticks of a sweep over all of them, so that a request costs no timer and no look at the clock.
+
+HTTP/1.1 of one connection with bounds, of which uvicorn sets none to a request's head nor to the time it takes.
 """
 
 import asyncio
+import json
 import logging
 import math
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from http import HTTPStatus
+from typing import Any, ClassVar, Final, Protocol
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 _log = logging.getLogger(__name__)
+
 _LONGEST_TICK_S: Final = 1.0
 _TICKS_OF_TIMEOUT: Final = 4
 _LEAVING_PART: Final = 16
@@ -19,43 +29,46 @@ _STUCK_TIMEOUTS: Final = 4
 _TOLD_EVERY_S: Final = 60.0
 
 
-class Connection(Protocol):
-    """What is asked of one."""
+class HttpConnection(Protocol):
+    """Interface of one connection, as the monitor uses it."""
 
     since_tick: int
-    """When it was made, began to send a request's head, or had its last answer."""
+    """Tick at which it was opened, began to send a request's head, or finished its last response."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether a request is in flight, or an answer not sent whole."""
+        """True while a request is in flight or a response is not completely sent."""
 
     def unsent_since(self, tick: int) -> int:
-        """The tick since which the client has taken nothing of what waits for it; `tick`, now, while nothing waits."""
+        """Return the tick since which the client has read none of its pending data; `tick` (now) if none is pending."""
 
     def leave(self) -> None:
-        """Close it at once."""
+        """Close the connection immediately."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds of one front door's connections."""
+class ConnectionLimits:
+    """Limits on the connections of one frontend."""
 
     max_connections: int = 10_000
     header_timeout_s: float = 15.0
-    """From the connection, or the first byte of a further request, until the request's headers are there; also for the
-    rest of a body after it was refused. A client that takes nothing of its answer has four times as long."""
+    """Time from the connection's start, or a further request's first byte, to the end of the request's headers; also
+    for the rest of a refused request's body. A client that does not read its response is closed after four times this.
+    """
     max_header_nbytes: int = 64 << 10
-    """The request line and all headers."""
+    """Size of the request line and all headers."""
     max_headers: int = 128
     max_pipelined: int = 16
-    """Requests sent ahead of the answer to the first."""
+    """Number of requests sent before the response to the first."""
 
 
-class Connections:
-    """Whoever must leave does so within a tick. `start` before use, `close` after it."""
+class ConnectionMonitor:
+    """Monitor that closes idle and stuck connections within a tick. Call `start` before use and `close` after it."""
 
-    def __init__(self, limits: Limits, open_now: Callable[[], set[Connection]], count: Callable[[str], None]) -> None:
-        """`count` is called with the reason whenever somebody is refused or sent away."""
+    def __init__(
+        self, limits: ConnectionLimits, open_now: Callable[[], set[HttpConnection]], count: Callable[[str], None]
+    ) -> None:
+        """`count(reason)` is called for each connection that is refused or closed by a limit."""
         self.limits = limits
         self.tick = 0
         self._open_now = open_now
@@ -68,23 +81,26 @@ class Connections:
         self._told_tick = -math.inf
 
     def start(self) -> None:
-        """Sweep from now on."""
+        """Start sweeping."""
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._sweep)
 
     def close(self) -> None:
-        """Sweep no more."""
+        """Stop sweeping."""
         if self._timer is not None:
             self._timer.cancel()
         self._tell()
 
     def refused(self, reason: str) -> None:
-        """Count somebody who was; told in the log together with others."""
+        """Count a refused connection; the log reports them in summary."""
         self._count(reason)
         self._untold[reason] = self._untold.get(reason, 0) + 1
 
     def has_room(self, num_opening: int) -> bool:
-        """Whether one more may come in, besides `num_opening` that are about to; if not at first, those leave who have
-        waited longest without a request in flight: whoever holds connections open keeps nobody out."""
+        """Return True if one more connection may be opened besides the `num_opening` being opened.
+
+        If the limit is reached, the connections that have been idle longest are closed, so that idle connections cannot
+        lock out new clients.
+        """
         open_now = self._open_now()
         if len(open_now) + num_opening < self._most:
             return True
@@ -94,7 +110,7 @@ class Connections:
             each.leave()
         if not waiting:
             self.refused("no_room")
-        # They are gone in the next turn of the loop; the one that came may stand in for one of them.
+        # They are gone in the event loop's next iteration; the new connection may take the place of one of them.
         return bool(waiting)
 
     def _sweep(self) -> None:
@@ -112,15 +128,159 @@ class Connections:
         self.start()
 
     def _tell(self) -> None:
-        """In one line however many they are: whoever can fill the door cannot fill the disk."""
+        # One line for any number of them: a flood of connections must not fill the disk.
         if self._untold:
             what = ", ".join(f"{count} {reason}" for reason, count in sorted(self._untold.items()))
-            _log.warning("connections refused or sent away since this was last told: %s", what)
+            _log.warning("connections refused or closed since the last report: %s", what)
             self._untold.clear()
             self._told_tick = self.tick
 
 
 def _descriptors_for_connections() -> int:
-    """Three quarters of the files this process may have open: the rest is for workers, conductors and logs."""
+    """Return three quarters of the open-file limit; the rest is for workers, conductors and logs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft * 3 // 4
+
+
+_PROBLEMS: Final = {
+    "malformed": (400, "malformed HTTP/1.1 request"),
+    "tls_to_plain": (
+        400,
+        "this port uses plain HTTP, but the client began a TLS handshake: use http:// instead of https://",
+    ),
+    "header_size": (431, "the request line and headers exceed {0.max_header_nbytes} bytes"),
+    "header_count": (431, "the request has more than {0.max_headers} headers"),
+    "pipelined": (429, "more than {0.max_pipelined} requests were pipelined before the first one's response"),
+}
+_TLS_HANDSHAKE: Final = b"\x16\x03"
+
+
+class _Refused(Exception):
+    """Raised through the parser to stop it."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 protocol with limits on a request's head, which uvicorn lacks.
+
+    A request over a limit gets an error response and is not read further. A response in progress is never interrupted
+    by an error response.
+    """
+
+    QUOTA_REASONS: ClassVar[tuple[str, ...]] = tuple(_PROBLEMS)
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], connections: ConnectionMonitor
+    ) -> None:
+        super().__init__(config, state, app_state)
+        self.since_tick = connections.tick
+        self._watch = connections
+        self._limits = connections.limits
+        self._unparsed_nbytes = 0  # received since the parser last reported a head or a piece of a body
+        self._has_told = False
+        self._had_head = False
+        self._reason = "malformed"
+        self._is_leaving = False
+        self._unsent_nbytes = 0
+        self._taken_tick = 0
+
+    @property
+    def is_serving(self) -> bool:
+        """True while a request is in flight or a response is not completely sent."""
+        return self._is_answering or (not self._is_leaving and self.transport.get_write_buffer_size() > 0)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def unsent_since(self, tick: int) -> int:
+        """Return the tick since which the client has read none of its pending data; `tick` (now) if none is pending."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent or unsent != self._unsent_nbytes:
+            self._unsent_nbytes, self._taken_tick = unsent, tick
+        return self._taken_tick
+
+    def leave(self) -> None:
+        """Close the connection immediately."""
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes from the client."""
+        self._unset_keepalive_if_required()
+        if self._is_leaving:
+            return
+        self._has_told = False
+        self._unparsed_nbytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            if not self._had_head and data.startswith(_TLS_HANDSHAKE):
+                self._reason = "tls_to_plain"
+            self._refuse()
+        except httptools.HttpParserUpgrade:
+            pass  # the upgrade is ignored; the request is answered as HTTP/1.1
+        else:
+            if self._has_told:
+                self._unparsed_nbytes = 0
+            elif self._unparsed_nbytes > self._limits.max_header_nbytes:
+                self._reason = "header_size"
+                self._refuse()
+
+    def on_message_begin(self) -> None:
+        """Note the start of a request."""
+        self.since_tick = self._watch.tick
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Check a complete request head against the limits."""
+        self._has_told = self._had_head = True
+        limits = self._limits
+        if len(self.headers) > limits.max_headers:
+            self._reason = "header_count"
+            raise _Refused
+        if self._unparsed_nbytes > limits.max_header_nbytes and self._head_nbytes() > limits.max_header_nbytes:
+            self._reason = "header_size"
+            raise _Refused
+        if len(self.pipeline) >= limits.max_pipelined:
+            self._reason = "pipelined"
+            raise _Refused
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Note a piece of a request's body."""
+        self._has_told = True
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Start the time limit for the next request's head or the rest of this body."""
+        self.since_tick = self._watch.tick
+        super().on_response_complete()
+
+    def _head_nbytes(self) -> int:
+        return len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+
+    def _refuse(self) -> None:
+        """Send the error response and half-close the connection.
+
+        Further data is read and dropped, and the sweep closes the connection at the latest. Closing it immediately
+        could discard the response before the client reads it.
+        """
+        self._watch.refused(self._reason)
+        if self._is_answering:
+            self.leave()
+            return
+        self._is_leaving = True
+        self.since_tick = self._watch.tick
+        status, problem = _PROBLEMS[self._reason]
+        self.transport.write(_answer(status, problem.format(self._limits)))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+def _answer(status: int, problem: str) -> bytes:
+    kind = "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "invalid_request_error"
+    body = json.dumps({"error": {"message": problem, "type": kind, "param": None, "code": None}}).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

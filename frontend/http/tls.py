@@ -1,4 +1,4 @@
-"""The certificate that clients are shown, read again when its files change. Opens no connection."""
+"""Server certificate of the HTTPS port, reloaded when its files change."""
 
 import logging
 import math
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from frontend.errors import ConfigError
+from frontend.errors import FrontendConfigError
 from rpc.tls import certificate_end_s, file_mark, shake_hands
+
+_log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 _HAS_EXPIRED: Final = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """PEM files: the certificate with what links it to a CA that clients know, and its private key."""
+    """PEM files: the certificate with its chain, and its private key."""
 
     cert: Path
     key: Path
 
 
 class Certificate:
-    """What is in the files, or was when they could last be used. Raises ConfigError for files that cannot be."""
+    """Content of the certificate files, or their last valid content. Raises FrontendConfigError if they are invalid."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -36,21 +36,21 @@ class Certificate:
         self._ends_s = _end_of(self._context, files)
 
     def left_s(self) -> float:
-        """Until it ends; below 0 once it has, and not a number where that cannot be told."""
+        """Return the seconds until the certificate expires: negative afterwards, NaN if unknown."""
         return self._ends_s - time.time()
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection."""
+        """Return the TLS context for a new connection."""
         seen = self._mark()
         if seen != self._seen:
-            self._seen = seen  # a file may be half written: it is looked at again once it has changed
+            self._seen = seen  # a file may be half written: it is read again after its next change
             try:
                 self._context = _load(self._files)
                 self._ends_s = _end_of(self._context, self._files)
-            except ConfigError as error:
-                _log.warning("going on with the HTTP certificate from before: %s", error)
+            except FrontendConfigError as error:
+                _log.warning("keeping the previous HTTP certificate: %s", error)
             else:
-                _log.info("new HTTP connections are shown the certificate now in %s", self._files.cert)
+                _log.info("new HTTP connections use the certificate now in %s", self._files.cert)
         return self._context
 
     def _mark(self) -> tuple[tuple[int, ...], ...]:
@@ -58,7 +58,7 @@ class Certificate:
 
 
 def certificate_of(cert: Path | None, key: Path | None) -> Certificate | None:
-    """None where clients are spoken to in the clear. Raises ConfigError."""
+    """Return the certificate, or None for plain HTTP. Raises FrontendConfigError."""
     return None if cert is None or key is None else Certificate(CertificateFiles(cert, key))
 
 
@@ -70,25 +70,28 @@ def _load(files: CertificateFiles) -> ssl.SSLContext:
         try:
             path.open("rb").close()
         except OSError as error:
-            raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; expected a PEM file") from error
+            raise FrontendConfigError(f"{name} {path} cannot be read: {error.strerror}; expected a PEM file") from error
     try:
         context.load_cert_chain(files.cert, files.key, password=lambda: _refuse_password(files))
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(
-                f"--http-tls-key {files.key} does not belong to the certificate in --http-tls-cert {files.cert}: name "
-                "the two that were made together"
+            raise FrontendConfigError(
+                f"--http-tls-key {files.key} does not match the certificate in --http-tls-cert {files.cert}: give the "
+                "certificate's own key"
             ) from error
-        raise ConfigError(
-            f"--http-tls-cert {files.cert} or --http-tls-key {files.key} is no certificate and key in PEM: {error}"
+        raise FrontendConfigError(
+            f"--http-tls-cert {files.cert} or --http-tls-key {files.key} is not valid PEM: {error}"
         ) from error
-    except OSError as error:  # since it was read just now
-        raise ConfigError(f"{files.cert} or {files.key} has just been taken away") from error
+    except OSError as error:  # it was readable a moment ago
+        raise FrontendConfigError(f"{files.cert} or {files.key} was removed while it was read") from error
     return context
 
 
 def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
-    """Seconds since the epoch, as a client finds it that trusts this very certificate; 0 if it has ended."""
+    """Return the certificate's end in seconds since the epoch; 0 if it has expired, NaN if unknown.
+
+    It is read in a TLS handshake with a client that trusts this certificate.
+    """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -102,4 +105,4 @@ def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
 
 
 def _refuse_password(files: CertificateFiles) -> bytes:
-    raise ConfigError(f"--http-tls-key {files.key} is encrypted, and nobody is there to give its password")
+    raise FrontendConfigError(f"--http-tls-key {files.key} is encrypted: expected a key without a password")

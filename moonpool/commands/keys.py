@@ -12,10 +12,10 @@ from typing import Annotated, Final
 import typer
 import yaml
 
+from frontend.api_keys import digest_of
+from frontend.callers import Quota
 from frontend.errors import KeysFileError
-from frontend.keys.api_keys import digest_of
-from frontend.keys.caller import Quota
-from frontend.keys.entries import KeyEntry, callers_of, check_name, expiry, parse_keys, plain
+from frontend.keys_file import KeyEntry, callers_of, check_name, expiry, parse_keys, plain
 from moonpool.commands.arguments import command_group
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors

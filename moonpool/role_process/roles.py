@@ -135,7 +135,7 @@ _CONFIGURATION_ERRORS = {
     "worker.errors": ("StartupError",),
     "kvpool.errors": ("PoolConfigError",),
     "conductor.errors": ("ConfigError", "JoinRefused", "SharedStoreRefused"),
-    "frontend.errors": ("ConfigError", "ModelFolderError", "PortInUse"),
+    "frontend.errors": ("FrontendConfigError", "ModelFilesError", "HttpPortInUse"),
     "telemetry.errors": ("BadTracing",),
 }
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from conductor.errors import SharedStoreRefused, SharedStoreUnavailable
 from conductor.server import serve_conductor
 from conductor.shared_store import RedisStore
-from frontend.line import Line
+from frontend.conductor import ConductorStream
 from moonpool_proto.v1 import conductor_pb2
 from tests.conductor.world import Conductor, World, until
 
@@ -62,7 +62,7 @@ async def version(conductor: Conductor) -> int:
 
 async def place(conductor: Conductor) -> str:
     """What becomes of a request that no worker is there for."""
-    line = Line(conductor.target)
+    line = ConductorStream(conductor.target)
     request = conductor_pb2.ScheduleRequest(request_id="r", model="m", prompt_tokens=8, max_new_tokens=8)
     try:
         return (await line.schedule(request, waits=False, deadline_s=60)).rejection.reason

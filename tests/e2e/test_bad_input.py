@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from engine.random_model import write_random_model
-from frontend.line import Line
+from frontend.conductor import ConductorStream
 from messenger.frames import (
     Hello,
     Read,
@@ -305,7 +305,7 @@ async def test_malformed_calls_are_refused_by_name(cluster: Any, undisturbed: No
 async def test_an_unknown_model_is_rejected_by_the_conductor_and_a_request_without_id_refused(
     cluster: Any, undisturbed: None
 ) -> None:
-    line = Line(f"unix:{cluster.ready['run_dir']}/conductor.sock")
+    line = ConductorStream(f"unix:{cluster.ready['run_dir']}/conductor.sock")
     async with asyncio.timeout(60):  # for half a minute after a start its workers might still be on their way
         while (reply := await line.schedule(SCHEDULE, waits=False, deadline_s=20)).rejection.reason == "no_nodes":
             await asyncio.sleep(0.5)

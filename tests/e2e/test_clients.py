@@ -135,7 +135,7 @@ async def test_a_seed_that_was_drawn_is_told_and_repeats_the_answer(client: open
 
 
 async def test_errors_are_the_openai_packages_own(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match=r"'gpt-4' is not served here: 'tiny' is") as missing:
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-4' is not served here; served models: 'tiny'") as missing:
         await client.completions.create(model="gpt-4", prompt=TEXT)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="max_tokens") as negative:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from frontend import FrontendConfig, ModelConfig, serve_frontend
+from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from loadtest.text import sentence
 
@@ -125,7 +125,7 @@ async def front_without_memory(live: Live) -> AsyncIterator[str]:
     """The address of a further front door of the cluster that remembers no answers."""
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = FrontendConfig(
-        models=(ModelConfig(MODEL, live.cluster.ready["model"]),),
+        models=(ServedModelConfig(MODEL, live.cluster.ready["model"]),),
         conductor_targets=(live.cluster.ready["conductor"],),
         port=0,
         node_id="front-without-memory",

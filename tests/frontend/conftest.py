@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from frontend import FrontendConfig, ModelConfig, serve_frontend
+from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from telemetry import logs
@@ -168,7 +168,7 @@ class Front:
 @pytest.fixture
 def config(model_path: Path, cluster: ScriptedCluster) -> FrontendConfig:
     return FrontendConfig(
-        models=(ModelConfig(model_path, "tiny"),),
+        models=(ServedModelConfig(model_path, "tiny"),),
         conductor_targets=(cluster.conductor_target,),
         port=0,
         node_id="fe-0",

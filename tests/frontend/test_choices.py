@@ -28,7 +28,7 @@ async def test_answers_are_ordered_by_prompt_then_by_choice(
     assert status == 200, whole
     told = [(choice["index"], choice["text"]) for choice in whole["choices"]]
     assert told == [(0, " jumps"), (1, " jumps jumps"), (2, " sat"), (3, " sat sat")]
-    assert len({facts["request_id"] for facts in whole["moonpool"]}) == 4
+    assert len({stats["request_id"] for stats in whole["moonpool"]}) == 4
     texts = dict.fromkeys(range(4), "")
     for chunk in await front.events("/v1/completions", body):
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
@@ -64,7 +64,7 @@ async def test_answers_have_one_seed_and_a_number_each(cluster: Any, front: Any)
     seeds = {seed for seed, _ in seen}
     assert len(seeds) == 1
     assert sorted(choice for _, choice in seen) == [0, 1, 2]
-    assert {facts["seed"] for facts in whole["moonpool"]} == seeds
+    assert {stats["seed"] for stats in whole["moonpool"]} == seeds
     assert [choice["message"]["role"] for choice in whole["choices"]] == ["assistant"] * 3
 
 

@@ -38,10 +38,10 @@ async def test_completion_returns_text_usage_and_facts(cluster: Any, front: Any,
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": min(8, num_prompt)},
     }
-    facts = body["moonpool"]
-    assert (facts["attempts"], facts["prefill_node"], facts["decode_node"], facts["seed"]) == (1, "p0", "d0", 7)
-    assert (facts["queue_s"], facts["load_s"], facts["prefill_s"]) == (0.5, 0.25, 0.125)
-    assert [facts[f"cached_{tier}_tokens"] for tier in ("dram", "ssd", "remote")] == [4, 2, 1]
+    stats = body["moonpool"]
+    assert (stats["attempts"], stats["prefill_node"], stats["decode_node"], stats["seed"]) == (1, "p0", "d0", 7)
+    assert (stats["queue_s"], stats["load_s"], stats["prefill_s"]) == (0.5, 0.25, 0.125)
+    assert [stats[f"cached_{tier}_tokens"] for tier in ("dram", "ssd", "remote")] == [4, 2, 1]
     assert body["object"] == "text_completion"
     assert "prompt_token_ids" not in choice
     completion = await cluster.conductor.completion()

@@ -13,8 +13,8 @@ BODY = {"prompt": [5, 6, 7], "stream": True, "endless": True}
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"stream": False}, "ask for it with stream true"),
-        ({"max_tokens": 9}, "leave max_tokens out"),
+        ({"stream": False}, "must be streamed: set stream to true"),
+        ({"max_tokens": 9}, "omit max_tokens"),
         ({"n": 2}, "n is 2: send several requests"),
     ],
 )

@@ -54,9 +54,9 @@ async def test_lost_decode_worker_is_replaced_and_the_rest_generated_elsewhere(
     second_pair[1].send(second, 3, IDS[3:], finish=LENGTH)
     answer = await task
     assert ids_in(answer) == IDS
-    facts = answer[1]["moonpool"]
-    assert (facts["attempts"], facts["decode_node"]) == (2, "d1")
-    assert facts["approximate_tokens"] == 12  # the rest of the answer was made from them
+    stats = answer[1]["moonpool"]
+    assert (stats["attempts"], stats["decode_node"]) == (2, "d1")
+    assert stats["approximate_tokens"] == 12  # the rest of the answer was made from them
     assert answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     assert answer[1]["usage"]["completion_tokens"] == 4
     finished = await cluster.conductor.completion()
@@ -223,7 +223,7 @@ async def test_workers_that_cannot_be_reached_cost_no_attempts_until_the_conduct
     async with start_front(max_attempts=2, replace_grace_s=0.0) as front:
         status, body = await post(front)
         assert (status, body["error"]["code"]) == (500, "generation_failed")
-        assert "2 attempts; the last one's end: gone-1" in body["error"]["message"]
+        assert "2 attempts; the last one ended with: gone-1" in body["error"]["message"]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend.api import models
+from frontend.api import request_models
 from moonpool_proto.v1 import worker_pb2
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -84,7 +84,9 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(keys): anything(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
-@pytest.mark.parametrize(("path", "model"), [(COMPLETIONS, models.CompletionBody), (CHAT, models.ChatBody)])
+@pytest.mark.parametrize(
+    ("path", "model"), [(COMPLETIONS, request_models.CompletionBody), (CHAT, request_models.ChatBody)]
+)
 async def test_no_mixture_of_fields_is_a_fault_of_ours(cluster: Any, front: Any, path: str, model: Any) -> None:
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
     base = {"prompt": "a"} if path == COMPLETIONS else {"messages": USER}

@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from frontend.driver import Generation
 from frontend.errors import ServiceUnavailable
+from frontend.generation import Generation
 from moonpool_proto.v1 import worker_pb2
 
 LENGTH = worker_pb2.FINISH_LENGTH
@@ -147,7 +147,7 @@ async def test_stop_ends_what_outlasts_the_grace_with_an_error(cluster: Any, sta
         front.stop.set()
         answer = await running
         error = answer[-1]["error"]
-        assert (error["code"], error["message"]) == ("draining", "the front door is shutting down")
+        assert (error["code"], error["message"]) == ("draining", "the frontend is shutting down")
         assert await cluster.workers["d0"].cancelled() == submit.request_id
         assert (await cluster.conductor.completion()).outcome == "failed"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frontend.api.generate import _takes_long
-from frontend.output import Step
+from frontend.output import OutputChunk
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import worker_pb2
 
@@ -277,5 +277,5 @@ async def test_no_more_of_prompts_is_told_than_one_answer_may_hold(
 
 
 def test_long_answers_are_written_down_off_the_event_loop() -> None:
-    assert not _takes_long([Step((1,) * 8, "a")] * 128, [])
-    assert _takes_long([Step((1,) * 9, "a")] * 128, [])
+    assert not _takes_long([OutputChunk((1,) * 8, "a")] * 128, [])
+    assert _takes_long([OutputChunk((1,) * 9, "a")] * 128, [])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend import ModelConfig
+from frontend import ServedModelConfig
 from moonpool_proto.v1 import common_pb2, worker_pb2
 
 COMPLETIONS = "/v1/completions"
@@ -28,7 +28,7 @@ async def two(cluster: Any, start_front: Any, model_path: Path) -> AsyncIterator
         twin.node.max_model_len = 100
     cluster.conductor.cluster.ready_models[:] = ["other", "tiny"]
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
-    models = (ModelConfig(model_path, "tiny", ("small",)), ModelConfig(model_path, "other"))
+    models = (ServedModelConfig(model_path, "tiny", ("small",)), ServedModelConfig(model_path, "other"))
     async with start_front(models=models) as front:
         yield front
 

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frontend.api.unsupported import refused_fields
+from frontend.api.request_models import refused_fields
 from moonpool_proto.v1 import worker_pb2
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -16,8 +16,16 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
 ANSWERED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "the cat", "max_tokens": 90}, "Completion"),
-    (COMPLETIONS, {"prompt": ["the", "cat"], "n": 2, "max_tokens": 90, "logprobs": 2, "echo": True}, "Completion"),
-    (COMPLETIONS, {"prompt": [5, 6], "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 90}, "Completion"),
+    (
+        COMPLETIONS,
+        {"prompt": ["the", "cat"], "n": 2, "max_tokens": 90, "logprobs": 2, "echo": True},
+        "Completion",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": [5, 6], "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 90},
+        "Completion",
+    ),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2, "n": 2, "max_tokens": 90}, "Chat"),
     (CHAT, {"messages": USER, "tools": TOOLS, "max_tokens": 90, "return_token_ids": True}, "Chat"),
     (CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "prompt_logprobs": 0}, "Chat"),
@@ -63,7 +71,7 @@ async def test_answers_whole_and_streamed_are_as_described(
         check(answer, responses["200"]["content"]["application/json"]["schema"])
         if "prompt_logprobs" in body:
             continue
-        event = {"$ref": "#/components/schemas/" + ("Completion" if kind == "Completion" else "ChatChunk")}
+        event = {"$ref": "#/components/schemas/" + ("CompletionResponse" if kind == "Completion" else "ChatChunk")}
         options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         for chunk in await front.events(path, body | options):
             check(chunk, event)

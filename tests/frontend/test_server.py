@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from frontend import ConfigError, FrontendConfig, ModelConfig, ModelFolderError, PortInUse
+from frontend import FrontendConfig, FrontendConfigError, HttpPortInUse, ModelFilesError, ServedModelConfig
 from frontend.server import bind, url_of
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import worker_pb2
@@ -23,11 +23,11 @@ from moonpool_proto.v1 import worker_pb2
 CODE = """
 import asyncio, sys
 from pathlib import Path
-from frontend import FrontendConfig, ModelConfig, serve_frontend
+from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from rpc.control import run
 
 async def main(stop):
-    config = FrontendConfig(models=(ModelConfig(Path(sys.argv[1]), "tiny"),), conductor_targets=(sys.argv[2],), port=0)
+    config = FrontendConfig(models=(ServedModelConfig(Path(sys.argv[1]), "tiny"),), conductor_targets=(sys.argv[2],), port=0)
     await serve_frontend(config, stop, lambda url: print(url, flush=True))
 
 stop = asyncio.Event()
@@ -50,13 +50,13 @@ async def test_a_port_in_use_is_a_clear_error_before_anything_is_served(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"127.0.0.1:{port}: the port is in use"):
+        with pytest.raises(HttpPortInUse, match=f"127.0.0.1:{port}: the port is in use"):
             async with start_front(port=port):
                 pass
 
 
 def test_an_address_of_nobody_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+    with pytest.raises(FrontendConfigError, match=r"192\.0\.2\.1"):
         bind("192.0.2.1", 0)
 
 
@@ -64,7 +64,7 @@ def test_an_address_of_nobody_is_a_clear_error() -> None:
 def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
     try:
         listener = bind(host, 0)
-    except ConfigError:
+    except FrontendConfigError:
         pytest.skip(f"no {host} here")
     with listener:
         assert url_of(listener).startswith(start)
@@ -80,14 +80,17 @@ def test_url_is_one_that_a_client_can_use(host: str, start: str) -> None:
         ({"drain_grace_s": -1.0}, "drain_grace_s"),
         ({"api_keys": ("a", "")}, "api_keys"),
         ({"models": ()}, "models is empty"),
-        ({"models": (ModelConfig(Path("a"), "m"), ModelConfig(Path("b"), "m"))}, "'m' is given twice"),
-        ({"models": (ModelConfig(Path("a"), "m", ("n",)), ModelConfig(Path("b"), "n"))}, "'n' is given twice"),
+        ({"models": (ServedModelConfig(Path("a"), "m"), ServedModelConfig(Path("b"), "m"))}, "'m' is used twice"),
+        (
+            {"models": (ServedModelConfig(Path("a"), "m", ("n",)), ServedModelConfig(Path("b"), "n"))},
+            "'n' is used twice",
+        ),
     ],
 )
 def test_configuration_that_cannot_be_right_is_refused_by_name(
     config: FrontendConfig, change: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(FrontendConfigError, match=named):
         replace(config, **change)
 
 
@@ -95,7 +98,7 @@ def test_configuration_that_cannot_be_right_is_refused_by_name(
     ("break_it", "message"),
     [
         (lambda path: (path / "tokenizer.json").unlink(), "cannot read .*tokenizer.json"),
-        (lambda path: (path / "tokenizer.json").write_text("{}"), "is no tokenizer"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "is not a valid tokenizer"),
         (lambda path: (path / "config.json").unlink(), "cannot read .*config.json"),
         (lambda path: (path / "config.json").write_text("{"), "not JSON"),
         (lambda path: (path / "config.json").write_text('{"vocab_size": "many"}'), "vocab_size"),
@@ -106,12 +109,12 @@ def test_configuration_that_cannot_be_right_is_refused_by_name(
 def test_a_broken_model_folder_is_a_clear_error(model_copy: Path, break_it: Any, message: str) -> None:
     Tokenizer(model_copy)
     break_it(model_copy)
-    with pytest.raises(ModelFolderError, match=message):
+    with pytest.raises(ModelFilesError, match=message):
         Tokenizer(model_copy)
 
 
 def test_a_missing_model_folder_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="does not exist"):
+    with pytest.raises(ModelFilesError, match="does not exist"):
         Tokenizer(tmp_path / "nowhere")
 
 
@@ -124,7 +127,7 @@ def test_a_template_file_wins_over_the_configurations(model_copy: Path) -> None:
 
 async def test_chats_without_a_template_are_refused(model_copy: Path, start_front: Any) -> None:
     (model_copy / "tokenizer_config.json").unlink()
-    async with start_front(models=(ModelConfig(model_copy, "tiny"),)) as front:
+    async with start_front(models=(ServedModelConfig(model_copy, "tiny"),)) as front:
         status, body = await front.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert (status, body["error"]["code"]) == (400, "no_chat_template")
 
@@ -133,7 +136,7 @@ async def test_readiness_follows_the_cluster(cluster: Any, front: Any) -> None:
     assert (await front.get("/ready"))[0] == 200
     cluster.conductor.cluster.ready_models[:] = []
     _, text = await front.readiness(503)
-    assert "no place" in json.loads(text)["reason"]
+    assert "no nodes yet" in json.loads(text)["reason"]
     for path in ("/health", "/live"):
         assert (await front.get(path))[0] == 200
     cluster.conductor.cluster.ready_models[:] = ["tiny"]

@@ -87,7 +87,7 @@ async def test_a_request_without_time_says_nothing_about_the_conductor(
     with pytest.raises(RequestDeadline):
         await client.schedule(REQUEST, deadline_s=monotonic() - 1)
     assert client.target == one.target
-    assert all(line.failed_s is None for line in client._lines)
+    assert all(line.failed_s is None for line in client._streams)
     assert not other.heard, "there was no time left to ask anybody else"
 
 
@@ -120,7 +120,7 @@ async def test_one_request_alone_finds_out_whether_a_silent_conductor_is_back(
     one, _ = pair
     one.may.clear()
     assert await placed_by(client) == "other"
-    line = client._lines[0]
+    line = client._streams[0]
     assert line.failed_s is not None
     line.failed_s -= 60  # it is time to ask it again
     assert await asyncio.gather(*(placed_by(client) for _ in range(8))) == ["other"] * 8

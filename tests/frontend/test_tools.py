@@ -9,9 +9,8 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from frontend.api.models import ChatMessage
-from frontend.chat_messages import native_messages
-from frontend.chat_template import ChatTemplate
+from frontend.api.request_models import ChatMessage
+from frontend.chat_rendering import ChatTemplate, native_messages
 from frontend.errors import InvalidRequest
 from frontend.tokenizer import Tokenizer
 from frontend.tools import CallDelta, ToolReader, ToolSpec, tools_grammar

@@ -13,10 +13,16 @@ import aiohttp
 import grpc.aio
 import pytest
 
+<<<<<<< HEAD
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
 from frontend import FrontendConfig, ModelConfig, serve_frontend
 from frontend.line import Line
+=======
+from conductor.server import ConductorConfig, serve_conductor
+from frontend import FrontendConfig, ServedModelConfig, serve_frontend
+from frontend.conductor import ConductorStream
+>>>>>>> f55d5d4 (Merge the frontend's modules into one file per idea, with standard names and plain English)
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
@@ -68,7 +74,7 @@ class Bed:
         self._conductor: tuple[asyncio.Event, asyncio.Task[None]] | None = None
         self._front: tuple[asyncio.Event, asyncio.Task[None]] | None = None
         self._channel: grpc.aio.Channel | None = None
-        self._line: Line | None = None
+        self._line: ConductorStream | None = None
 
     async def start_conductor(self, **config: Any) -> None:
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -77,7 +83,7 @@ class Bed:
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         assert not task.done() or task.result() is None
         self._conductor = stop, task
-        self._channel, self._line = open_channel(self.target), Line(self.target)
+        self._channel, self._line = open_channel(self.target), ConductorStream(self.target)
         self.stub: Any = conductor_pb2_grpc.ConductorStub(self._channel)
 
     async def stop_conductor(self) -> None:
@@ -99,7 +105,7 @@ class Bed:
         if with_keys:
             self._keys.write_text(_keys_file())
         config = FrontendConfig(
-            models=(ModelConfig(self._model_path, "tiny"),),
+            models=(ServedModelConfig(self._model_path, "tiny"),),
             conductor_targets=(self.target,),
             port=0,
             node_id="front",

@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from frontend.console import pages
+from frontend.console import routes
 from moonpool_proto.v1 import conductor_pb2
 
-PAGE = Path(pages.__file__).parent / "page"
+PAGE = Path(routes.__file__).parent / "page"
 AS_ADMIN = {"authorization": "Bearer mp-admins-key"}
 AS_USER = {"authorization": "Bearer mp-users-key"}
 

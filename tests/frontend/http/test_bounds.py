@@ -234,7 +234,8 @@ async def test_a_full_house_sends_idle_connections_away_and_keeps_requests(start
 
 
 @pytest.mark.parametrize(
-    ("sent", "problem"), [(b"\x16\x03\x01\x02\x00\x01\x00", b"speaks plain HTTP"), (b"hello\r\n\r\n", b"no HTTP/1.1")]
+    ("sent", "problem"),
+    [(b"\x16\x03\x01\x02\x00\x01\x00", b"uses plain HTTP"), (b"hello\r\n\r\n", b"malformed HTTP/1.1")],
 )
 async def test_what_is_no_http_is_told_so(front: Any, serves: Any, sent: bytes, problem: bytes) -> None:
     async with connected(front) as (reader, writer):

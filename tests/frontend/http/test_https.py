@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from frontend.errors import ConfigError
+from frontend.errors import FrontendConfigError
 from loadtest.errors import ServerUnreachable
 from loadtest.server import discover
 from moonpool.supervision.http_port import is_alive
@@ -187,7 +187,7 @@ async def test_tls_to_the_plain_port_is_a_clear_error_for_the_client(front: Any)
 @pytest.mark.parametrize(
     ("name", "key", "problem"),
     [
-        ("node", "successor", "does not belong to the certificate"),
+        ("node", "successor", "does not match the certificate"),
         ("node", "locked", "is encrypted"),
     ],
 )
@@ -195,7 +195,7 @@ async def test_key_material_that_is_of_no_use_is_a_clear_error_at_the_start(
     start_front: Any, tmp_path: Path, name: str, key: str, problem: str
 ) -> None:
     put(tmp_path, name, key=key)
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(FrontendConfigError, match=problem):
         async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"):
             pass
 
@@ -206,10 +206,10 @@ async def test_a_missing_file_and_text_that_is_no_pem_are_named(start_front: Any
         (tmp_path / "none.pem", "--http-tls-key .*none.pem cannot be read"),
         (None, "HTTPS needs both"),
     ):
-        with pytest.raises(ConfigError, match=problem):
+        with pytest.raises(FrontendConfigError, match=problem):
             async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=key):
                 pass
     (tmp_path / "cert.pem").write_text("no certificate")
-    with pytest.raises(ConfigError, match="no certificate and key in PEM"):
+    with pytest.raises(FrontendConfigError, match="is not valid PEM"):
         async with start_front(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"):
             pass

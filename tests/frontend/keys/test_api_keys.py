@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from frontend.api_keys import ApiKeys
+from frontend.callers import ANYBODY
 from frontend.errors import ApiError, Forbidden, Unauthorized
-from frontend.keys import ANYBODY, ApiKeys
-from frontend.keys.entries import KeyEntry, callers_of
+from frontend.keys_file import KeyEntry, callers_of
 
 
 def entry(name: str, key: str, **more: Any) -> KeyEntry:
@@ -15,7 +16,7 @@ def entry(name: str, key: str, **more: Any) -> KeyEntry:
 
 
 def keys_of(*entries: KeyEntry, now_s: float = 0.0, plain: tuple[str, ...] = ()) -> ApiKeys:
-    keys = ApiKeys(plain, asks=True, now_s=lambda: now_s)
+    keys = ApiKeys(plain, required=True, now_s=lambda: now_s)
     keys.replace(callers_of(entries))
     return keys
 

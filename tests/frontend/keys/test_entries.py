@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend.callers import ApiCaller, Quota
 from frontend.errors import KeysFileError
-from frontend.keys.caller import Caller, Quota
-from frontend.keys.entries import KeyEntry, callers_of, parse_keys, plain
+from frontend.keys_file import KeyEntry, callers_of, parse_keys, plain
 
 HASH = "sha256:" + hashlib.sha256(b"mp-one").hexdigest()
 OTHER = "sha256:" + hashlib.sha256(b"mp-two").hexdigest()
@@ -35,13 +35,13 @@ def test_a_file_without_keys_lets_nobody_in(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "expected `keys:`"),
-        ("[1]", "expected `keys:`"),
-        ("keys: 1", "expected `keys:`"),
-        ("keys: []\nmore: 1", "expected `keys:`"),
-        ("keys:\n- name: a\n  name: b", "line 2 a field is there twice"),
+        ("", "expected a mapping with the single key `keys`"),
+        ("[1]", "expected a mapping with the single key `keys`"),
+        ("keys: 1", "expected a mapping with the single key `keys`"),
+        ("keys: []\nmore: 1", "expected a mapping with the single key `keys`"),
+        ("keys:\n- name: a\n  name: b", "duplicate field in the mapping that begins at line 2"),
         ("keys:\n- 'mp-secret", "line 2"),
-        ("keys: !!python/object/apply:os.system [mp-secret]", "no valid YAML"),
+        ("keys: !!python/object/apply:os.system [mp-secret]", "invalid YAML"),
         (file_of("mp-secret"), "entry 1: name"),
         (file_of(f"name: 'mp secret', hash: {HASH}, tenant: t"), "entry 1: name"),
         (file_of("name: a, hash: mp-secret, tenant: t"), r"entry 1 \(a\): hash: expected sha256"),
@@ -49,13 +49,19 @@ def test_a_file_without_keys_lets_nobody_in(text: str) -> None:
         (file_of(f"name: a, hash: {HASH}"), r"\(a\): tenant"),
         (file_of(f"name: a, hash: {HASH}, tenant: other"), r"\(a\): tenant"),
         (file_of(f"name: a, hash: {HASH}, tenant: t, scope: mp-secret"), "scope: expected user or admin"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t, mp-secret: 1"), "there are fields beside"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t, expires: mp-secret"), "expires: expected a day"),
+        (file_of(f"name: a, hash: {HASH}, tenant: t, mp-secret: 1"), "1 unknown fields; expected only"),
+        (file_of(f"name: a, hash: {HASH}, tenant: t, expires: mp-secret"), "expires: expected a date"),
         (file_of(f"name: a, hash: {HASH}, tenant: t, cache_salt: 7"), "cache_salt: expected a text"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t, max_concurrent: 0"), "max_concurrent: expected a whole number"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t, max_concurrent: true"), "max_concurrent: expected a whole number"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: a, hash: {OTHER}, tenant: t"), "name is there twice"),
-        (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: b, hash: {HASH}, tenant: u"), "hash is there twice"),
+        (
+            file_of(f"name: a, hash: {HASH}, tenant: t, max_concurrent: 0"),
+            "max_concurrent: expected an integer of at least 1",
+        ),
+        (
+            file_of(f"name: a, hash: {HASH}, tenant: t, max_concurrent: true"),
+            "max_concurrent: expected an integer of at least 1",
+        ),
+        (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: a, hash: {OTHER}, tenant: t"), "duplicate name"),
+        (file_of(f"name: a, hash: {HASH}, tenant: t", f"name: b, hash: {HASH}, tenant: u"), "duplicate hash"),
     ],
 )
 def test_what_cannot_be_is_named_and_not_shown(text: str, problem: str) -> None:
@@ -71,8 +77,8 @@ def test_what_one_entry_says_of_a_tenant_holds_for_all_its_keys() -> None:
         )
     )
     assert [caller for _, caller in callers_of(entries)] == [
-        Caller("t", "a", cache_salt="s", quota=Quota(max_concurrent=3)),
-        Caller("t", "b", cache_salt="s", quota=Quota(max_concurrent=3)),
+        ApiCaller("t", "a", cache_salt="s", quota=Quota(max_concurrent=3)),
+        ApiCaller("t", "b", cache_salt="s", quota=Quota(max_concurrent=3)),
     ]
 
 
@@ -101,15 +107,21 @@ def test_an_entry_survives_the_file(entry: KeyEntry) -> None:
 
 @given(st.text(max_size=8), st.text(max_size=8))
 def test_a_request_s_salt_stays_within_its_tenant(first: str, second: str) -> None:
-    callers = [Caller(""), Caller("a"), Caller("b"), Caller("a", cache_salt="b"), Caller("c", cache_salt="c")]
+    callers = [
+        ApiCaller(""),
+        ApiCaller("a"),
+        ApiCaller("b"),
+        ApiCaller("a", cache_salt="b"),
+        ApiCaller("c", cache_salt="c"),
+    ]
     salts = [caller.block_salt(requested) for caller in callers for requested in {first, second}]
     assert len(set(salts)) == len(salts)
 
 
 def test_a_salt_that_looks_like_a_tenant_s_is_another_where_no_key_is_asked_for() -> None:
-    inner = Caller("a").block_salt("")
-    assert Caller("").block_salt(inner) != inner
-    assert Caller("").block_salt("plain") == "plain"
-    assert Caller("a").block_salt("") == Caller("a", "another key", is_admin=True).block_salt("")
-    shared = [Caller(name, cache_salt="shared").block_salt("x") for name in "ab"]
-    assert shared[0] == shared[1] != Caller("shared").block_salt("x")
+    inner = ApiCaller("a").block_salt("")
+    assert ApiCaller("").block_salt(inner) != inner
+    assert ApiCaller("").block_salt("plain") == "plain"
+    assert ApiCaller("a").block_salt("") == ApiCaller("a", "another key", is_admin=True).block_salt("")
+    shared = [ApiCaller(name, cache_salt="shared").block_salt("x") for name in "ab"]
+    assert shared[0] == shared[1] != ApiCaller("shared").block_salt("x")

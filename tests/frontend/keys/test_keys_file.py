@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend.errors import ConfigError
+from frontend.errors import FrontendConfigError
 from moonpool_proto.v1 import worker_pb2
 from tests.frontend.keys.conftest import ADMIN, ENTRIES, OTHER, USER, WriteKeys, bearer, entry_of
 
@@ -110,7 +110,7 @@ async def test_keys_come_and_go_without_a_restart_and_a_broken_file_changes_noth
         assert "moonpool:api_keys_file_current 1.0" in metrics
         assert 'moonpool:api_keys{scope="user"} 2.0' in metrics
     said = json.dumps(log_lines())
-    assert "going on with the API keys from before" in said
+    assert "keeping the previous API keys" in said
     assert "secret" not in said
 
 
@@ -140,7 +140,12 @@ async def test_a_file_that_kubernetes_swaps_is_read_again(
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "cannot be read: No such file"), (b"\xff", "no UTF-8"), (b"x", "expected `keys:`")]
+    ("content", "problem"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff", "not valid UTF-8"),
+        (b"x", "expected a mapping with the single key `keys`"),
+    ],
 )
 async def test_a_front_door_does_not_start_with_a_broken_file(
     start_front: Any, tmp_path: Path, content: bytes | None, problem: str
@@ -148,6 +153,6 @@ async def test_a_front_door_does_not_start_with_a_broken_file(
     path = tmp_path / "keys.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(FrontendConfigError, match=problem):
         async with start_front(api_keys_file=path):
             pass

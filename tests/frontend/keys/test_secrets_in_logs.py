@@ -73,7 +73,7 @@ async def test_no_secret_is_written_whatever_happens(
                 assert response.status == 200
                 told.append(await response.text())
         path.write_text(f"keys: [{{name: acme-1, hash: {USER}, cache_salt: {TENANT_SALT}}}]")  # broken
-        await until(logged, lambda text: "going on with the API keys from before" in text)
+        await until(logged, lambda text: "keeping the previous API keys" in text)
     write_keys(*entries)
     control.admit_by(tokens(tmp_path / "of a stranger", STRANGER))
     async with start_front(api_keys_file=path, request_timeout_s=0.5) as front:

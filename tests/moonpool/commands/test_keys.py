@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from frontend.keys import ApiKeys, Quota
-from frontend.keys.entries import callers_of, parse_keys
+from frontend.api_keys import ApiKeys
+from frontend.callers import Quota
+from frontend.keys_file import callers_of, parse_keys
 from moonpool.commands.keys import app
 
 

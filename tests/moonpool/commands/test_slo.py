@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
-from frontend.keys import ApiKeys
+from frontend.api_keys import ApiKeys
 from moonpool.commands.slo import app
 from moonpool.config import ConductorRole, load
 from moonpool.errors import ConfigError

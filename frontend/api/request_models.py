@@ -1,0 +1,499 @@
+"""What request models are made of: their base, the forms that one field may take, and what those are in JSON Schema.
+
+Fields of OpenAI's and vLLM's that are not served yet: accepted at their neutral value, else refused by name.
+
+The forms in which clients ask for structured output: OpenAI's response_format and vLLM's structured_outputs.
+
+Tools as OpenAI's clients describe them, choose among them and give back what was called.
+
+The requests that clients send, as pydantic models. Types are strict: "16" is no number here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+from frontend.errors import InvalidRequest
+
+MAX_TOKEN_ID: Final = 2**31 - 1
+MAX_PRIORITY: Final = 2**31 - 1
+CLASS_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"  # of a class of objectives
+MAX_TOP: Final = 20  # of the likeliest tokens told beside each token
+_TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+
+
+def _listed(value: Any) -> Any:
+    # Not a union of types: pydantic's errors would name the union's members as if they were fields.
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A completions prompt in any of OpenAI's four forms as a list. Raises ValueError."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("expected a string, a list of token ids, or a list of either")
+    if not value:
+        raise ValueError("the prompt is empty")
+    if all(type(item) is int for item in value):
+        return [_token_ids(value)]
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if all(isinstance(item, list) for item in value):
+        return [_token_ids(item) for item in value]
+    raise ValueError("expected a string, a list of token ids, or a list of either, not a mixture")
+
+
+def _token_ids(value: list[Any]) -> list[int]:
+    for item in value:
+        if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID:
+            raise ValueError("a token id is an integer that is not negative")
+    return value
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Biases by token id; JSON's keys are texts. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError("expected an object from token ids to biases")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+            raise ValueError(f"the key {key[:32]!r} is no token id: expected a text of digits")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {key} is no number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
+Stops = Annotated[
+    list[str],  # how many there may be is a setting
+    Field(fail_fast=True),
+    BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+# By hand: pydantic would try a union of lists in every way, and report an error per token.
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_biases),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
+class RequestModel(BaseModel):
+    """What all bodies have in common."""
+
+    # Unknown fields are kept, to be looked up among those refused by name.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def parts(self) -> Iterable["RequestModel"]:
+        """The model itself and the models directly inside it."""
+        yield self
+        for value in self.__dict__.values():
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, RequestModel):
+                    yield item
+
+
+# Any of these values (and null) asks for nothing.
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+def unsupported_field(fields: Mapping[str, Any]) -> str | None:
+    """The first of `fields` that asks for something not served. Fields unknown to everybody are ignored, as in vLLM."""
+    for name, value in fields.items():
+        if value is None or name not in _NEUTRAL:
+            continue
+        if not any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]
+        ):
+            return name
+    return None
+
+
+def refused_fields() -> Mapping[str, Sequence[Any]]:
+    """The fields by name, each with the values that ask for nothing."""
+    return _NEUTRAL
+
+
+# A JSON Schema as an object or, from vLLM's older clients, as its text.
+JsonSchema = Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class JsonSchemaFormat(RequestModel):
+    """The nested part of response_format; `strict` changes nothing: answers are always held to the schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+def _none_if_empty(value: Any) -> Any:
+    return None if value in ({}, []) else value
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's structured_outputs: one of these."""
+
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+Structured = Annotated[StructuredOutputs | None, BeforeValidator(_none_if_empty)]
+GuidedChoice = Annotated[Choices | None, BeforeValidator(_none_if_empty)]
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(RequestModel):
+    """What a tool does. `parameters` is the JSON Schema of an object; `strict` changes nothing: it always holds."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """One tool. Only functions are served."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(RequestModel):
+    """Name and arguments, as JSON text, of a call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(RequestModel):
+    """A call that an earlier answer made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class NamedTool(RequestModel):
+    """tool_choice: this function and no other."""
+
+    name: FunctionName
+
+
+def _tool_choice(value: Any) -> str | NamedTool:
+    """OpenAI's four forms. Raises ValueError."""
+    if value in ("none", "auto", "required"):
+        return str(value)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            'expected \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": NAME}}'
+        )
+    return NamedTool.model_construct(name=name)
+
+
+ToolChoice = Annotated[
+    str | NamedTool,
+    PlainValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+            ]
+        }
+    ),
+]
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(RequestModel):
+    """Fields that completions and chats share. Null means the default."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: NumTop | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=512)] | None = None
+    slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    endless: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers per prompt."""
+        return self.n or 1
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told beside each token; None where no log-probability is asked for."""
+        return None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+
+_PARTS: Final = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+
+
+class ContentPart(RequestModel):
+    """A piece of a message's content. Only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(RequestModel):
+    """One message of a chat. Only an assistant's with tool calls goes without content."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+                {
+                    "required": ["tool_calls"],
+                    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+                },
+            ]
+        }
+    )
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    content: Annotated[
+        Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None,
+        BeforeValidator(_as_parts),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}),
+        Field(validate_default=True),
+    ] = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _made_by_assistants(cls, value: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if value and info.data.get("role") not in ("assistant", None):
+            raise ValueError("only a message of the assistant has tool calls")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, value: list[ContentPart] | None, info: ValidationInfo) -> list[ContentPart] | None:
+        if value is None and not info.data.get("tool_calls"):
+            raise ValueError("expected a text or a list of text parts; only with tool_calls it may be null")
+        return value
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return "\n".join(part.text for part in self.content or ())
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+
+
+class ChatRendering(RequestModel):
+    """What of a chat goes into its prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class ChatBody(GenerationBody, ChatRendering):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(ChatRendering):
+    """POST /tokenize: a text or a chat."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            ]
+        }
+    )
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(RequestModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+Body = TypeVar("Body", bound=RequestModel)
+
+
+def parse(model: type[Body], body: bytes) -> Body:
+    """The request in `body`. Raises InvalidRequest naming the field at fault."""
+    try:
+        request = model.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(str(part) for part in problem["loc"]) or None
+        message = problem["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
+    for part in request.parts():
+        if (name := unsupported_field(part.model_extra or {})) is not None:
+            raise InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    return request

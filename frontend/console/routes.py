@@ -1,0 +1,205 @@
+"""The console's files as HTTP answers. What is served is what lies in `page/` when the process starts, nothing else.
+
+The console's routes. Reading needs an admin's key where any key is asked for; doing needs one always.
+
+No cookie is ever set or read, and every action comes with a key in its header: another site's page can send neither.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.api.body import read_body
+from frontend.api.stream import encode
+from frontend.callers import ApiCaller
+from frontend.errors import InvalidRequest
+from frontend.service import Service
+
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Scripts, styles and requests of this origin alone; nothing inline, no frame, no form, and no text becomes markup.
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+SECURITY_HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class ConsoleFile:
+    """One file. A browser keeps it, and asks each time whether it has changed."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+    def is_known(self, if_none_match: str) -> bool:
+        """Whether the browser has this very content, as its header says."""
+        named = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+        return self.headers["etag"] in named or "*" in named
+
+
+class ConsoleFiles:
+    """All files by name; "" is the page itself."""
+
+    def __init__(self) -> None:
+        found = {each.name: each.read_bytes() for each in (files(__package__) / "page").iterdir() if each.is_file()}
+        self._pages = {name: _page(name, body) for name, body in found.items() if _suffix(name) in _TYPES}
+        self._pages[""] = self._pages["index.html"]
+
+    def find(self, name: str) -> ConsoleFile | None:
+        """The file of that name."""
+        return self._pages.get(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them."""
+        return sorted(self._pages)
+
+
+def _page(name: str, body: bytes) -> ConsoleFile:
+    headers = {
+        "content-type": _TYPES[_suffix(name)],
+        "cache-control": "no-cache",
+        "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+    }
+    return ConsoleFile(body, {**headers, **SECURITY_HEADERS})
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
+
+
+CONSOLE: Final = "/console"
+_API: Final = f"{CONSOLE}/api/"
+_REQUEST: Final = "requests/"
+_MOST_BODY_NBYTES: Final = 1 << 20
+
+
+class ConsoleRoutes:
+    """Everything at and below /console."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._pages = ConsoleFiles()
+        self._readings = {"about": self._about, "state": self._state, "objectives": self._objectives}
+        actions = service.console_actions
+        self._actions = {"drain": actions.drain, "switch": actions.switch, "objectives": actions.change_objectives}
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """What may be done with a path; () where there is none."""
+        if not path.startswith(_API):
+            return ("GET",) if path == CONSOLE or self._pages.find(_name(path)) is not None else ()
+        name = path.removeprefix(_API)
+        reads = name in self._readings or (name.startswith(_REQUEST) and name != _REQUEST)
+        return (*(("GET",) if reads else ()), *(("POST",) if name in self._actions else ()))
+
+    async def __call__(self, http: Request) -> Response:
+        """Answer a request whose path and method are right. Raises ApiError."""
+        path: str = http.scope["path"]
+        if not path.startswith(_API):
+            return self._page(http, path)
+        name = path.removeprefix(_API)
+        if http.method == "POST":
+            caller = self._service.keys.admin(http.headers.get("authorization"))
+            body = await self._body(http)
+            return _answer(await self._actions[name](body, _who(caller)))
+        if name != "about":
+            self._check_reader(http)
+        if name.startswith(_REQUEST):
+            return _answer(await self._request(name.removeprefix(_REQUEST)))
+        return await self._readings[name](http)
+
+    def _page(self, http: Request, path: str) -> Response:
+        if path == CONSOLE:  # relative, so that it holds behind a proxy's prefix, too
+            return Response(status_code=307, headers={"location": "console/", **SECURITY_HEADERS})
+        page = self._pages.find(_name(path))
+        assert page is not None  # `methods` has found it
+        if page.is_known(http.headers.get("if-none-match", "")):
+            return Response(status_code=304, headers=page.headers)
+        return Response(page.body if http.method == "GET" else b"", headers=page.headers)
+
+    def _check_reader(self, http: Request) -> None:
+        """Tenants must not see each other's requests. Raises Unauthorized, Forbidden."""
+        if self._needs_key:
+            self._service.keys.admin(http.headers.get("authorization"))
+
+    @property
+    def _needs_key(self) -> bool:
+        return self._service.keys.are_required or self._service.keys.has_admin
+
+    async def _about(self, http: Request) -> Response:
+        """What a page without a key must know."""
+        return _answer({"needs_key": self._needs_key, "has_admin": self._service.keys.has_admin})
+
+    async def _state(self, http: Request) -> Response:
+        state = await self._service.console.state()
+        if "gzip" in http.headers.get("accept-encoding", ""):
+            return Response(state.packed, headers=_headers() | {"content-encoding": "gzip", "vary": "accept-encoding"})
+        return Response(state.plain, headers=_headers() | {"vary": "accept-encoding"})
+
+    async def _objectives(self, http: Request) -> Response:
+        return _answer(await self._service.console_actions.objectives())
+
+    async def _request(self, request_id: str) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "front_door": self._service.path_of(request_id),
+            "conductors": await self._service.console_actions.explain(request_id),
+        }
+
+    async def _body(self, http: Request) -> Mapping[str, Any]:
+        limit_s = self._service.config.body_timeout_s
+        with self._service.body_budget.place() as place:
+            raw = await read_body(http, place, max_nbytes=_MOST_BODY_NBYTES, timeout_s=limit_s)
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body is no JSON object")
+        return body
+
+
+def _name(path: str) -> str:
+    """Of a file of the page."""
+    return path.removeprefix(f"{CONSOLE}/")
+
+
+def _who(caller: ApiCaller) -> str:
+    """For the audit: a key's name, never the key."""
+    return f"{caller.key_name or caller.tenant or 'admin'} (console)"
+
+
+def _answer(value: object) -> Response:
+    return Response(encode(value), headers=_headers())
+
+
+def _headers() -> dict[str, str]:
+    return {"content-type": "application/json", "cache-control": "no-store", **SECURITY_HEADERS}

@@ -1,0 +1,197 @@
+"""Format of the API keys file. Pure. Error messages never contain a value, which might be a key.
+
+keys:
+- name: acme-2026            # appears in logs; unique
+  hash: sha256:9f86d081...   # of the key; `moonpool keys new` makes both
+  tenant: acme
+  scope: user                # or admin; user if left out
+  expires: 2027-01-31        # optional: at the beginning of that day, UTC; or a time
+  cache_salt: ...            # this and the rest belong to the tenant: set in one of its entries, or the same in all
+  requests_per_minute: 600
+  tokens_per_minute: 200000
+  max_concurrent: 32
+"""
+
+import datetime
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import yaml
+
+from frontend.callers import UNBOUNDED, ApiCaller, Quota
+from frontend.errors import KeysFileError
+
+NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
+_SCOPES: Final = ("user", "admin")
+_QUOTAS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+_FIELDS: Final = ("name", "hash", "tenant", "scope", "expires", "cache_salt", *_QUOTAS)
+_OTHERS: Final = "other"  # the conductor's name for all tenants beyond its limit
+_MOST: Final = 10**12
+_MOST_SALT_CHARS: Final = 512
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """Entry of one key; `expires_s` in seconds since the epoch."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    tenant: str
+    is_admin: bool = False
+    expires_s: float | None = None
+    cache_salt: str = field(default="", repr=False)
+    quota: Quota = UNBOUNDED
+
+
+def parse_keys(text: str) -> list[KeyEntry]:
+    """Parse the file's content. Raises KeysFileError, which names the entry and the field."""
+    content = _plain(text)
+    if not isinstance(content, dict) or set(content) != {"keys"} or not isinstance(content["keys"] or [], list):
+        raise KeysFileError("expected a mapping with the single key `keys` and a list of entries")
+    entries = [_entry(said, f"entry {number}") for number, said in enumerate(content["keys"] or [], start=1)]
+    for what in ("name", "digest"):
+        seen: dict[Any, str] = {}
+        for entry in entries:
+            if (value := getattr(entry, what)) in seen:
+                first = f", first in {seen[value]!r}" if what == "digest" else ""
+                raise KeysFileError(f"{entry.name!r}: duplicate {'hash' if what == 'digest' else what}{first}")
+            seen[value] = entry.name
+    return entries
+
+
+def callers_of(entries: Sequence[KeyEntry]) -> list[tuple[KeyEntry, ApiCaller]]:
+    """Return each entry with its caller. A tenant's salt and quotas, set in one entry, apply to all of its keys.
+
+    Raises KeysFileError if two entries of one tenant contradict each other.
+    """
+    salts: dict[str, str] = {}
+    quotas: dict[str, Quota] = {}
+    for entry in entries:
+        if entry.cache_salt and salts.setdefault(entry.tenant, entry.cache_salt) != entry.cache_salt:
+            raise KeysFileError(f"{entry.name!r}: another key of tenant {entry.tenant!r} has a different cache_salt")
+        if entry.quota != UNBOUNDED and quotas.setdefault(entry.tenant, entry.quota) != entry.quota:
+            raise KeysFileError(
+                f"{entry.name!r}: another key of tenant {entry.tenant!r} has different quotas: set them in only one "
+                "of its entries, or to the same values in each"
+            )
+    return [
+        (
+            entry,
+            ApiCaller(
+                entry.tenant,
+                entry.name,
+                entry.is_admin,
+                salts.get(entry.tenant, ""),
+                quotas.get(entry.tenant, UNBOUNDED),
+            ),
+        )
+        for entry in entries
+    ]
+
+
+def plain(entry: KeyEntry) -> dict[str, Any]:
+    """Return the entry as it is written in the file."""
+    said: dict[str, Any] = {"name": entry.name, "hash": f"sha256:{entry.digest.hex()}", "tenant": entry.tenant}
+    said["scope"] = _SCOPES[entry.is_admin]
+    if entry.expires_s is not None:
+        said["expires"] = datetime.datetime.fromtimestamp(entry.expires_s, datetime.UTC).isoformat()
+    if entry.cache_salt:
+        said["cache_salt"] = entry.cache_salt
+    return said | {name: value for name, value in asdict(entry.quota).items() if value is not None}
+
+
+def check_name(text: Any, where: str) -> str:
+    """Return `text` if it is a valid name of a key or tenant. Raises KeysFileError."""
+    if not isinstance(text, str) or not re.fullmatch(NAME, text) or text == _OTHERS:
+        raise KeysFileError(
+            f"{where}: expected at most 64 letters, digits, _ . and -, beginning with a letter or digit"
+            f" (and not {_OTHERS!r})"
+        )
+    return text
+
+
+def _entry(said: Any, where: str) -> KeyEntry:
+    if not isinstance(said, dict):
+        raise KeysFileError(f"{where}: expected a mapping with {', '.join(_FIELDS[:4])}")
+    name = check_name(said.get("name"), f"{where}: name")
+    where = f"{where} ({name})"
+    if unknown := [key for key in said if key not in _FIELDS]:
+        raise KeysFileError(f"{where}: {len(unknown)} unknown fields; expected only {', '.join(_FIELDS)}")
+    found = _HASH.fullmatch(str(said.get("hash")))
+    if found is None:
+        raise KeysFileError(f"{where}: hash: expected sha256: and 64 hexadecimal digits (never the key itself)")
+    if said.get("scope", "user") not in _SCOPES:
+        raise KeysFileError(f"{where}: scope: expected {' or '.join(_SCOPES)}")
+    return KeyEntry(
+        name,
+        bytes.fromhex(found[1]),
+        check_name(said.get("tenant"), f"{where}: tenant"),
+        said.get("scope") == "admin",
+        expiry(said["expires"], where) if said.get("expires") is not None else None,
+        _salt(said.get("cache_salt", ""), where),
+        replace(Quota(), **dict(_limits(said, where))),
+    )
+
+
+def expiry(value: Any, where: str) -> float:
+    """Return a date (its beginning) or time in seconds since the epoch; UTC by default. Raises KeysFileError."""
+    if isinstance(value, str):
+        try:
+            value = datetime.datetime.fromisoformat(value)
+        except ValueError:
+            value = None
+    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+        value = datetime.datetime(value.year, value.month, value.day)
+    if not isinstance(value, datetime.datetime):
+        raise KeysFileError(
+            f"{where}: expires: expected a date such as 2027-01-31, or a time such as 2027-01-31T18:00:00+00:00"
+        )
+    return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _salt(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > _MOST_SALT_CHARS:
+        raise KeysFileError(f"{where}: cache_salt: expected a text of at most {_MOST_SALT_CHARS} characters")
+    return value
+
+
+def _limits(said: dict[str, Any], where: str) -> Iterable[tuple[str, int]]:
+    for name in _QUOTAS:
+        value = said.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+            raise KeysFileError(f"{where}: {name}: expected an integer of at least 1; omit it for no limit")
+        yield name, value
+
+
+def _plain(text: str) -> Any:
+    # The YAML parser's messages quote the content, so only the position is reported.
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise KeysFileError("YAML aliases (*name) are not allowed: write each entry out")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_twice(node)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise KeysFileError(f"invalid YAML{place}") from None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        raise KeysFileError("invalid YAML") from None
+
+
+def _refuse_twice(node: yaml.Node | None) -> None:
+    # YAML parsers silently keep the last of two equal fields; here that could change a scope.
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(names)) < len(names):
+            raise KeysFileError(f"duplicate field in the mapping that begins at line {node.start_mark.line + 1}")
+        for _, value in node.value:
+            _refuse_twice(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_twice(value)
