@@ -27,7 +27,8 @@ from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from rpc.control import run
 
 async def main(stop):
-    config = FrontendConfig(models=(ServedModelConfig(Path(sys.argv[1]), "tiny"),), conductor_targets=(sys.argv[2],), port=0)
+    models = (ServedModelConfig(Path(sys.argv[1]), "tiny"),)
+    config = FrontendConfig(models=models, conductor_targets=(sys.argv[2],), port=0)
     await serve_frontend(config, stop, lambda url: print(url, flush=True))
 
 stop = asyncio.Event()
