@@ -7,14 +7,9 @@ import json
 import grpc
 import pytest
 
-<<<<<<< HEAD
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
-from frontend.line import Line
-=======
-from conductor.server import ConductorConfig, serve_conductor
 from frontend.conductor import ConductorStream
->>>>>>> f55d5d4 (Merge the frontend's modules into one file per idea, with standard names and plain English)
 from kvpool import KvGroup, KvSpec
 from kvpool.config import PoolNodeConfig
 from kvpool.server import serve_pool_node

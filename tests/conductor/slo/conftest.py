@@ -9,14 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-<<<<<<< HEAD
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
-from frontend.line import Line
-=======
-from conductor.server import ConductorConfig, serve_conductor
 from frontend.conductor import ConductorStream
->>>>>>> f55d5d4 (Merge the frontend's modules into one file per idea, with standard names and plain English)
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
 from settings.keys import assemble
@@ -31,11 +26,7 @@ class Operator:
         self._task = asyncio.create_task(serve_conductor(config, self._stop, self._ready.set_result))
         self._channel = open_channel(config.listen.listen)
         self.stub = conductor_pb2_grpc.ConductorStub(self._channel)
-<<<<<<< HEAD
-        self._line = Line(config.listen.listen)
-=======
-        self._line = ConductorStream(config.listen)
->>>>>>> f55d5d4 (Merge the frontend's modules into one file per idea, with standard names and plain English)
+        self._line = ConductorStream(config.listen.listen)
 
     async def up(self) -> "Operator":
         await asyncio.wait([self._ready, self._task], return_when=asyncio.FIRST_COMPLETED)

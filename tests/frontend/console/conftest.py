@@ -13,16 +13,10 @@ import aiohttp
 import grpc.aio
 import pytest
 
-<<<<<<< HEAD
 from conductor.config import ConductorConfig
 from conductor.server import serve_conductor
-from frontend import FrontendConfig, ModelConfig, serve_frontend
-from frontend.line import Line
-=======
-from conductor.server import ConductorConfig, serve_conductor
 from frontend import FrontendConfig, ServedModelConfig, serve_frontend
 from frontend.conductor import ConductorStream
->>>>>>> f55d5d4 (Merge the frontend's modules into one file per idea, with standard names and plain English)
 from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
