@@ -26,7 +26,7 @@ _DEFINITIONS = (
 
 def dialogue_page(f: Mapping[str, Any], turns: Sequence[TurnRecord]) -> str:
     """The whole HTML document."""
-    css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    css = resources.files("loadtest").joinpath("data", "page.css").read_text(encoding="utf-8")
     s = f["settings"]
     lead = (
         f"{f['dialogues']:,} dialogues of {s['turns']:,} turns, {s['dialogues']:,} at a time, against {s['model']} at "

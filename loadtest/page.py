@@ -48,7 +48,7 @@ def write_page(
 
 def page(report: Mapping[str, Any], panels: Sequence[Panel]) -> str:
     """The whole HTML document."""
-    css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    css = resources.files("loadtest").joinpath("data", "page.css").read_text(encoding="utf-8")
     invalid = invalid_banner(report["invalid_reasons"])
     interrupted = f'<p class="notice">{_INTERRUPTED}</p>' if report["interrupted"] else ""
     notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in report["notices"])

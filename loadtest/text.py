@@ -36,7 +36,7 @@ class Encoder(Protocol):
 @cache
 def _vocabulary() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
     """Sentence patterns and the word lists that fill their slots (data/words.toml)."""
-    data = tomllib.loads(resources.files("replay").joinpath("data", "words.toml").read_text())
+    data = tomllib.loads(resources.files("loadtest").joinpath("data", "words.toml").read_text())
     return tuple(data["patterns"]), {name: tuple(words.split()) for name, words in data["words"].items()}
 
 

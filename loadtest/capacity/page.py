@@ -40,7 +40,7 @@ def step_line(number: int, step: Step) -> str:
 
 def capacity_page(result: CapacityResult) -> str:
     """The whole HTML document."""
-    css = resources.files("replay").joinpath("data", "page.css").read_text(encoding="utf-8")
+    css = resources.files("loadtest").joinpath("data", "page.css").read_text(encoding="utf-8")
     notices = "".join(f'<p class="lead">{escape(text)}</p>' for text in result.notices)
     title = headline(result)
     return f"""<!doctype html>
