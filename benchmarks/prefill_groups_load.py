@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from benchmarks.simulated import simulated_spec  # noqa: E402
 from simulator.serving.capacity import find_capacity  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.runs import Run, RunSpec, run_all, worker_pool  # noqa: E402
+from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool  # noqa: E402
 
 FIGURES = ("goodput", "attainment", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "tbt_p90_s", "grouped_share")
 COLOURS = {1: "#7f7f7f", 2: "#1f77b4", 4: "#d62728", 8: "#9467bd"}
@@ -62,7 +62,7 @@ def _sized(spec: RunSpec, size: int, seed: int, rate: float) -> RunSpec:
     return replace(spec, seed=seed, rate_per_s=rate, policy=replace(spec.policy, prefill_group_size=size))
 
 
-def _summary(runs: dict[int, list[Run]]) -> dict[int, dict[str, Any]]:
+def _summary(runs: dict[int, list[ServingRun]]) -> dict[int, dict[str, Any]]:
     alone = next(iter(runs.values()))
     found: dict[int, dict[str, Any]] = {}
     for size, these in runs.items():

@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from benchmarks.simulated import simulated_spec  # noqa: E402
 from conductor.policy.config import AdmissionMode  # noqa: E402
 from simulator.serving.confidence import mean_of  # noqa: E402
-from simulator.serving.runs import Run, RunSpec, run_all, worker_pool  # noqa: E402
+from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool  # noqa: E402
 
 FIGURES = (
     "goodput",
@@ -61,7 +61,7 @@ def _both(spec: RunSpec, seed: int, rate: float) -> list[RunSpec]:
     return [replace(drawn, policy=replace(spec.policy, undivided=mode)) for mode in ("off", "act")]
 
 
-def _summary(off: list[Run], act: list[Run]) -> dict[str, Any]:
+def _summary(off: list[ServingRun], act: list[ServingRun]) -> dict[str, Any]:
     found: dict[str, Any] = {"undivided_share": asdict(mean_of([run.outcome.undivided_share for run in act]))}
     for name in FIGURES:
         before, after = ([getattr(run.outcome, name) for run in runs] for runs in (off, act))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from conductor.errors import ConfigError
+from conductor.errors import ConductorConfigError
 from conductor.policy.objectives import SloRecord
 from conductor.redis_url import check_redis_url
 from settings.conductor import DecisionLogSettings, PolicyConfig, SharedStoreSettings, SloSettings
@@ -31,11 +31,13 @@ class ConductorConfig:
     def __post_init__(self) -> None:
         for name in ("copy_timeout_s", "tick_s"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: expected a positive number")
+                raise ConductorConfigError(f"{name} is {getattr(self, name)}: expected a positive number")
         text = f"at least twice tick_s, which is {self.tick_s}"
         if 0 < self.policy.report_timeout_s < 2 * self.tick_s:
-            raise ConfigError(f"report_timeout_s is {self.policy.report_timeout_s}: expected 0 (off) or {text}")
+            raise ConductorConfigError(
+                f"report_timeout_s is {self.policy.report_timeout_s}: expected 0 (off) or {text}"
+            )
         if self.policy.orphan_timeout_s < 2 * self.tick_s:
-            raise ConfigError(f"orphan_timeout_s is {self.policy.orphan_timeout_s}: expected {text}")
+            raise ConductorConfigError(f"orphan_timeout_s is {self.policy.orphan_timeout_s}: expected {text}")
         if self.shared_store.redis_url:
             check_redis_url(self.shared_store.redis_url)

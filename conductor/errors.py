@@ -21,7 +21,7 @@ class ConductorError(Exception):
     """Root of the package's errors."""
 
 
-class ConfigError(ConductorError, ValueError):
+class ConductorConfigError(ConductorError, ValueError):
     """A configuration that cannot work; the message names the field."""
 
 
@@ -37,7 +37,7 @@ class JoinRefused(ConductorError):
     """The node's model, spec or description does not fit the cluster: fix the node, joining again changes nothing."""
 
 
-class FrontDoorRefused(ConductorError):
+class FrontendRefused(ConductorError):
     """Its version and this one cannot work together; the message names both."""
 
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from conductor.config import ConductorConfig
-from conductor.directory.feeds import Following
-from conductor.errors import ConfigError, SharedStoreError, SharedStoreUnavailable
+from conductor.directory.feeds import DirectoryUpdater
+from conductor.errors import ConductorConfigError, SharedStoreError, SharedStoreUnavailable
 from conductor.registry import Registry
-from conductor.shared_store import Keeper, NodeRecord, RedisStore, SnapshotPointer, Snapshots
+from conductor.shared_store import NodeRecord, RedisStore, RegistrySync, SnapshotPointer, Snapshots
 from conductor.wire import ROLES
 from moonpool_proto.v1 import conductor_pb2
-from rpc.waiting import end
+from rpc.waiting import cancel_and_wait
 
-__all__ = ["Contact", "Continuity", "first_contact"]
+__all__ = ["Persistence", "SharedStoreConnection", "connect_shared_store"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Contact:
+class SharedStoreConnection:
     """What came of the first contact. `trouble`: why Redis could not be used yet; "" when it could."""
 
     store: RedisStore | None
@@ -38,37 +38,39 @@ class Contact:
             await self.store.close()
 
 
-async def first_contact(config: ConductorConfig) -> Contact:
+async def connect_shared_store(config: ConductorConfig) -> SharedStoreConnection:
     """Draw this conductor's incarnation, in Redis if there is one. Raises SharedStoreRefused."""
     candidate = time.time_ns() // 1000
     if not config.shared_store.redis_url:
-        return Contact(None, candidate)
+        return SharedStoreConnection(None, candidate)
     store = RedisStore(config.shared_store.redis_url, config.shared_store.cluster_name)
     try:
         await store.claim()
-        return Contact(store, await store.new_epoch(candidate))
+        return SharedStoreConnection(store, await store.new_epoch(candidate))
     except SharedStoreUnavailable as error:
         log.warning("starting without the shared store, trying again meanwhile: %s", error)
-        return Contact(store, candidate, str(error))
+        return SharedStoreConnection(store, candidate, str(error))
     except BaseException:
         await store.close()
         raise
 
 
-class Continuity:
+class Persistence:
     """Restores the directory, then keeps registry and snapshots up to date until closed."""
 
-    def __init__(self, config: ConductorConfig, contact: Contact, following: Following, registry: Registry) -> None:
+    def __init__(
+        self, config: ConductorConfig, contact: SharedStoreConnection, following: DirectoryUpdater, registry: Registry
+    ) -> None:
         """Raises ConfigError when the folder for snapshots cannot be made."""
         self._config = config
         self._store = contact.store
         self._incarnation = contact.incarnation
         self._following = following
         self._registry = registry
-        self._keeper: Keeper | None = None
+        self._keeper: RegistrySync | None = None
         self._task: asyncio.Task[None] | None = None
         if contact.store is not None:
-            self._keeper = Keeper(
+            self._keeper = RegistrySync(
                 contact.store,
                 contact.incarnation,
                 self._records,
@@ -83,7 +85,7 @@ class Continuity:
             try:
                 self._snapshots = Snapshots(state_dir, config.shared_store.cluster_name, following.directory)
             except OSError as error:
-                raise ConfigError(f"state_dir is {str(state_dir)!r}, which cannot be used: {error}") from error
+                raise ConductorConfigError(f"state_dir is {str(state_dir)!r}, which cannot be used: {error}") from error
 
     def start(self) -> None:
         """Begin; the directory is followed as soon as what there is of it is loaded."""
@@ -103,7 +105,7 @@ class Continuity:
         """End the tasks. What is in Redis stays: the nodes live on, and the next conductor wants to know of them."""
         if self._keeper is not None:
             self._keeper.close()
-        await end(self._task)
+        await cancel_and_wait(self._task)
 
     async def _run(self) -> None:
         restored: dict[str, str] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from conductor.core import Core
 from conductor.directory import Directory, DirectoryState
 from conductor.directory.directory import Matches
-from conductor.directory.feeds import Following, sample
+from conductor.directory.feeds import DirectoryUpdater, sample
 from conductor.policy.decisions import Copy, Shrink
 from conductor.policy.events import CopyFinished
 from kvpool import KvPoolError, keys_from_bytes, keys_u64
@@ -43,7 +43,7 @@ class CopiedPrefix:
         return self.kv_namespace, int(keys_u64(self.chain[-1:])[0])
 
 
-class Replicas:
+class CopiedPrefixes:
     """A bounded number of copied prefixes; the ones copied longest ago are forgotten first."""
 
     def __init__(self) -> None:
@@ -116,15 +116,15 @@ _OWNER = "conductor"
 _BLOCKS_AT_ONCE = 1 << 16  # of copied prefixes, looked up in one go: some milliseconds
 
 
-class Pools:
+class PoolNodes:
     """One client per joined pool node."""
 
     def __init__(self, core: Core, incarnation: int, copy_timeout_s: float) -> None:
         self._core = core
         self._incarnation = incarnation
         self._copy_timeout_s = copy_timeout_s
-        self.following = Following()
-        self.replicas = Replicas()
+        self.following = DirectoryUpdater()
+        self.replicas = CopiedPrefixes()
         self._clients: dict[str, PoolClient] = {}
         self._roster: tuple[str, ...] | None = None  # of the directory, and of it those that have not joined
         self._absent = np.zeros(0, int)

@@ -2,7 +2,7 @@
 
 from urllib.parse import SplitResult, quote, urlsplit
 
-from conductor.errors import ConfigError
+from conductor.errors import ConductorConfigError
 
 __all__ = ["check_redis_url", "redacted", "with_password"]
 
@@ -17,9 +17,9 @@ def check_redis_url(url: str) -> None:
         complete = bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname)
         _ = parts.port if parts.scheme != "unix" else None
     except ValueError as error:
-        raise ConfigError(f"redis_url cannot be read ({_why(error, url)}): {expected}") from None
+        raise ConductorConfigError(f"redis_url cannot be read ({_why(error, url)}): {expected}") from None
     if parts.scheme not in _SCHEMES or not complete:
-        raise ConfigError(f"redis_url is {redacted(url)!r}: {expected}")
+        raise ConductorConfigError(f"redis_url is {redacted(url)!r}: {expected}")
 
 
 def with_password(url: str, password: str) -> str:

@@ -75,7 +75,7 @@ _LARGEST = 1 << 31  # the bytes of a block, which are a product of two such size
 
 
 @dataclass(eq=False)
-class Member:
+class JoinedNode:
     """One open Join stream."""
 
     node: conductor_pb2.Node
@@ -109,13 +109,13 @@ class Registry:
 
     def __init__(self) -> None:
         self.switches = RoleSwitches()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, JoinedNode] = {}
         self._nodes: dict[str, conductor_pb2.Node] = {}
         self._refs: dict[str, conductor_pb2.NodeRef] = {}
         self._peers: dict[str, conductor_pb2.Node | None] = {}  # per model, as asked for since the last change
         self._versions: dict[bytes, set[str]] = {}  # who runs which software, as serialised: few among many nodes
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[JoinedNode]:
         return iter([self._members[node_id] for node_id in sorted(self._members)])
 
     @property
@@ -128,7 +128,7 @@ class Registry:
         """What others are told of each, by node id. Read them only."""
         return self._refs
 
-    def admit(self, node: conductor_pb2.Node) -> Member:
+    def admit(self, node: conductor_pb2.Node) -> JoinedNode:
         """A node joins; a former stream of the same node id is told. Raises JoinRefused, and nothing has changed."""
         self._check(node)
         former = self._members.get(node.node_id)
@@ -137,7 +137,7 @@ class Registry:
             self._end_switch(former, "left")
             self._forget_version(former.node)
         self._versions.setdefault(node.software.SerializeToString(), set()).add(node.node_id)
-        member = self._members[node.node_id] = Member(node, conductor_pb2.NodeReport())
+        member = self._members[node.node_id] = JoinedNode(node, conductor_pb2.NodeReport())
         self._nodes[node.node_id] = node
         self._refs[node.node_id] = node_ref(node)
         self._peers.clear()
@@ -177,18 +177,18 @@ class Registry:
         node = self._nodes.get(node_id)
         return RoleChange("", "", role) if node is None else RoleChange(node.model, ROLES[node.role], role)
 
-    def note(self, member: Member, report: conductor_pb2.NodeReport) -> None:
+    def note(self, member: JoinedNode, report: conductor_pb2.NodeReport) -> None:
         """Keep what `Cluster` shows of a report, which is of the role that the node has."""
         if member.asked is not None and report.HasField("node"):
             self._end_switch(member, "done" if member.asked.to_role == ROLES[report.node.role] else "kept")
         member.note(report)
 
-    def _end_switch(self, member: Member, outcome: Literal["done", "kept", "left"]) -> None:
+    def _end_switch(self, member: JoinedNode, outcome: Literal["done", "kept", "left"]) -> None:
         if member.asked is not None:
             self.switches.count(member.asked, outcome)
             member.asked = None
 
-    def _switchable(self, node_id: str, role: common_pb2.Role.ValueType) -> Member:
+    def _switchable(self, node_id: str, role: common_pb2.Role.ValueType) -> JoinedNode:
         """The node, which may have that role. Raises UnknownNode or SwitchRefused."""
         member = self._members.get(node_id)
         if member is None:
@@ -214,7 +214,7 @@ class Registry:
             raise SwitchRefused("last", f"node {node_id!r} is the last {ROLES[node.role]} node of {node.model!r}")
         return member
 
-    def renew(self, member: Member, node: conductor_pb2.Node) -> None:
+    def renew(self, member: JoinedNode, node: conductor_pb2.Node) -> None:
         """The node announced itself anew in its stream. Raises JoinRefused where more than its role has changed."""
         before = conductor_pb2.Node()
         before.CopyFrom(member.node)
@@ -226,7 +226,7 @@ class Registry:
         member.is_to_switch = False
         self._peers.clear()
 
-    def remove(self, member: Member) -> bool:
+    def remove(self, member: JoinedNode) -> bool:
         """The stream ended. False when another one speaks for the node by now."""
         if self._members.get(member.node.node_id) is not member:
             return False

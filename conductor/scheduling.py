@@ -6,9 +6,9 @@ from typing import Final
 
 from conductor import wire
 from conductor.core import Core
-from conductor.errors import FrontDoorRefused, MalformedCall
+from conductor.errors import FrontendRefused, MalformedCall
 from conductor.policy.decisions import Copy, Decision, Place, Reject
-from conductor.pools import Pools
+from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from kvpool import KvPoolError, short_keys_from_bytes
 from moonpool_proto.v1 import conductor_pb2
@@ -24,7 +24,7 @@ _AT_ONCE: Final = 16  # calls that are answered before the event loop comes roun
 class Scheduling:
     """Answers calls. A decision awaits nothing: it is made in one go."""
 
-    def __init__(self, core: Core, registry: Registry, pools: Pools) -> None:
+    def __init__(self, core: Core, registry: Registry, pools: PoolNodes) -> None:
         self._core = core
         self._registry = registry
         self._pools = pools
@@ -66,17 +66,17 @@ class Scheduling:
         with tracing.begin(
             "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
         ) as span:
-            decisions = self._core.handle(wire.arrived(request, kv_namespace, matches, keys, replicas), keys)
+            decisions = self._core.handle(wire.request_arrived(request, kv_namespace, matches, keys, replicas), keys)
             self._carry_out(decisions, request)
             self._write(decisions, reply)
             if span.is_on:
-                span.note(**wire.told(reply))
+                span.note(**wire.decision_fields(reply))
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("decided", extra=wire.told(reply))
+            log.debug("decided", extra=wire.decision_fields(reply))
 
     def _complete(self, request: conductor_pb2.CompleteRequest) -> None:
         logs.attempt(request.request_id, request.attempt)
-        self._core.handle(wire.completed(request))
+        self._core.handle(wire.request_completed(request))
         log.debug("request %s", request.outcome)
 
     def _answer(self, call: conductor_pb2.FrontendCall, answer: conductor_pb2.ConductorAnswer) -> None:
@@ -115,7 +115,7 @@ class Scheduling:
 
 def _check_software(first: conductor_pb2.FrontendCalls) -> None:
     if problem := why_not_together(first.software, "this front door", own_software(), "the conductor"):
-        raise FrontDoorRefused(problem)
+        raise FrontendRefused(problem)
 
 
 def _malformed(request: conductor_pb2.ScheduleRequest, num_keys: int, block_tokens: int) -> str:

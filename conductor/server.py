@@ -9,10 +9,10 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.errors import SwitchRefused, UnknownNode
 from conductor.metrics import costs_given
-from conductor.persistence import Continuity, first_contact
+from conductor.persistence import Persistence, connect_shared_store
 from conductor.policy.decisions import Shrink, SwitchRole
 from conductor.policy.events import Tick
-from conductor.pools import Pools
+from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo.service import slo_keeper
@@ -36,16 +36,16 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
     and SharedStoreRefused for a Redis that can never be this conductor's.
     """
     async with contextlib.AsyncExitStack() as stack:
-        contact = await first_contact(config)
+        contact = await connect_shared_store(config)
         stack.push_async_callback(contact.close)
         core = Core(config)
         stack.callback(core.close)
         for model, profile in sorted(config.cost_profiles.items()):
             core.handle(costs_given(model, profile))
             log.info("costs of model %r begin with the %s profile %r", model, profile.kind, profile.name)
-        pools, registry = Pools(core, contact.incarnation, config.copy_timeout_s), Registry()
+        pools, registry = PoolNodes(core, contact.incarnation, config.copy_timeout_s), Registry()
         stack.push_async_callback(pools.close)
-        continuity = Continuity(config, contact, pools.following, registry)
+        continuity = Persistence(config, contact, pools.following, registry)
         stack.push_async_callback(continuity.close)
         slo = slo_keeper(config, contact, core)
         stack.push_async_callback(slo.close)
@@ -68,7 +68,7 @@ async def serve_conductor(config: ConductorConfig, stop: asyncio.Event, on_ready
             await server.stop(_STOP_GRACE_S)
 
 
-async def _tick(core: Core, pools: Pools, registry: Registry, every_s: float) -> None:
+async def _tick(core: Core, pools: PoolNodes, registry: Registry, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         for decision in core.handle(Tick()):

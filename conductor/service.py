@@ -12,13 +12,13 @@ import grpc
 from conductor import wire
 from conductor.core import Core
 from conductor.directory.feeds import sample
-from conductor.errors import FrontDoorRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
+from conductor.errors import FrontendRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
 from conductor.metrics import admission_samples, cost_samples, tenant_samples
 from conductor.overview import overview, told_request
-from conductor.persistence import Continuity
+from conductor.persistence import Persistence
 from conductor.policy.events import NodeJoined, NodeLost
-from conductor.pools import Pools
-from conductor.registry import Member, Registry
+from conductor.pools import PoolNodes
+from conductor.registry import JoinedNode, Registry
 from conductor.scheduling import Scheduling
 from conductor.slo import SloKeeper
 from conductor.slo.service import SloCalls
@@ -41,8 +41,8 @@ class ConductorService(ConductorServicer):
         self,
         core: Core,
         registry: Registry,
-        pools: Pools,
-        continuity: Continuity,
+        pools: PoolNodes,
+        continuity: Persistence,
         slo: SloKeeper,
         incarnation: int,
         loop_watch: LoopWatch,
@@ -90,7 +90,7 @@ class ConductorService(ConductorServicer):
     ) -> None:
         try:
             await self.scheduling.serve(request_iterator, context.write)
-        except FrontDoorRefused as error:
+        except FrontendRefused as error:
             log.warning("refused: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
@@ -197,7 +197,7 @@ class ConductorService(ConductorServicer):
         told = {"log": str(decisions.folder), "remembered": remembered, **found.to_json()}
         return common_pb2.JsonReply(json=json.dumps(told))
 
-    def _joined(self, member: Member, first: conductor_pb2.NodeReport) -> None:
+    def _joined(self, member: JoinedNode, first: conductor_pb2.NodeReport) -> None:
         node = member.node
         log.info("node %s joined as %s at %s", node.node_id, wire.ROLES[node.role], node.target)
         self._registry.note(member, first)
@@ -206,13 +206,13 @@ class ConductorService(ConductorServicer):
         if wire.ROLES[node.role] == "pool":
             self._pools.add(node)
 
-    async def _tell(self, member: Member, context: Context) -> None:
+    async def _tell(self, member: JoinedNode, context: Context) -> None:
         accepted = conductor_pb2.JoinAccepted(conductor_incarnation=self._incarnation, software=own_software())
         await context.write(conductor_pb2.NodeCommand(accepted=accepted))
         while True:
             await context.write(await member.commands.get())
 
-    async def _read(self, member: Member, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
+    async def _read(self, member: JoinedNode, reports: AsyncIterator[conductor_pb2.NodeReport]) -> None:
         async for report in reports:
             if member.replaced.is_set():
                 return
@@ -223,7 +223,7 @@ class ConductorService(ConductorServicer):
             self._registry.note(member, report)
             self._core.handle(wire.report(member.node.node_id, report))
 
-    def _left(self, member: Member) -> None:
+    def _left(self, member: JoinedNode) -> None:
         if not self._registry.remove(member):
             return
         node = member.node

@@ -29,14 +29,14 @@ from moonpool_proto.v1 import common_pb2, conductor_pb2
 
 __all__ = [
     "ROLES",
-    "arrived",
-    "completed",
+    "decision_fields",
     "node_ref",
     "node_view",
     "prefix_key",
     "rejection",
     "report",
-    "told",
+    "request_arrived",
+    "request_completed",
     "write_placement",
 ]
 
@@ -116,7 +116,7 @@ def prefix_key(kv_namespace: bytes, last_key: int) -> int:
     return last_key ^ int.from_bytes(kv_namespace[:8], "little")
 
 
-def arrived(
+def request_arrived(
     request: conductor_pb2.ScheduleRequest,
     kv_namespace: bytes,
     matches: Matches | None,
@@ -152,7 +152,7 @@ def arrived(
     )
 
 
-def completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
+def request_completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
     """The frontend's last word."""
     return RequestCompleted(
         request.request_id,
@@ -192,15 +192,15 @@ def write_placement(
         holder.first_block = held.first_block
         holder.num_blocks = held.num_blocks
         holder.ssd_blocks = held.ssd_blocks
-    told, turn = message.turn, place.turn
-    told.SetInParent()
-    told.level = turn.level
-    told.account = turn.account
-    told.start_ns = turn.start_ns
-    told.priority = turn.priority
-    told.waited_s = turn.waited_s
-    told.due_in_s = turn.due_in_s
-    told.ages_in_s = turn.ages_in_s
+    decision_fields, turn = message.turn, place.turn
+    decision_fields.SetInParent()
+    decision_fields.level = turn.level
+    decision_fields.account = turn.account
+    decision_fields.start_ns = turn.start_ns
+    decision_fields.priority = turn.priority
+    decision_fields.waited_s = turn.waited_s
+    decision_fields.due_in_s = turn.due_in_s
+    decision_fields.ages_in_s = turn.ages_in_s
 
 
 def rejection(reject: Reject) -> conductor_pb2.Rejection:
@@ -218,7 +218,7 @@ def node_ref(node: conductor_pb2.Node) -> conductor_pb2.NodeRef:
     return conductor_pb2.NodeRef(node_id=node.node_id, incarnation=node.incarnation, target=node.target)
 
 
-def told(reply: conductor_pb2.ScheduleReply) -> dict[str, str | int | float | bool]:
+def decision_fields(reply: conductor_pb2.ScheduleReply) -> dict[str, str | int | float | bool]:
     """A decision's facts, for a trace."""
     if reply.WhichOneof("result") == "rejection":
         return {"rejected": reply.rejection.reason, "retry_after_s": reply.rejection.retry_after_s}

@@ -17,7 +17,7 @@ from typing import Final
 from frontend.callers import ANYBODY, ApiCaller
 from frontend.errors import Forbidden, FrontendConfigError, KeysFileError, Unauthorized
 from frontend.keys_file import KeyEntry, callers_of, parse_keys
-from telemetry import DoorMetrics
+from telemetry import FrontendMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class KeysFileWatcher:
     """
 
     def __init__(
-        self, path: Path, keys: ApiKeys, metrics: DoorMetrics, on_change: Callable[[], None] = lambda: None
+        self, path: Path, keys: ApiKeys, metrics: FrontendMetrics, on_change: Callable[[], None] = lambda: None
     ) -> None:
         """Load the file. Raises FrontendConfigError if it is invalid."""
         self._path = path

@@ -20,9 +20,9 @@ import grpc.aio
 from frontend.errors import GenerationFailed, RequestDeadline
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
 from rpc.control import (
+    CallRefused,
     ControlDeadlineExceeded,
     ControlError,
-    Refused,
     Unavailable,
     call,
     end_if_cancelled,
@@ -115,7 +115,7 @@ class ConductorStream:
         finally:
             self._sent.pop(pending.number, None)
         if answer.WhichOneof("answer") == "refused":
-            raise Refused(answer.refused, what=_WHAT, target=self.target, code="INVALID_ARGUMENT")
+            raise CallRefused(answer.refused, what=_WHAT, target=self.target, code="INVALID_ARGUMENT")
         return answer
 
     async def _run(self) -> None:
@@ -285,7 +285,7 @@ class ConductorClient:
                         stream.schedule(request, waits=self._is_single, deadline_s=limit_s),
                         is_patient=limit_s >= self._timeout_s,
                     )
-                except Refused as error:
+                except CallRefused as error:
                     raise GenerationFailed(
                         f"the conductor refused the request: {error}", code="schedule_refused"
                     ) from error

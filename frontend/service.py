@@ -28,7 +28,7 @@ from frontend.worker_streams import WorkerStreams
 from telemetry import (
     ConductorCollector,
     ConductorSample,
-    DoorMetrics,
+    FrontendMetrics,
     LoopWatch,
     NodesCollector,
     RequestFamilies,
@@ -128,7 +128,7 @@ class Service:
         self.body_budget = BodyBudget(config.max_bodies_nbytes)
         self._on_rest = on_rest
         self.registry = new_registry()
-        self.door_metrics = DoorMetrics(self.registry)
+        self.door_metrics = FrontendMetrics(self.registry)
         self.keys = ApiKeys(config.api_keys, required=config.api_keys_file is not None)
         self._keys_file = (
             None

@@ -19,7 +19,7 @@ from kvpool.policy.records import SlotStatus
 from kvpool.spec import KvSpec
 from messenger import Endpoint, RemoteKey
 from moonpool_proto.v1 import common_pb2, pool_pb2, pool_pb2_grpc
-from rpc.control import Refused, call, open_channel
+from rpc.control import CallRefused, call, open_channel
 
 T = TypeVar("T")
 
@@ -282,7 +282,7 @@ class PoolClient:
     async def _call(self, name: str, rpc: Awaitable[T], deadline_s: float) -> T:
         try:
             return await call(rpc, what=f"Pool.{name}", target=self.target, deadline_s=deadline_s)
-        except Refused as error:
+        except CallRefused as error:
             if error.code in _REFUSALS:
                 raise _REFUSALS[error.code](str(error)) from error
             raise

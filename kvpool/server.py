@@ -18,7 +18,7 @@ from kvpool.node import PoolNode
 from kvpool.service import PoolService
 from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2_grpc
-from rpc.control import control_error, dialled, end_if_cancelled, open_channel, outgoing, start_server
+from rpc.control import control_error, end_if_cancelled, open_channel, outgoing, start_server, target_to_dial
 from rpc.versions import named, own_software
 from rpc.waiting import Backoff
 
@@ -100,7 +100,7 @@ async def serve_pool_node(config: PoolNodeConfig, stop: asyncio.Event, on_ready:
             pool_pb2_grpc.add_PoolServicer_to_server(PoolService(node), server)
 
         server = await start_server(config.listen, add)
-        target = dialled(server.target, config.advertise)
+        target = target_to_dial(server.target, config.advertise)
         drained = asyncio.create_task(_drained(node))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), drained]
         try:

@@ -28,7 +28,7 @@ from moonpool_proto.v1.worker_pb2 import Span as SpanMessage
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.chunk_assignment import MIN_CHUNKS, TokenSpan, assign_chunks
 from prefill_node.group_member import GroupMember
-from rpc.control import ControlError, Refused, call
+from rpc.control import CallRefused, ControlError, call
 from worker.errors import GroupLost
 from worker.node import WorkerNode
 from worker.prepare import Prepared
@@ -84,9 +84,9 @@ class _HelperCall:
             self.leave()
             raise
 
-    def _refused(self, why: str) -> Refused:
+    def _refused(self, why: str) -> CallRefused:
         self.leave()
-        return Refused(why, what="Worker.Help", target=self._target, code="ABORTED")
+        return CallRefused(why, what="Worker.Help", target=self._target, code="ABORTED")
 
 
 class PrefillGroup:

@@ -14,7 +14,7 @@ from messenger import Endpoint
 from moonpool_proto.v1.worker_pb2 import AbortRequest, CommitRequest, ReserveReply, ReserveRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from prefill_node.push import Pusher
-from rpc.control import ControlError, Refused, call
+from rpc.control import CallRefused, ControlError, call
 from telemetry.tracing import Span
 from worker.errors import RequestFailed
 from worker.node import WorkerNode
@@ -71,7 +71,7 @@ class PrefillHandoff:
                 deadline_s=request.time_left_s,
             )
         except ControlError as error:
-            self._may_hold = not isinstance(error, Refused)
+            self._may_hold = not isinstance(error, CallRefused)
             raise self._failed("reserve", str(error)) from error
 
     @property

@@ -21,10 +21,10 @@ from rpc import unix_socket
 from rpc.errors import (
     AddressInUse,
     BindFailed,
+    CallRefused,
     ControlDeadlineExceeded,
     ControlError,
     InvalidArgument,
-    Refused,
     Unavailable,
 )
 from rpc.grpc_tls import MembersOnly, TlsChannel, server_credentials
@@ -34,10 +34,10 @@ from rpc.tls import Identity, TlsFiles, identity
 __all__ = [
     "AddressInUse",
     "BindFailed",
+    "CallRefused",
     "ControlDeadlineExceeded",
     "ControlError",
     "ControlServer",
-    "Refused",
     "Unavailable",
     "admit_by",
     "call",
@@ -132,7 +132,7 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     path = _unix_path(listen_target)
     host_port = _split_host_port(listen_target) if path is None else None
     if path is not None:
-        unix_socket.claim(path)
+        unix_socket.claim_socket(path)
     own = _identity if path is None else None
     guards: list[grpc.aio.ServerInterceptor] = [TokensOnly(_tokens)] if _tokens else []
     if own is not None:
@@ -157,7 +157,7 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     return ControlServer(server, listen_target if host_port is None else f"{host_port[0]}:{port}")
 
 
-def dialled(listened: str, advertise: str) -> str:
+def target_to_dial(listened: str, advertise: str) -> str:
     """The target to tell others of a server that listens at `listened`: `advertise`, unless it is empty.
 
     Port 0 of `advertise` stands for the port listened at. Raises InvalidArgument for a target of another form.
@@ -242,7 +242,7 @@ def control_error(error: grpc.aio.AioRpcError, *, what: str, target: str) -> Con
         details += (
             "; it does not encrypt, and this side does: set tls_cert, tls_key and tls_ca on both sides or neither"
         )
-    return kinds.get(code, Refused)(details, what=what, target=target, code=code.name)
+    return kinds.get(code, CallRefused)(details, what=what, target=target, code=code.name)
 
 
 def run(main: Coroutine[Any, Any, T], *, stop: asyncio.Event | None = None) -> T | None:

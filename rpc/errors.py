@@ -8,7 +8,7 @@ NetworkError
 └── ControlError             a gRPC call failed
     ├── Unavailable          no connection to the target, or it broke during the call
     ├── ControlDeadlineExceeded  (also a DeadlineExceeded)
-    └── Refused              the target answered with an error; `code` is gRPC's status name
+    └── CallRefused          the target answered with an error; `code` is gRPC's status name
 
 `messenger.errors.MessengerError` derives from `NetworkError`, too.
 """
@@ -53,5 +53,5 @@ class ControlDeadlineExceeded(ControlError, DeadlineExceeded):
     """The target did not answer in time."""
 
 
-class Refused(ControlError):
+class CallRefused(ControlError):
     """The target answered with an error; retrying the same call changes nothing unless `code` says so."""

@@ -10,7 +10,7 @@ from rpc.errors import AddressInUse, BindFailed
 MAX_UNIX_PATH_NBYTES = 107
 
 
-def claim(path: Path) -> None:
+def claim_socket(path: Path) -> None:
     """Make `path` free to bind. Raises AddressInUse when somebody lives there, BindFailed when it cannot be bound."""
     if len(os.fsencode(path)) > MAX_UNIX_PATH_NBYTES:
         raise BindFailed(

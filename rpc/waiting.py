@@ -45,7 +45,7 @@ async def first_of(*either: "asyncio.Future[Any] | asyncio.Event") -> None:
 _CANCEL_AGAIN_S = 1.0
 
 
-async def end(task: "asyncio.Task[None] | None") -> None:
+async def cancel_and_wait(task: "asyncio.Task[None] | None") -> None:
     """Returns once the task, if there is one, is over. It is cancelled again and again: what it waits for may take a
     cancellation for its own."""
     while task is not None and not task.done():

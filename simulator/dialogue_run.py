@@ -30,7 +30,7 @@ class _Tail:
     tokens: int
 
 
-class Server:
+class SimulatedServer:
     """Turns are worked off one after the other. What a turn leaves is there as soon as it is placed."""
 
     def __init__(self, settings: DialogueSettings) -> None:
@@ -129,7 +129,7 @@ class _Talk:
     def __init__(self, dialogue: Dialogue, block_tokens: int) -> None:
         self.dialogue = dialogue
         self.tokens = dialogue.persona_tokens
-        self.server: Server | None = None
+        self.server: SimulatedServer | None = None
         self.shared_blocks = dialogue.persona_tokens // block_tokens
         self._chain: list[BlockKey] = []
         self._block_tokens = block_tokens
@@ -145,13 +145,13 @@ class _Talk:
 class _Router:
     """Chooses a server for each turn."""
 
-    def __init__(self, settings: DialogueSettings, servers: Sequence[Server]) -> None:
+    def __init__(self, settings: DialogueSettings, servers: Sequence[SimulatedServer]) -> None:
         self._settings = settings
         self._servers = servers
         self._rng = Random(settings.seed + 1)
         self._turns = 0
 
-    def choose(self, now_s: float, chain: Sequence[BlockKey]) -> Server:
+    def choose(self, now_s: float, chain: Sequence[BlockKey]) -> SimulatedServer:
         """The server for a turn whose prompt has these full blocks."""
         self._turns += 1
         if self._settings.routing is Routing.RANDOM:
@@ -170,7 +170,7 @@ def simulate_dialogues(
     """Lead all dialogues to their ends. `progress` is told how many turns are done, and of how many."""
     began = time.perf_counter()
     dialogues = make_dialogues(settings)
-    servers = [Server(settings) for _ in range(settings.servers)]
+    servers = [SimulatedServer(settings) for _ in range(settings.servers)]
     router = _Router(settings, servers)
     talks = [_Talk(dialogue, settings.block_tokens) for dialogue in dialogues]
     upcoming = [(dialogue.start_s, dialogue.number, 0) for dialogue in dialogues]

@@ -85,7 +85,7 @@ _PAUSE_SIGMA = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DialogueTurn:
     """`pause_s`: from the answer before it to the question."""
 
     pause_s: float
@@ -101,7 +101,7 @@ class Dialogue:
     start_s: float
     persona: int
     persona_tokens: int
-    turns: tuple[Turn, ...]
+    turns: tuple[DialogueTurn, ...]
 
 
 def make_dialogues(settings: DialogueSettings) -> list[Dialogue]:
@@ -145,10 +145,10 @@ def _scaled(scale: float, share: float) -> int:
     return max(1, round(scale * share))
 
 
-def _turn(rng: Random, settings: DialogueSettings, turn: int) -> Turn:
+def _turn(rng: Random, settings: DialogueSettings, turn: int) -> DialogueTurn:
     mean_s = settings.break_s if rng.random() < settings.break_share else settings.think_s
     pause_s = _lognormal(rng, mean_s, _PAUSE_SIGMA) if turn else 0.0
-    return Turn(pause_s, _length(rng, settings.question_tokens), _length(rng, settings.answer_tokens))
+    return DialogueTurn(pause_s, _length(rng, settings.question_tokens), _length(rng, settings.answer_tokens))
 
 
 def _length(rng: Random, mean: float) -> int:

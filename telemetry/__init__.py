@@ -2,7 +2,7 @@
 
 from telemetry.conductor import CONDUCTOR_METRICS, ConductorCollector, ConductorSample
 from telemetry.errors import BadTracing, TelemetryError, UnknownLogLevel
-from telemetry.frontend import DoorMetrics, RequestFamilies, RequestMetrics, exposition, new_registry
+from telemetry.frontend import FrontendMetrics, RequestFamilies, RequestMetrics, exposition, new_registry
 from telemetry.loop_lag import LoopWatch
 from telemetry.nodes import NodeSample, NodesCollector
 
@@ -11,7 +11,7 @@ __all__ = [
     "BadTracing",
     "ConductorCollector",
     "ConductorSample",
-    "DoorMetrics",
+    "FrontendMetrics",
     "LoopWatch",
     "NodeSample",
     "NodesCollector",

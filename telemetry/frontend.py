@@ -159,7 +159,7 @@ def _by_part(
     return {part: family.labels(model_name, part) for part in parts}
 
 
-class DoorMetrics:
+class FrontendMetrics:
     """Instruments of one registry; each is there from the start."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

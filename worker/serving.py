@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rpc.control import ControlServer, dialled
+from rpc.control import ControlServer, target_to_dial
 from rpc.waiting import first_of
 from worker.errors import EngineBroken
 from worker.node import WorkerNode
@@ -25,7 +25,7 @@ async def serve_until(
     """
     drained = False
     try:
-        target = dialled(server.target, node.config.advertise)
+        target = target_to_dial(server.target, node.config.advertise)
         await in_thread(node.warm_up)
         if await _unless(stop, _join(node, target)):
             on_ready(target)

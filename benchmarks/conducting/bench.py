@@ -6,9 +6,9 @@ from benchmarks.conducting.chains import NAMESPACE, Keys, name
 from conductor import wire
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.persistence import Contact, Continuity
+from conductor.persistence import Persistence, SharedStoreConnection
 from conductor.policy.events import NodeJoined, RequestCompleted
-from conductor.pools import Pools
+from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.service import ConductorService
 from conductor.slo.service import slo_keeper
@@ -27,10 +27,10 @@ class Bench:
         self.spec = KvSpec((KvGroup("full", 0, tuple(range(8)), 2, 64, "float16"),), block_tokens)
         config = assemble(ConductorConfig, listen="none", max_queue_s=1e9, max_copies=0, report_timeout_s=0)
         self.core = Core(config)
-        self.pools = Pools(self.core, 1, 1.0)
+        self.pools = PoolNodes(self.core, 1, 1.0)
         self.registry = Registry()
-        contact = Contact(None, 1)
-        continuity = Continuity(config, contact, self.pools.following, self.registry)
+        contact = SharedStoreConnection(None, 1)
+        continuity = Persistence(config, contact, self.pools.following, self.registry)
         slo = slo_keeper(config, contact, self.core)
         self.service = ConductorService(self.core, self.registry, self.pools, continuity, slo, 1, LoopWatch())
         for number in range(workers):
@@ -52,7 +52,7 @@ class Bench:
     def decide(self, request: conductor_pb2.ScheduleRequest, keys: Keys) -> None:
         """From block keys to a booked decision; the request placed `live` requests ago completes."""
         matches = self.pools.match(NAMESPACE, keys)
-        self.core.handle(wire.arrived(request, NAMESPACE, matches, keys, {}))
+        self.core.handle(wire.request_arrived(request, NAMESPACE, matches, keys, {}))
         self.complete(request.request_id)
 
     def schedule(self, message: bytes) -> None:

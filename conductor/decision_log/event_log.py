@@ -25,7 +25,7 @@ from conductor.policy.events import Event, ObjectivesChanged
 EVENTS_VERSION = 2
 
 
-class Head(NamedTuple):
+class EventLogHeader(NamedTuple):
     """A file's first line."""
 
     life: int
@@ -33,7 +33,7 @@ class Head(NamedTuple):
     config: PolicyConfig
 
 
-class Row(NamedTuple):
+class EventRow(NamedTuple):
     """An event and the decisions that were made on it; or, with no event, how many were not written down here."""
 
     now_ns: int
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     num_dropped: int = 0
 
 
-def head_line(head: Head) -> bytes:
+def head_line(head: EventLogHeader) -> bytes:
     return json_line(
         {"version": EVENTS_VERSION, "life": head.life, "part": head.part, "config": config_to_json(head.config)}
     )
@@ -56,25 +56,25 @@ def dropped_line(count: int) -> bytes:
     return json_line({"dropped": count})
 
 
-def read_head(line: bytes) -> Head:
+def read_head(line: bytes) -> EventLogHeader:
     """Raises LogFormatError."""
     row = _object(line)
     if "version" not in row:
         raise LogFormatError('this is no event log: its first line has no "version"')
     if row["version"] != EVENTS_VERSION:
         raise LogFormatError(f"version {row['version']!r}: this Moonpool reads version {EVENTS_VERSION}")
-    return Head(_number(row, "life"), _number(row, "part"), config_from_json(_member(row, "config")))
+    return EventLogHeader(_number(row, "life"), _number(row, "part"), config_from_json(_member(row, "config")))
 
 
-def read_row(line: bytes) -> Row:
+def read_row(line: bytes) -> EventRow:
     """Raises LogFormatError."""
     row = _object(line)
     if "dropped" in row:
-        return Row(0, None, [], _number(row, "dropped"))
+        return EventRow(0, None, [], _number(row, "dropped"))
     decisions = _member(row, "decisions")
     if not isinstance(decisions, list):
         raise LogFormatError(f"decisions: expected a list, got {str(decisions)[:80]}")
-    return Row(
+    return EventRow(
         _number(row, "now_ns"), event_from_json(_member(row, "event")), [decision_from_json(one) for one in decisions]
     )
 
@@ -106,7 +106,7 @@ EVENTS_STEM = "events"
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class RecordedRun:
     """One conductor's files, in order."""
 
     number: int
@@ -115,7 +115,7 @@ class Life:
     first_part: int  # 1, unless the files before it were rotated away
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """One event of a log: its decisions of then, and those made now."""
 
     path: Path
@@ -126,23 +126,25 @@ class Step(NamedTuple):
     made: list[Decision]
 
 
-def lives(log: Path) -> list[Life]:
+def recorded_runs(log: Path) -> list[RecordedRun]:
     """The lives that a log folder holds (or one of its files), the oldest first. Raises LogFormatError, OSError."""
     paths = list(numbered(log, EVENTS_STEM).values()) if log.is_dir() else [log]
-    found: list[Life] = []
+    found: list[RecordedRun] = []
     for path in paths:
         head = _head(path)
         if head is None:
             continue
         last = found[-1] if found else None
         if last is not None and last.number == head.life and head.part == last.first_part + len(last.paths):
-            found[-1] = Life(last.number, last.config, (*last.paths, path), last.first_part)
+            found[-1] = RecordedRun(last.number, last.config, (*last.paths, path), last.first_part)
         else:
-            found.append(Life(head.life, head.config, (path,), head.part))
+            found.append(RecordedRun(head.life, head.config, (path,), head.part))
     return found
 
 
-def replay(life: Life, config: PolicyConfig | None = None, *, own_objectives: bool = False) -> Iterator[Step]:
+def replay(
+    life: RecordedRun, config: PolicyConfig | None = None, *, own_objectives: bool = False
+) -> Iterator[ReplayStep]:
     """Feed a life's events to a fresh policy, under its own configuration or another one. `own_objectives`: those of
     `config` hold throughout, whatever the log says of changes.
 
@@ -174,10 +176,10 @@ def replay(life: Life, config: PolicyConfig | None = None, *, own_objectives: bo
                 made = conductor.on_event(row.now_ns, row.event)
             except ObjectivesError as error:
                 raise LogFormatError(f"{path}, line {number}: {error}") from error
-            yield Step(path, number, row.now_ns, row.event, row.decisions, made)
+            yield ReplayStep(path, number, row.now_ns, row.event, row.decisions, made)
 
 
-def _head(path: Path) -> Head | None:
+def _head(path: Path) -> EventLogHeader | None:
     """None for a file whose writer ended before its first line was whole."""
     for _, line in read_lines(path):
         try:

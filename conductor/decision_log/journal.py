@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from conductor.decision_log.files import json_line, read_lines
-from conductor.decision_log.records import Change, Record
+from conductor.decision_log.records import Record, RecordChange
 
 __all__ = ["Journal", "read_journal"]
 
@@ -44,7 +44,7 @@ class Journal:
         self._known = {request_id: len(line) for request_id, line in lines}
         self._nbytes = self._known_nbytes = sum(self._known.values())
 
-    def note(self, changes: list[Change]) -> None:
+    def note(self, changes: list[RecordChange]) -> None:
         """Add what changed; of requests that came and ended since the last call, nothing. Raises OSError."""
         last = {change.record["request_id"]: change for change in changes}
         parts = []

@@ -9,13 +9,13 @@ from conductor.decision_log.files import numbered, open_file
 from conductor.decision_log.journal import read_journal
 from conductor.decision_log.records import Record
 
-__all__ = ["DECISIONS_STEM", "Found", "find_records"]
+__all__ = ["DECISIONS_STEM", "FoundRecords", "find_records"]
 
 DECISIONS_STEM = "decisions"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRecords:
     """What a log has of one request id, oldest first (ids that clients choose may come again), and what it still has at
     all: the time of day of its oldest request, and how many files were rotated away before that."""
 
@@ -34,7 +34,7 @@ class Found:
         }
 
 
-def find_records(folder: Path, request_id: str) -> Found:
+def find_records(folder: Path, request_id: str) -> FoundRecords:
     """Everything that the folder has of a request. Raises OSError for a folder that cannot be read."""
     needle = b'"request_id":' + json.dumps(request_id).encode("ascii") + b","
     under_way = read_journal(folder).get(request_id)  # first: what ends meanwhile is then in the files
@@ -57,7 +57,7 @@ def find_records(folder: Path, request_id: str) -> Found:
             damaged.append(f"{path.name}: {error.strerror or error}")
     if under_way is not None and not any(_same(record, under_way) for record in records):
         records.append(under_way)
-    return Found(records, oldest_at, min(files, default=1) - 1, tuple(damaged))
+    return FoundRecords(records, oldest_at, min(files, default=1) - 1, tuple(damaged))
 
 
 def _lines_with(path: Path, needle: bytes, *, first: bool) -> list[bytes]:

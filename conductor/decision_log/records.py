@@ -65,7 +65,7 @@ _MOST_ATTEMPTS = 16  # kept per record: the first ones and the last
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RecordChange:
     """A record that is new or has changed. `is_over`: nothing will be added to it."""
 
     record: Record
@@ -107,7 +107,7 @@ class Records:
 
     def take(
         self, now_ns: int, wall_ms: int, event: Event, decisions: Sequence[Decision], keys: NDArray[np.uint64]
-    ) -> Iterator[Change]:
+    ) -> Iterator[RecordChange]:
         """What an event and its decisions change."""
         match event:
             case RequestArrived():
@@ -128,7 +128,7 @@ class Records:
 
     def _decided(
         self, now_ns: int, wall_ms: int, event: RequestArrived, decisions: Sequence[Decision], keys: NDArray[np.uint64]
-    ) -> Iterator[Change]:
+    ) -> Iterator[RecordChange]:
         entry = self._open.pop(event.request_id, None)
         if entry is not None and event.attempt < entry.record["attempts"][-1]["attempt"]:
             # The id is used again, for another request.
@@ -148,7 +148,7 @@ class Records:
         rejected = isinstance(decisions[0], Reject)
         record["outcome"] = "rejected" if rejected else "open"
         self._open[event.request_id] = _Open(record, now_ns + round((_ASKS_AGAIN_S if rejected else _UNHEARD_S) * NS))
-        yield Change(record, is_over=False)
+        yield RecordChange(record, is_over=False)
         while len(self._open) > _MOST_OPEN:
             yield self._end(next(iter(self._open)))
 
@@ -180,7 +180,7 @@ class Records:
             record["slo_class"] = event.slo_class
         return record
 
-    def _completed(self, now_ns: int, wall_ms: int, event: RequestCompleted) -> Iterator[Change]:
+    def _completed(self, now_ns: int, wall_ms: int, event: RequestCompleted) -> Iterator[RecordChange]:
         entry = self._open.get(event.request_id)
         if entry is None:
             return
@@ -196,27 +196,27 @@ class Records:
         record["cached_tokens"] = event.cached_tokens
         if event.outcome == "retry":
             entry.ends_ns = now_ns + round(_UNHEARD_S * NS)
-            yield Change(record, is_over=False)
+            yield RecordChange(record, is_over=False)
         else:
             yield self._end(event.request_id, "" if record["outcome"] == "rejected" else event.outcome)
 
-    def _turned_away(self, now_ns: int, wall_ms: int, reject: Reject) -> Change:
+    def _turned_away(self, now_ns: int, wall_ms: int, reject: Reject) -> RecordChange:
         """After its prefill, before its client had anything."""
         entry = self._open[reject.request_id]
         _add_attempt(entry.record, self._attempt(entry.record, wall_ms, reject.attempt, reject))
         entry.record["outcome"], entry.ends_ns = "rejected", now_ns + round(_ASKS_AGAIN_S * NS)
-        return Change(entry.record, is_over=False)
+        return RecordChange(entry.record, is_over=False)
 
     def _attempt(self, record: Record, wall_ms: int, number: int, decision: Decision) -> dict[str, Any]:
         said = {name: value for name, value in to_json(decision).items() if name not in ("request_id", "attempt")}
         return {"attempt": number, "at_ms": self._since(record, wall_ms), "decision": said}
 
-    def _end(self, request_id: str, outcome: str = "") -> Change:
+    def _end(self, request_id: str, outcome: str = "") -> RecordChange:
         record = self._open.pop(request_id).record
         record["outcome"] = outcome or ("rejected" if record["outcome"] == "rejected" else "unknown")
-        return Change(record, is_over=True)
+        return RecordChange(record, is_over=True)
 
-    def _give_up(self, now_ns: int) -> Iterator[Change]:
+    def _give_up(self, now_ns: int) -> Iterator[RecordChange]:
         for request_id in [name for name, entry in self._open.items() if entry.ends_ns <= now_ns]:
             yield self._end(request_id)
 

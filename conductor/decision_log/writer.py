@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.decision_log.event_log import EVENTS_STEM, Head, dropped_line, event_line, head_line
+from conductor.decision_log.event_log import EVENTS_STEM, EventLogHeader, dropped_line, event_line, head_line
 from conductor.decision_log.files import LineFiles, LinesLost, json_line
 from conductor.decision_log.journal import Journal, read_journal
-from conductor.decision_log.record_search import DECISIONS_STEM, Found, find_records
-from conductor.decision_log.records import RECORD_VERSION, Change, Hashes, Records
-from conductor.errors import ConfigError
+from conductor.decision_log.record_search import DECISIONS_STEM, FoundRecords, find_records
+from conductor.decision_log.records import RECORD_VERSION, Hashes, RecordChange, Records
+from conductor.errors import ConductorConfigError
 from conductor.policy import PolicyConfig
 from conductor.policy.decisions import Decision
 from conductor.policy.events import Event, NodeReported, RequestArrived
@@ -64,12 +64,12 @@ class DecisionLog:
                 raise
             self._journal = Journal(folder)
         except OSError as error:
-            raise ConfigError(f"decision_log is {str(folder)!r}, which cannot be used: {error}") from error
+            raise ConductorConfigError(f"decision_log is {str(folder)!r}, which cannot be used: {error}") from error
         life, self._part = time.time_ns(), 0
 
         def head() -> bytes:
             self._part += 1
-            return head_line(Head(life, self._part, policy))
+            return head_line(EventLogHeader(life, self._part, policy))
 
         sizes = settings.decision_log_size_bytes, settings.decision_log_files
         self._decisions = LineFiles(folder, DECISIONS_STEM, *sizes)
@@ -96,7 +96,7 @@ class DecisionLog:
         self._put_nbytes += _nbytes(event, keys)
         self._waiting.append((now_ns, event, decisions, keys))
 
-    def find(self, request_id: str) -> Found:
+    def find(self, request_id: str) -> FoundRecords:
         """What the log has of a request, up to now. It reads files: not for the event loop. Raises OSError."""
         with self._writing:
             self._drain()
@@ -159,7 +159,7 @@ class DecisionLog:
                 time.sleep(_TURN_S)
 
     def _write(self, entries: list[Entry]) -> None:
-        changes: list[Change] = []
+        changes: list[RecordChange] = []
         events: list[bytes] = []
         with self._counting:
             dropped, self._dropped_events = self._dropped_events, 0

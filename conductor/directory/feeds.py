@@ -106,7 +106,7 @@ class _Feed:
     task: "asyncio.Task[None]"
 
 
-class Following:
+class DirectoryUpdater:
     """One feed per pool node: of those that joined here, and of those that are known to be in the cluster.
 
     Feeds begin to run with `open`, when what the directory starts from is in place.

@@ -583,7 +583,7 @@ def purge(addresses: Any, slot: Any, end: Any, dying: Any, seed: Any) -> Any:
     return slot
 
 
-class Kernels(NamedTuple):
+class DirectoryKernels(NamedTuple):
     """See the functions of the same names; each takes the addresses of a table's arrays first."""
 
     store: Any
@@ -595,13 +595,13 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def directory_kernels() -> Kernels:
+def directory_kernels() -> DirectoryKernels:
     """All of them, compiled or loaded at the first call."""
     u32, u64, i64 = (types.Array(kind, 1, "C") for kind in (types.uint32, types.uint64, types.int64))
     wide, flags = types.Array(types.int64, 2, "C"), types.Array(types.uint8, 1, "C")
     keys = types.Array(types.uint64, 1, "C", readonly=True)
     n, fold, seed = types.int64, types.uint64, types.uint64
-    return Kernels(
+    return DirectoryKernels(
         compiled(store, n(i64, keys, u32, fold, seed, n)),
         compiled(remove, n(i64, keys, n, fold, seed, n)),
         # A decision waits for it.

@@ -32,7 +32,7 @@ from conductor.directory.layout import (
 from kvpool.events import Tier
 
 if TYPE_CHECKING:
-    from conductor.directory.kernels import Kernels
+    from conductor.directory.kernels import DirectoryKernels
 
 __all__ = ["DirectoryTable", "Replicas", "code_of", "warm_up"]
 
@@ -270,7 +270,7 @@ def warm_up() -> None:
     _kernels()
 
 
-def _kernels() -> "Kernels":
+def _kernels() -> "DirectoryKernels":
     # numba takes half a second to import, and a process that only computes addresses never needs it.
     from conductor.directory.kernels import directory_kernels
 

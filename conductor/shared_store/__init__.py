@@ -1,7 +1,7 @@
 """What outlives a conductor: the registry in Redis, snapshots of the directory in files. No request waits for it."""
 
 from conductor.shared_store.redis_store import NodeRecord, RedisStore, SnapshotPointer
-from conductor.shared_store.registry_sync import Keeper
+from conductor.shared_store.registry_sync import RegistrySync
 from conductor.shared_store.snapshots import Snapshots
 
-__all__ = ["Keeper", "NodeRecord", "RedisStore", "SnapshotPointer", "Snapshots"]
+__all__ = ["NodeRecord", "RedisStore", "RegistrySync", "SnapshotPointer", "Snapshots"]

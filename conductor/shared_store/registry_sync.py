@@ -13,13 +13,13 @@ from conductor.errors import SharedStoreError, SharedStoreRefused
 from conductor.shared_store.redis_store import NodeRecord, RedisStore, SnapshotPointer
 from moonpool_proto.v1 import conductor_pb2
 
-__all__ = ["Keeper"]
+__all__ = ["RegistrySync"]
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 15.0
 
 
-class Keeper:
+class RegistrySync:
     """`members()`: records of the nodes joined here. `on_pools` gets targets of pool nodes that joined elsewhere."""
 
     def __init__(

@@ -19,7 +19,7 @@ _MEMORY_S = 60.0  # after which one that was heard no more is gone
 _SHOWN = 5
 
 
-class FrontDoors:
+class KnownTenants:
     """A tenant is an API key's digest; where no key is asked for, all requests are of the one tenant ""."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ _LONGEST_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ObjectivesChange:
     """A content, or that of an earlier version."""
 
     author: str
@@ -106,7 +106,7 @@ class Change:
         )
 
     def strangers(
-        self, before: SloRecord, after: SloRecord, front_doors: FrontDoors, models: Iterable[str]
+        self, before: SloRecord, after: SloRecord, front_doors: KnownTenants, models: Iterable[str]
     ) -> list[str]:
         """Warnings about names that nobody bears. Raises ObjectivesError for new tenants that can never come."""
         problem = front_doors.problem_with(sorted(after.tenants.keys() - before.tenants.keys()))
@@ -117,7 +117,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ObjectivesChangeResult:
     """What came of it. `version` is the one in force afterwards: the same as before, if nothing was to change."""
 
     version: SloVersion

@@ -16,11 +16,11 @@ from conductor.core import Core
 from conductor.errors import SharedStoreError, SharedStoreUnavailable, SloConflict
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import SloRecord, record_from_text, record_text
-from conductor.slo.change import Change, Changed, FrontDoors, differences
+from conductor.slo.change import KnownTenants, ObjectivesChange, ObjectivesChangeResult, differences
 from conductor.slo.stores import FileVersions
 from conductor.slo.versions import KEPT, Acknowledgement, SloVersion, VersionStore
 from moonpool_proto.v1 import conductor_pb2
-from rpc.waiting import end
+from rpc.waiting import cancel_and_wait
 
 __all__ = ["SloKeeper", "SloKeeperSetup"]
 
@@ -67,7 +67,7 @@ class SloKeeper:
         self._turn = asyncio.Lock()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
-        self.front_doors = FrontDoors()
+        self.front_doors = KnownTenants()
 
     async def start(self) -> None:
         """Go by what there is, then follow. Raises SharedStoreRefused: a store that can never be this conductor's."""
@@ -83,13 +83,13 @@ class SloKeeper:
     async def close(self) -> None:
         """End; nobody waits for this conductor any more."""
         self._closing = True
-        await end(self._task)
+        await cancel_and_wait(self._task)
         try:
             await self._store.withdraw(self._settings.node_id)
         except SharedStoreError as error:
             log.info("this conductor's acknowledgement of objectives stays until it expires: %s", error)
 
-    async def change(self, wanted: Change) -> Changed:
+    async def change(self, wanted: ObjectivesChange) -> ObjectivesChangeResult:
         """Make a new version, for all conductors; this one goes by it at once.
 
         Raises ObjectivesError for what cannot be, SloConflict if somebody was faster, SharedStoreError.
@@ -105,7 +105,7 @@ class SloKeeper:
             strangers = wanted.strangers(before, record, self.front_doors, self._core.policy.models())
             warnings = [*strangers, *self._core.policy.unmeetable(record)]
             if wanted.is_trial or not changes:
-                return Changed(last, record, changes, warnings)
+                return ObjectivesChangeResult(last, record, changes, warnings)
             origin = f"rollback to {wanted.rollback_to}" if wanted.rollback_to else "admin"
             made = self._next(last, record_text(record), wanted.author, wanted.reason, origin, wanted.peer)
             if not await self._store.put([made], after=last.version):
@@ -115,7 +115,7 @@ class SloKeeper:
                 await self._settle()
             except SharedStoreError as error:  # the version is there: to say so can wait for the next look
                 self._failed(error)
-            return Changed(made, record, changes, warnings)
+            return ObjectivesChangeResult(made, record, changes, warnings)
 
     async def acknowledged(self) -> list[Acknowledgement]:
         """By every conductor that lives. Raises SharedStoreError."""

@@ -10,14 +10,14 @@ import grpc
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.errors import ConductorError, ConfigError, ObjectivesError, SharedStoreError, SloConflict
-from conductor.persistence import Contact
+from conductor.errors import ConductorConfigError, ConductorError, ObjectivesError, SharedStoreError, SloConflict
+from conductor.persistence import SharedStoreConnection
 from conductor.policy.admission.evaluation import preview
 from conductor.policy.objectives import SloRecord, configured_record, digest, record_text
 from conductor.slo import (
-    Change,
     FileVersions,
     MemoryVersions,
+    ObjectivesChange,
     RedisVersions,
     SloKeeper,
     SloKeeperSetup,
@@ -27,7 +27,7 @@ from conductor.slo import (
 from moonpool_proto.v1 import conductor_pb2
 
 
-def slo_keeper(config: ConductorConfig, contact: Contact, core: Core) -> SloKeeper:
+def slo_keeper(config: ConductorConfig, contact: SharedStoreConnection, core: Core) -> SloKeeper:
     """Make the keeper of the versions: in Redis, else in a folder, else in memory.
 
     Raises ConfigError if the folder cannot be used.
@@ -37,7 +37,7 @@ def slo_keeper(config: ConductorConfig, contact: Contact, core: Core) -> SloKeep
         try:
             files = FileVersions(slo_dir, config.shared_store.cluster_name)
         except OSError as error:
-            raise ConfigError(f"slo_dir is {str(slo_dir)!r}, which cannot be used: {error}") from error
+            raise ConductorConfigError(f"slo_dir is {str(slo_dir)!r}, which cannot be used: {error}") from error
     store: VersionStore = files or MemoryVersions()
     if contact.store is not None:
         store = RedisVersions(contact.store)
@@ -88,7 +88,7 @@ class SloCalls:
 
     async def change(self, request: conductor_pb2.ChangeSloRequest, context: Context) -> conductor_pb2.ChangeSloReply:
         """A new version, or what it would change."""
-        change = Change(
+        change = ObjectivesChange(
             author=request.author,
             reason=request.reason,
             content=request.content,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from frontend.conductor import ConductorClient
 from frontend.errors import ApiError, Conflict, InvalidRequest, NoSuchNode, ServiceUnavailable
 from moonpool_proto.v1 import common_pb2, conductor_pb2
-from rpc.control import ControlError, Refused
+from rpc.control import CallRefused, ControlError
 
 if TYPE_CHECKING:
     from moonpool_proto.v1.conductor_pb2_grpc import ConductorAsyncStub
@@ -113,13 +113,13 @@ class ConsoleActions:
     async def _act(self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]") -> T:
         try:
             return await self._conductor.act(what, make, deadline_s=_CALL_S)
-        except Refused as error:
+        except CallRefused as error:
             _refuse(error)
         except ControlError as error:
             raise ServiceUnavailable(f"no conductor answers: {error}", code="conductor_away") from error
 
 
-def _refuse(error: Refused) -> NoReturn:
+def _refuse(error: CallRefused) -> NoReturn:
     kind = _REFUSALS.get(error.code)
     if kind is None:
         raise ServiceUnavailable(f"the conductor cannot do that now: {error}", code="refused") from error

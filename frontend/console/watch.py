@@ -14,7 +14,7 @@ from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.console.figures import cluster_figures, past_figures
 from moonpool_proto.v1 import conductor_pb2
-from rpc.control import ControlError, Refused
+from rpc.control import CallRefused, ControlError
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class ConsoleWatch:
                 "Overview", lambda stub: stub.Overview(request), target=target, deadline_s=_ASK_S
             )
             told.take(json.loads(reply.json, parse_constant=lambda _: None), monotonic())
-        except Refused as error:
+        except CallRefused as error:
             told.problem = (
                 "it is of a version that tells no overview" if error.code == "UNIMPLEMENTED" else f"refused: {error}"
             )

@@ -479,7 +479,7 @@ class LocalPoolServer:
 
     def open(self) -> None:
         """Listen. Raises AddressInUse or BindFailed."""
-        unix_socket.claim(self.path)
+        unix_socket.claim_socket(self.path)
         self._listener = socket.socket(socket.AF_UNIX)
         try:
             self._listener.setblocking(False)

@@ -377,7 +377,7 @@ class ShmTransport(Transport, Acceptor):
         from messenger.shm.kernels import copy_rows
 
         self._copy_rows = copy_rows()
-        unix_socket.claim(self.path)
+        unix_socket.claim_socket(self.path)
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.bind(os.fspath(self.path))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from conductor.decision_log import Life, Step, find_records, lives, replay
+from conductor.decision_log import RecordedRun, ReplayStep, find_records, recorded_runs, replay
 from conductor.errors import LogFormatError
 from conductor.policy import PolicyConfig
 from conductor.policy.codec import LOGGED_NAMES, config_from_json, config_to_json, to_json
@@ -157,18 +157,18 @@ _MOST_SHOWN = 40  # fields of two decisions that differ
 class Comparison:
     """What came of one life's replay."""
 
-    life: Life
+    life: RecordedRun
     num_events: int = 0
     num_decisions: int = 0  # of requests
     kinds: Counter[str] = field(default_factory=Counter)  # of those that differ
-    first: Step | None = None  # that differs
+    first: ReplayStep | None = None  # that differs
 
     @property
     def num_different(self) -> int:
         """Events with other decisions than then."""
         return self.kinds.total()
 
-    def take(self, step: Step, *, ignore_why: bool) -> None:
+    def take(self, step: ReplayStep, *, ignore_why: bool) -> None:
         """One more event. `ignore_why`: only what was decided counts, not what it was decided on."""
         self.num_events += 1
         self.num_decisions += isinstance(step.event, RequestArrived)
@@ -198,7 +198,7 @@ def replay_decisions(
     with reported_errors():
         changed = _changes(settings or [])
         try:
-            found = lives(log)
+            found = recorded_runs(log)
             if not found:
                 raise DecisionLogError(f"{log} holds no events: was --decision-log-events off?")
             whole = [life for life in found if life.first_part == 1]
@@ -216,7 +216,7 @@ def replay_decisions(
         raise typer.Exit(0 if changed or not any(one.num_different for one in compared) else 1)
 
 
-def _compare(life: Life, changed: dict[str, Any]) -> Comparison:
+def _compare(life: RecordedRun, changed: dict[str, Any]) -> Comparison:
     compared = Comparison(life)
     config = _with(life.config, changed) if changed else None
     for step in replay(life, config, own_objectives=bool(_OBJECTIVES & changed.keys())):
@@ -289,7 +289,7 @@ def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, 
     return {
         "open_loop": bool(changed),
         "set": changed,
-        "lives": [
+        "recorded_runs": [
             {
                 "files": [str(path) for path in one.life.paths],
                 "events": one.num_events,
@@ -303,7 +303,7 @@ def _told(compared: Sequence[Comparison], changed: dict[str, Any]) -> dict[str, 
     }
 
 
-def _step_told(step: Step) -> dict[str, Any]:
+def _step_told(step: ReplayStep) -> dict[str, Any]:
     return {
         "file": str(step.path),
         "line": step.line,
@@ -330,7 +330,7 @@ def _print(console: Console, compared: Sequence[Comparison], num_cut: int, chang
         _print_first(console, one.first)
 
 
-def _print_first(console: Console, step: Step) -> None:
+def _print_first(console: Console, step: ReplayStep) -> None:
     what = f" of request {step.event.request_id}" if isinstance(step.event, RequestArrived) else ""
     console.print(f"  The first: {step.path.name}, line {step.line}, {type(step.event).__name__}{what}")
     then, now = (dict(_flat([to_json(one) for one in decisions])) for decisions in (step.logged, step.made))

@@ -20,7 +20,7 @@ from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.supervisor_pb2 import ScaleRequest
 from moonpool_proto.v1.supervisor_pb2_grpc import SupervisorStub
-from rpc.control import ControlError, Refused, call, control_error, open_channel
+from rpc.control import CallRefused, ControlError, call, control_error, open_channel
 
 _ANSWER_S = 10.0
 
@@ -31,7 +31,7 @@ async def drain_node(conductor: str, node_id: str) -> None:
         asked = ConductorStub(channel).DrainNode(conductor_pb2.DrainNodeRequest(node_id=node_id))
         try:
             await call(asked, what="Conductor.DrainNode", target=conductor, deadline_s=_ANSWER_S)
-        except Refused as error:
+        except CallRefused as error:
             raise DrainRefused(error.reason) from error
         except ControlError as error:
             raise ClusterNotFound(f"the conductor does not answer: {error}") from error
@@ -103,7 +103,7 @@ async def switch_and_wait(conductor: str, node_id: str, role: str, *, wait_s: fl
         asked = ConductorStub(channel).SwitchNode(conductor_pb2.SwitchNodeRequest(node_id=node_id, role=ROLES[role]))
         try:
             await call(asked, what="Conductor.SwitchNode", target=conductor, deadline_s=_ANSWER_S)
-        except Refused as error:
+        except CallRefused as error:
             raise ScaleRefused(error.reason) from error
         except ControlError as error:
             raise ClusterNotFound(f"the conductor does not answer: {error}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from simulator.errors import BadSetting
-from simulator.serving.runs import Run, RunSpec, with_mode
+from simulator.serving.runs import RunSpec, ServingRun, with_mode
 
 ATTAINMENT = 0.9
 _LEAST, _MOST = 1e-3, 1e5
@@ -22,7 +22,7 @@ class Capacity:
 
 
 def find_capacity(
-    spec: RunSpec, seeds: int, run: Callable[[list[RunSpec]], list[Run]], told: Callable[[float, float], None]
+    spec: RunSpec, seeds: int, run: Callable[[list[RunSpec]], list[ServingRun]], told: Callable[[float, float], None]
 ) -> Capacity:
     """By bisection over rates, admission mode "none", the mean attainment of `seeds` seeds. `told(rate, attainment)`.
 

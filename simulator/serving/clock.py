@@ -9,7 +9,7 @@ from collections.abc import Callable
 NS = 1_000_000_000
 
 
-class Clock:
+class VirtualClock:
     """Integer nanoseconds from 0."""
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class Clock:
             action()
 
 
-class Link:
+class SimulatedLink:
     """One direction of a node's network, or a host's memory or SSD."""
 
     def __init__(self) -> None:
         self.free_ns = 0
 
 
-def send(now_ns: int, links: tuple[Link, ...], duration_ns: int) -> int:
+def send(now_ns: int, links: tuple[SimulatedLink, ...], duration_ns: int) -> int:
     """Bytes that take `duration_ns` alone go over all `links` at once, as soon as all are free: when they arrive."""
     begin_ns = max(now_ns, *(link.free_ns for link in links))
     for link in links:

@@ -16,46 +16,51 @@ from conductor.policy.events import (
     Role,
     Tick,
 )
-from simulator.serving.clock import NS, Clock, send
-from simulator.serving.decode import DecodeNode
-from simulator.serving.pools import Pools
-from simulator.serving.prefill import PrefillNode
-from simulator.serving.requests import End, Job, Work, Workload
-from simulator.serving.settings import ServingSettings, Truth
+from simulator.serving.clock import NS, VirtualClock, send
+from simulator.serving.decode import SimulatedDecodeNode
+from simulator.serving.pools import SimulatedPools
+from simulator.serving.prefill import SimulatedPrefillNode
+from simulator.serving.requests import Arrival, RequestEnd, SimulatedRequest, SimulatedWorkload
+from simulator.serving.settings import ActualCosts, ServingSettings
 from worker.policy.cost_profile import CostProfile
 from worker.policy.scheduling_order import QueueEntry
 
 MODEL = "simulated"
 _FRONTEND = "frontend"
-OnReject = Callable[[Work, Callable[[], Work]], None]
+OnReject = Callable[[SimulatedRequest, Callable[[], SimulatedRequest]], None]
 """Told of a rejection before it is carried out, and given what would let the request in instead: which is then it."""
 
 
-class Cluster:
+class SimulatedCluster:
     """One run: `run` takes a workload from its first arrival to its last end."""
 
     def __init__(
-        self, settings: ServingSettings, policy: PolicyConfig, profile: CostProfile, workload: Workload, seed: int
+        self,
+        settings: ServingSettings,
+        policy: PolicyConfig,
+        profile: CostProfile,
+        workload: SimulatedWorkload,
+        seed: int,
     ) -> None:
         self.settings = settings
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.conductor = Conductor(policy)
-        self.works: list[Work] = []
+        self.works: list[SimulatedRequest] = []
         self.num_open = len(workload.jobs)
         self._workload = workload
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
-        self.pools = Pools(settings, [f"pool-{i}" for i in range(settings.prefill_nodes)])
-        self.truth = Truth(profile, settings, seed)
+        self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(settings.prefill_nodes)])
+        self.truth = ActualCosts(profile, settings, seed)
         block_tokens = workload.block_tokens
         self.decode = {
-            name: DecodeNode(
+            name: SimulatedDecodeNode(
                 name, self.clock, settings, self.truth, block_tokens, self._tell, self._finished, self._stored
             )
             for name in (f"decode-{i}" for i in range(settings.decode_nodes))
         }
         self.prefill = {
-            name: PrefillNode(
+            name: SimulatedPrefillNode(
                 name,
                 pool_id,
                 self.clock,
@@ -91,9 +96,9 @@ class Cluster:
         """Has any request not ended yet?"""
         return self.num_open > 0
 
-    def admit(self, job: Job) -> Work:
+    def admit(self, job: Arrival) -> SimulatedRequest:
         """Place a job now whatever the policy would say of the load: what would have become of it?"""
-        work = Work(job)
+        work = SimulatedRequest(job)
         self.works.append(work)
         # The policy rejects nobody whose client has tokens already.
         self._schedule(work, replace(self._arrived(job), generated=1))
@@ -148,11 +153,11 @@ class Cluster:
         jobs = self._workload.jobs
         if index + 1 < len(jobs):
             self.clock.at(jobs[index + 1].arrival_ns, lambda: self._arrive(index + 1))
-        work = Work(jobs[index])
+        work = SimulatedRequest(jobs[index])
         self.works.append(work)
         self._schedule(work, self._arrived(work.job))
 
-    def _arrived(self, job: Job) -> RequestArrived:
+    def _arrived(self, job: Arrival) -> RequestArrived:
         blocks = job.blocks
         matches = self.pools.match(blocks)
         longest = int(matches.blocks.max(initial=0))
@@ -167,7 +172,7 @@ class Cluster:
             match_key=blocks[longest - 1] + 1 if longest else 0,
         )
 
-    def _schedule(self, work: Work, event: RequestArrived) -> None:
+    def _schedule(self, work: SimulatedRequest, event: RequestArrived) -> None:
         for decision in self._tell(event):
             match decision:
                 case Place():
@@ -175,13 +180,13 @@ class Cluster:
                 case Reject(reason=reason):
                     work.reason = reason
                     self.on_reject(work, lambda: self.admit(work.job))
-                    self._end(work, End.REJECTED)
+                    self._end(work, RequestEnd.REJECTED)
                 case Copy():
                     self._copy(decision, work.job.blocks[: decision.num_blocks])
                 case _:
                     raise AssertionError(f"no decision to expect of an arrival: {decision}")
 
-    def _place(self, work: Work, place: Place) -> None:
+    def _place(self, work: SimulatedRequest, place: Place) -> None:
         work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
         work.helpers = place.helpers
         work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
@@ -201,29 +206,29 @@ class Cluster:
         submit = self.prefill[place.prefill].submit if place.decode else self._keep_whole
         self.clock.after(2 * self._network_ns, lambda: submit(work))
 
-    def _keep_whole(self, work: Work) -> None:
+    def _keep_whole(self, work: SimulatedRequest) -> None:
         """Nothing is handed over: its decode node computes the prompt, too."""
         self.decode[work.prefill_node].reserve(work, self._load_whole)
 
-    def _load_whole(self, work: Work) -> None:
+    def _load_whole(self, work: SimulatedRequest) -> None:
         node, host = self.decode[work.prefill_node], self._host_of(work.prefill_node)
         self.clock.at(host.load(work, node.into, node.reporter), lambda: node.prefill(work))
 
-    def _stored(self, work: Work) -> None:
+    def _stored(self, work: SimulatedRequest) -> None:
         self.pools.store(self._host_of(work.prefill_node).pool_id, self.clock.now_ns, work.job.blocks)
 
-    def _host_of(self, decode_node: str) -> PrefillNode:
+    def _host_of(self, decode_node: str) -> SimulatedPrefillNode:
         """Decode nodes stand on the hosts of prefill nodes, in turn, and use their pool nodes, with own links."""
         nodes = list(self.prefill.values())
         return nodes[int(decode_node.removeprefix("decode-")) % len(nodes)]
 
-    def _prefilled(self, work: Work) -> None:
+    def _prefilled(self, work: SimulatedRequest) -> None:
         if work.asks_again:
             self.clock.after(self._network_ns, lambda: self._ask(work))
         else:
             self._go_on(work)
 
-    def _ask(self, work: Work) -> None:
+    def _ask(self, work: SimulatedRequest) -> None:
         """Nobody has seen the first token: may the request decode?"""
         for decision in self._tell(DecodeAsked(work.job.name, 0)):
             if isinstance(decision, Reject):
@@ -231,20 +236,20 @@ class Cluster:
                 self.on_reject(work, lambda: self._let_decode(work))
                 self.prefill[work.prefill_node].release(work)
                 self.decode[work.decode_node].release(work)
-                self._end(work, End.WITHHELD)
+                self._end(work, RequestEnd.WITHHELD)
                 return
         work.first_token_ns = self.clock.now_ns + self._network_ns
         self.clock.after(self._network_ns, lambda: self._go_on(work))
 
-    def _let_decode(self, work: Work) -> Work:
+    def _let_decode(self, work: SimulatedRequest) -> SimulatedRequest:
         self._go_on(work)
         return work
 
-    def _go_on(self, work: Work) -> None:
+    def _go_on(self, work: SimulatedRequest) -> None:
         ready_ns = max(self.clock.now_ns, work.sent_ns) + self._handoff_ns
         self.clock.at(ready_ns, lambda: self._hand_over(work))
 
-    def _hand_over(self, work: Work) -> None:
+    def _hand_over(self, work: SimulatedRequest) -> None:
         self.prefill[work.prefill_node].release(work)
         decode = self.decode[work.decode_node]
         if work.generated < work.job.output_tokens:
@@ -253,19 +258,19 @@ class Cluster:
             decode.release(work)
             self._finished(work)
 
-    def _finished(self, work: Work) -> None:
-        self._end(work, End.FINISHED)
+    def _finished(self, work: SimulatedRequest) -> None:
+        self._end(work, RequestEnd.FINISHED)
 
-    def _end(self, work: Work, end: End) -> None:
+    def _end(self, work: SimulatedRequest, end: RequestEnd) -> None:
         assert work.end is None, f"{work.job.name} ends twice"
         work.end, work.end_ns = end, self.clock.now_ns
         self.num_open -= 1
-        if end is End.REJECTED:
+        if end is RequestEnd.REJECTED:
             return
         event = RequestCompleted(
             work.job.name,
             0,
-            "finished" if end is End.FINISHED else "rejected",
+            "finished" if end is RequestEnd.FINISHED else "rejected",
             ttft_s=work.ttft_s,
             mean_tbt_s=work.mean_tbt_s,
             slow_tbt_s=work.tbt_s,

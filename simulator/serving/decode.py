@@ -9,35 +9,35 @@ from collections.abc import Callable
 
 from conductor.policy.events import DecodeSample, Held, NodeReported
 from conductor.policy.placement.decode import peak_tokens
-from simulator.serving.clock import NS, Clock, Link
-from simulator.serving.reporter import Reporter
-from simulator.serving.requests import Work
-from simulator.serving.settings import ServingSettings, Truth
+from simulator.serving.clock import NS, SimulatedLink, VirtualClock
+from simulator.serving.reporter import SimulatedReporter
+from simulator.serving.requests import SimulatedRequest
+from simulator.serving.settings import ActualCosts, ServingSettings
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.scheduling_order import WaitQueue
 
 _MOST_STEPS = 32  # taken at once, so that the growing context is felt
 
 
-class DecodeNode:
+class SimulatedDecodeNode:
     """Holds KV and generates tokens."""
 
     def __init__(
         self,
         node_id: str,
-        clock: Clock,
+        clock: VirtualClock,
         settings: ServingSettings,
-        truth: Truth,
+        truth: ActualCosts,
         block_tokens: int,
         tell: Callable[[NodeReported], object],
-        over: Callable[[Work], None],
-        prefilled: Callable[[Work], None],
+        over: Callable[[SimulatedRequest], None],
+        prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
         """`prefilled(work)`: a prompt was computed here; `over(work)`: the answer is complete."""
         self.node_id = node_id
-        self.into = Link()
+        self.into = SimulatedLink()
         self.free_tokens = settings.capacity_tokens
-        self.reporter = Reporter(node_id, clock, settings, self._held, tell)
+        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
         self._clock = clock
         self._settings = settings
         self._truth = truth
@@ -46,11 +46,11 @@ class DecodeNode:
         self._over = over
         self._prefilled = prefilled
         self._wait_queue = WaitQueue()  # of those that wait for pages
-        self._waiting: list[tuple[Work, Callable[[Work], None]]] = []
-        self._holding: dict[str, Work] = {}
-        self._joining: list[Work] = []
-        self._running: list[Work] = []
-        self._prompts: list[Work] = []  # computed here, in the order of turns at the last border
+        self._waiting: list[tuple[SimulatedRequest, Callable[[SimulatedRequest], None]]] = []
+        self._holding: dict[str, SimulatedRequest] = {}
+        self._joining: list[SimulatedRequest] = []
+        self._running: list[SimulatedRequest] = []
+        self._prompts: list[SimulatedRequest] = []  # computed here, in the order of turns at the last border
         self._context_tokens = 0  # of those that run
         self._plan: BatchPlan | None = None
         self._steps = 0  # of the plan, under way
@@ -63,26 +63,26 @@ class DecodeNode:
         """What a step takes right now; 0 when nothing runs."""
         return self._step_ns / 1e9 if self._plan is not None else 0.0
 
-    def reserve(self, work: Work, ready: Callable[[Work], None]) -> None:
+    def reserve(self, work: SimulatedRequest, ready: Callable[[SimulatedRequest], None]) -> None:
         """Take pages for the prompt and the longest answer; `ready(work)` once they are there."""
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting.append((work, ready))
         self._serve_waiting()
 
-    def join(self, work: Work) -> None:
+    def join(self, work: SimulatedRequest) -> None:
         """All KV has arrived: decode it from the next step on."""
         self._joining.append(work)
         self.reporter.progress(work.job.name, "decode_joined")
         self._take_in()
 
-    def prefill(self, work: Work) -> None:
+    def prefill(self, work: SimulatedRequest) -> None:
         """Its pages are here and what is reused has arrived: compute the rest, and go on to the end."""
         work.computed = work.reused_tokens
         self._prompts.append(work)
         self.reporter.progress(work.job.name, "prefill_started")
         self._take_in()
 
-    def release(self, work: Work) -> None:
+    def release(self, work: SimulatedRequest) -> None:
         """The request is over here: its pages are free."""
         del self._holding[work.job.name]
         self.free_tokens += work.committed_tokens
@@ -158,7 +158,7 @@ class DecodeNode:
         steps, now_ns = self._steps, self._clock.now_ns
         stepped = self._running[: len(plan.decode)]
         self._context_tokens += steps * len(stepped)
-        left: list[Work] = []
+        left: list[SimulatedRequest] = []
         for work in stepped:
             # The first of its steps ends a gap that is longer: it joined, or others had their turn.
             gap_ns = self._began_ns + self._step_ns - work.last_token_ns
@@ -180,7 +180,7 @@ class DecodeNode:
             self._over(work)
         self._next_run()
 
-    def _prompts_stepped(self, plan: BatchPlan) -> list[Work]:
+    def _prompts_stepped(self, plan: BatchPlan) -> list[SimulatedRequest]:
         """Those whose answer has come to its end with its first token."""
         for chunk in plan.prefill:
             self._prompts[chunk.index].computed = chunk.end
@@ -202,6 +202,6 @@ class DecodeNode:
             for name, work in self._holding.items()
         )
 
-    def _uncomputed(self, work: Work) -> int:
+    def _uncomputed(self, work: SimulatedRequest) -> int:
         """Prompt tokens that are to be computed here."""
         return work.job.prompt_tokens - work.computed if work.prefill_node == self.node_id else 0

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.serving.clock import NS
-from simulator.serving.requests import End, Work
+from simulator.serving.requests import RequestEnd, SimulatedRequest
 from simulator.serving.settings import ServingSettings
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Swing:
+class LoadSwing:
     """Of two loads, each a share of what its objective allows, about their slow trend.
 
     `lag_correlation` is the most negative correlation of prefill load with decode load `lag_s` later: -1 would be two
@@ -35,7 +35,7 @@ class Swing:
 
 def swing_of(
     prefill: Floats, decode: Floats, *, step_s: float, trend_s: float = 600.0, most_lag_s: float = 60.0
-) -> Swing:
+) -> LoadSwing:
     """Of two series [samples], one sample every `step_s` seconds.
 
     The trend, a moving mean over `trend_s`, is taken off first. Series shorter than twice the longest lag have no
@@ -49,7 +49,7 @@ def swing_of(
             found = _correlation(x[: len(x) - shift], y[shift:])
             if found < correlation:
                 correlation, lag = found, shift
-    return Swing(
+    return LoadSwing(
         prefill_mean=float(np.mean(prefill)) if len(prefill) else 0.0,
         decode_mean=float(np.mean(decode)) if len(decode) else 0.0,
         prefill_std=float(np.std(x)) if len(x) else 0.0,
@@ -76,7 +76,7 @@ def _correlation(x: Floats, y: Floats) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServingOutcome:
     """Of the requests that arrived in the measured window; rates are per second of it.
 
     A request is good when it was served and met both objectives: TTFT, and TBT as the mean of the longest tenth of
@@ -106,7 +106,7 @@ class Outcome:
     tbt_p90_s: float
     ttft_error_s: float  # mean |predicted - true|
     tbt_bias: float  # true over predicted, mean
-    swing: Swing
+    swing: LoadSwing
 
     @property
     def attainment(self) -> float:
@@ -118,33 +118,35 @@ class Outcome:
         return self.wasted_withheld + self.wasted_missed
 
 
-def is_good(work: Work, settings: ServingSettings) -> bool:
+def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
     """Was it served within both objectives?"""
     return (
-        work.end is End.FINISHED and work.ttft_s <= settings.ttft_objective_s and work.tbt_s <= settings.tbt_objective_s
+        work.end is RequestEnd.FINISHED
+        and work.ttft_s <= settings.ttft_objective_s
+        and work.tbt_s <= settings.tbt_objective_s
     )
 
 
 def outcome_of(
-    works: Sequence[Work], settings: ServingSettings, swing: Swing, *, from_s: float, until_s: float
-) -> Outcome:
+    works: Sequence[SimulatedRequest], settings: ServingSettings, swing: LoadSwing, *, from_s: float, until_s: float
+) -> ServingOutcome:
     """Of those that arrived in [from_s, until_s)."""
     chosen = [work for work in works if from_s * NS <= work.job.arrival_ns < until_s * NS]
-    served = [work for work in chosen if work.end is End.FINISHED]
+    served = [work for work in chosen if work.end is RequestEnd.FINISHED]
     good = [work for work in served if is_good(work, settings)]
     late = [work for work in served if work.ttft_s > settings.ttft_objective_s]
-    withheld = [work for work in chosen if work.end is End.WITHHELD]
+    withheld = [work for work in chosen if work.end is RequestEnd.WITHHELD]
     prompts = sum(work.job.prompt_tokens for work in served)
     ttft = np.array([work.ttft_s for work in served] or [0.0])
     tbt = np.array([work.tbt_s for work in served if work.intervals] or [0.0])
     bias = [work.mean_tbt_s / work.predicted_tbt_s for work in served if work.predicted_tbt_s and work.intervals]
     window_s = until_s - from_s
-    return Outcome(
+    return ServingOutcome(
         window_s=window_s,
         arrived=len(chosen),
         good=len(good),
         goodput=len(good) / window_s,
-        rejected=sum(work.end is End.REJECTED for work in chosen),
+        rejected=sum(work.end is RequestEnd.REJECTED for work in chosen),
         withheld=len(withheld),
         missed_ttft=len(late),
         missed_tbt=len(served) - len(good) - len(late),

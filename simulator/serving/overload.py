@@ -8,7 +8,7 @@ from conductor.policy.config import AdmissionMode
 from simulator.errors import BadSetting
 from simulator.serving.capacity import Capacity, find_capacity
 from simulator.serving.confidence import Estimate, mean_of, share_of
-from simulator.serving.runs import Run, RunSpec, run_all, with_mode, worker_pool
+from simulator.serving.runs import RunSpec, ServingRun, run_all, with_mode, worker_pool
 
 MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
 _PROBE_REQUESTS = 3000  # of a run that looks for the capacity
@@ -51,7 +51,7 @@ class Overload:
     load: float
     capacity: Capacity | None
     summaries: tuple[ModeSummary, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ServingRun, ...]
 
     def to_json(self, *, series: bool = False) -> dict[str, Any]:
         """Everything; the load series of the first seed only, or of none."""
@@ -109,7 +109,7 @@ def compare_modes(
 
 
 def summarised(
-    spec: RunSpec, modes: Sequence[AdmissionMode], load: float, capacity: Capacity | None, found: Sequence[Run]
+    spec: RunSpec, modes: Sequence[AdmissionMode], load: float, capacity: Capacity | None, found: Sequence[ServingRun]
 ) -> Overload:
     """The comparison of runs of all `modes` on the same seeds, in the order of seeds."""
     runs = {mode: [run for run in found if run.mode == mode] for mode in modes}
@@ -117,7 +117,7 @@ def summarised(
     return Overload(spec, load, capacity, summaries, tuple(run for mode in modes for run in runs[mode]))
 
 
-def _summary(mode: AdmissionMode, runs: Sequence[Run], reference: Sequence[Run]) -> ModeSummary:
+def _summary(mode: AdmissionMode, runs: Sequence[ServingRun], reference: Sequence[ServingRun]) -> ModeSummary:
     outcomes = [run.outcome for run in runs]
 
     def share(of: Callable[[Any], float]) -> Estimate:

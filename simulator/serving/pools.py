@@ -14,7 +14,7 @@ from simulator.pool import SimulatedPool
 from simulator.serving.settings import ServingSettings
 
 
-class Pools:
+class SimulatedPools:
     """One pool node per prefill node, named alike."""
 
     def __init__(self, settings: ServingSettings, names: Sequence[str]) -> None:

@@ -3,40 +3,40 @@
 from collections.abc import Callable, Mapping
 
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
-from simulator.serving.clock import NS, Clock, Link, send
-from simulator.serving.decode import DecodeNode
-from simulator.serving.pools import Pools
-from simulator.serving.prefill_group import Group, form
-from simulator.serving.reporter import Reporter
-from simulator.serving.requests import Work
-from simulator.serving.settings import ServingSettings, Truth
+from simulator.serving.clock import NS, SimulatedLink, VirtualClock, send
+from simulator.serving.decode import SimulatedDecodeNode
+from simulator.serving.pools import SimulatedPools
+from simulator.serving.prefill_group import SimulatedGroup, form
+from simulator.serving.reporter import SimulatedReporter
+from simulator.serving.requests import SimulatedRequest
+from simulator.serving.settings import ActualCosts, ServingSettings
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.scheduling_order import RequestKey, WaitQueue
 
 
-class PrefillNode:
+class SimulatedPrefillNode:
     """Computes prompts. Its host's network and memory are here too: its pool node uses them."""
 
     def __init__(
         self,
         node_id: str,
         pool_id: str,
-        clock: Clock,
+        clock: VirtualClock,
         settings: ServingSettings,
-        truth: Truth,
-        pools: Pools,
-        decode_nodes: Mapping[str, DecodeNode],
+        truth: ActualCosts,
+        pools: SimulatedPools,
+        decode_nodes: Mapping[str, SimulatedDecodeNode],
         block_tokens: int,
         tell: Callable[[NodeReported], object],
-        prefilled: Callable[[Work], None],
+        prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
         """`pool_id`: its host's pool node. `prefilled(work)`: the first token is there."""
         self.node_id = node_id
         self.pool_id = pool_id
-        self.out, self.into, self.memory, self.ssd = Link(), Link(), Link(), Link()
-        self.hosts: Mapping[str, PrefillNode] = {}  # by their pool nodes
-        self.others: Mapping[str, PrefillNode] = {}  # by their own names
-        self.reporter = Reporter(node_id, clock, settings, self._held, tell)
+        self.out, self.into, self.memory, self.ssd = SimulatedLink(), SimulatedLink(), SimulatedLink(), SimulatedLink()
+        self.hosts: Mapping[str, SimulatedPrefillNode] = {}  # by their pool nodes
+        self.others: Mapping[str, SimulatedPrefillNode] = {}  # by their own names
+        self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
         self._clock = clock
         self._settings = settings
         self._truth = truth
@@ -45,22 +45,22 @@ class PrefillNode:
         self._block_tokens = block_tokens
         self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
         self._prefilled = prefilled
-        self._held_works: dict[str, Work] = {}
+        self._held_works: dict[str, SimulatedRequest] = {}
         self._wait_queue = WaitQueue()  # of those that wait for their first token
-        self._waiting: dict[RequestKey, Work] = {}
+        self._waiting: dict[RequestKey, SimulatedRequest] = {}
         self._ahead: set[RequestKey] = set()  # being loaded or computed
-        self._computing: list[Work] = []
-        self._shared: list[tuple[Group, int]] = []  # chunks of prompts that several nodes compute
+        self._computing: list[SimulatedRequest] = []
+        self._shared: list[tuple[SimulatedGroup, int]] = []  # chunks of prompts that several nodes compute
         self._is_stepping = False
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: SimulatedRequest) -> None:
         """Take a placed request."""
         self._held_works[work.job.name] = work
         self._wait_queue.add(work.key, work.queue_entry)
         self._waiting[work.key] = work
         self._fill_places()
 
-    def release(self, work: Work) -> None:
+    def release(self, work: SimulatedRequest) -> None:
         """The hand-over is done, or called off: nothing of it is left here."""
         del self._held_works[work.job.name]
         self.reporter.progress(work.job.name, "ended")
@@ -79,12 +79,12 @@ class PrefillNode:
             self._ahead.add(first)
             self._prepare(self._waiting.pop(first))
 
-    def _prepare(self, work: Work) -> None:
+    def _prepare(self, work: SimulatedRequest) -> None:
         """Load what is reused, and meanwhile take pages at the decode node."""
         self._clock.at(self.load(work, self.into, self.reporter), lambda: self._loaded(work))
         self._decode_nodes[work.decode_node].reserve(work, self._reserved)
 
-    def load(self, work: Work, into: Link, reporter: Reporter) -> int:
+    def load(self, work: SimulatedRequest, into: SimulatedLink, reporter: SimulatedReporter) -> int:
         """Load what a request reuses for this node, or for another of this host with the link `into`; the time when
         all is there."""
         work.reused_tokens = 0
@@ -101,7 +101,7 @@ class PrefillNode:
             loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks), into, reporter))
         return loaded_ns
 
-    def _read(self, pool: str, blocks: int, on_ssd: int, into: Link, reporter: Reporter) -> int:
+    def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
         """When so many blocks of a pool node are here."""
         now_ns, holder = self._clock.now_ns, self.hosts[pool]
         nbytes = blocks * self._block_tokens * self._truth.bytes_per_token
@@ -117,7 +117,7 @@ class PrefillNode:
         reporter.transfer(TransferSample(nbytes, (end_ns - now_ns) / NS, path))
         return end_ns
 
-    def _pull(self, work: Work) -> None:
+    def _pull(self, work: SimulatedRequest) -> None:
         """Meanwhile the decode node reads the same blocks from those who hold them."""
         into, first = self._decode_nodes[work.decode_node].into, 0
         for holder in work.holders:
@@ -129,16 +129,16 @@ class PrefillNode:
                 links = (self.hosts[holder.pool].out, into)
                 work.sent_ns = max(work.sent_ns, send(self._clock.now_ns, links, alone_ns))
 
-    def _loaded(self, work: Work) -> None:
+    def _loaded(self, work: SimulatedRequest) -> None:
         work.loaded = True
         self._begin_if_ready(work)
 
-    def _reserved(self, work: Work) -> None:
+    def _reserved(self, work: SimulatedRequest) -> None:
         work.reserved = True
         self._pull(work)
         self._begin_if_ready(work)
 
-    def _begin_if_ready(self, work: Work) -> None:
+    def _begin_if_ready(self, work: SimulatedRequest) -> None:
         if not (work.loaded and work.reserved):
             return
         work.computed = work.reused_tokens
@@ -146,13 +146,15 @@ class PrefillNode:
         members = [self, *(self.others[name] for name in work.helpers)]
         chunks = form(work, members, self._settings, self._block_tokens) if work.helpers else []
         if chunks:
-            Group(work, chunks, self._clock, self._truth, self._settings, lambda *what: self._pass_on(work, *what))
+            SimulatedGroup(
+                work, chunks, self._clock, self._truth, self._settings, lambda *what: self._pass_on(work, *what)
+            )
             return
         work.helpers = ()
         self._computing.append(work)
         self.wake()
 
-    def enlist(self, group: Group, number: int) -> None:
+    def enlist(self, group: SimulatedGroup, number: int) -> None:
         """To compute this chunk as soon as it may begin, before anything of its own."""
         self._shared.append((group, number))
 
@@ -161,7 +163,7 @@ class PrefillNode:
         if not self._is_stepping:
             self._step()
 
-    def _pass_on(self, work: Work, span: tuple[int, int], ready_ns: int) -> None:
+    def _pass_on(self, work: SimulatedRequest, span: tuple[int, int], ready_ns: int) -> None:
         """To the decode node, what a group computed: behind the last layer, as `_push`."""
         alone_ns = self._truth.transfer_ns("push", (span[1] - span[0]) * self._truth.bytes_per_token)
         sent_ns = send(self._clock.now_ns, (self.out, self._decode_nodes[work.decode_node].into), alone_ns)
@@ -178,7 +180,7 @@ class PrefillNode:
         self._clock.at(group.begin(number), lambda: self._shared_stepped(group, number))
         return True
 
-    def _shared_stepped(self, group: Group, number: int) -> None:
+    def _shared_stepped(self, group: SimulatedGroup, number: int) -> None:
         if group.ended(number):
             self._end_prefill(group.work)
         self._fill_places()
@@ -200,7 +202,7 @@ class PrefillNode:
             self._push(work, chunk.start, chunk.end, sum(seconds))
         self._clock.after(max(1, round(sum(seconds) * NS)), lambda: self._stepped(plan))
 
-    def _push(self, work: Work, start: int, end: int, step_s: float) -> None:
+    def _push(self, work: SimulatedRequest, start: int, end: int, step_s: float) -> None:
         """Layer by layer while the chunk is computed: only its last layer's bytes come after."""
         alone_ns = self._truth.transfer_ns("push", (end - start) * self._truth.bytes_per_token)
         tail_ns = self._clock.now_ns + round(step_s * NS) + alone_ns // self._settings.layers
@@ -208,7 +210,7 @@ class PrefillNode:
         work.sent_ns = max(work.sent_ns, sent_ns, tail_ns)
 
     def _stepped(self, plan: BatchPlan) -> None:
-        done: list[Work] = []
+        done: list[SimulatedRequest] = []
         for chunk in plan.prefill:
             work = self._computing[chunk.index]
             work.computed = chunk.end
@@ -220,7 +222,7 @@ class PrefillNode:
         self._fill_places()
         self._step()
 
-    def _end_prefill(self, work: Work) -> None:
+    def _end_prefill(self, work: SimulatedRequest) -> None:
         work.first_token_ns = self._clock.now_ns
         work.generated = 1
         self._wait_queue.remove(work.key)

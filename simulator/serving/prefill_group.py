@@ -9,34 +9,34 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from prefill_node.chunk_assignment import MIN_CHUNKS, TokenSpan, assign_chunks
-from simulator.serving.clock import NS, Clock, Link, send
-from simulator.serving.requests import Work
-from simulator.serving.settings import ServingSettings, Truth
+from simulator.serving.clock import NS, SimulatedLink, VirtualClock, send
+from simulator.serving.requests import SimulatedRequest
+from simulator.serving.settings import ActualCosts, ServingSettings
 
 
-class Member(Protocol):
+class SimulatedMember(Protocol):
     """A prefill node as a group knows it."""
 
     node_id: str
-    out: Link
-    into: Link
+    out: SimulatedLink
+    into: SimulatedLink
 
-    def enlist(self, group: "Group", number: int) -> None:
+    def enlist(self, group: "SimulatedGroup", number: int) -> None:
         """To compute this chunk as soon as it may begin."""
 
     def wake(self) -> None:
         """One of its chunks may begin now."""
 
 
-class Group:
+class SimulatedGroup:
     """The run of one prompt. Members ask `may_begin`, call `begin` when their engine is free, and `ended`."""
 
     def __init__(
         self,
-        work: Work,
-        chunks: Sequence[tuple[Member, TokenSpan]],
-        clock: Clock,
-        truth: Truth,
+        work: SimulatedRequest,
+        chunks: Sequence[tuple[SimulatedMember, TokenSpan]],
+        clock: VirtualClock,
+        truth: ActualCosts,
         settings: ServingSettings,
         pushed: Callable[[TokenSpan, int], None],
     ) -> None:
@@ -59,7 +59,7 @@ class Group:
         self._wake_next()
 
     @property
-    def _head(self) -> Member:
+    def _head(self) -> SimulatedMember:
         return self._chunks[-1][0]
 
     def may_begin(self, number: int) -> bool:
@@ -84,7 +84,7 @@ class Group:
         self.work.computed = self._chunks[number][1][1]
         return number == len(self._chunks) - 1
 
-    def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: Member, span: TokenSpan) -> None:
+    def _share(self, begin_ns: int, end_ns: int, layer_ns: int, member: SimulatedMember, span: TokenSpan) -> None:
         """What the member computes from `begin_ns` to `end_ns` goes, layer by layer, to the others that need it."""
         self._first_ns[member.node_id] = max(self._first_ns[member.node_id], begin_ns + layer_ns)
         self._last_ns[member.node_id] = max(self._last_ns[member.node_id], end_ns)
@@ -107,8 +107,8 @@ class Group:
 
 
 def form(
-    work: Work, members: Sequence[Member], settings: ServingSettings, block_tokens: int
-) -> list[tuple[Member, TokenSpan]]:
+    work: SimulatedRequest, members: Sequence[SimulatedMember], settings: ServingSettings, block_tokens: int
+) -> list[tuple[SimulatedMember, TokenSpan]]:
     """Who computes which chunk, in the prompt's order; [] where there is nothing to share. The head comes first."""
     parts = assign_chunks(
         work.reused_tokens,

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 
 from conductor.policy.events import DecodeSample, Held, NodeReported, Phase, PrefillSample, Progress, TransferSample
-from simulator.serving.clock import NS, Clock
+from simulator.serving.clock import NS, VirtualClock
 from simulator.serving.settings import ServingSettings
 
 
-class Reporter:
+class SimulatedReporter:
     """One node's stream of reports to the conductor."""
 
     def __init__(
         self,
         node_id: str,
-        clock: Clock,
+        clock: VirtualClock,
         settings: ServingSettings,
         held: Callable[[], tuple[Held, ...]],
         tell: Callable[[NodeReported], object],

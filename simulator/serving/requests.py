@@ -24,7 +24,7 @@ _SHARED = 1 << 40  # blocks of one drawn conversation are numbered within this
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Arrival:
     """One request. `blocks`: of the prompt's whole blocks; equal number, equal prefix."""
 
     index: int
@@ -43,10 +43,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SimulatedWorkload:
     """Jobs in order of arrival, and those whose KV was there before: (conversation, blocks)."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[Arrival, ...]
     before: tuple[tuple[int, tuple[int, ...]], ...]
     block_tokens: int
     rate_per_s: float
@@ -62,7 +62,7 @@ def draw_workload(
     output_scale: float = 1.0,
     longest_prompt: int = 0,
     longest_answer: int = 0,
-) -> Workload:
+) -> SimulatedWorkload:
     """About `requests` requests (a Poisson number), `rate_per_s` a second on average.
 
     `output_scale` stretches the answers, `longest_answer` cuts them off; prompts longer than `longest_prompt` are left
@@ -85,9 +85,9 @@ def draw_workload(
     before = tuple((number, _blocks(row, number, trace.block_tokens)) for at_s, number, row in turns if at_s < 0)
     jobs = [(at_s, number, row) for at_s, number, row in turns if 0 <= at_s < duration_s]
     luck, sampled = rng.standard_normal(len(jobs)).tolist(), rng.uniform(size=len(jobs)).tolist()
-    return Workload(
+    return SimulatedWorkload(
         tuple(
-            Job(
+            Arrival(
                 index=index,
                 arrival_ns=round(at_s * NS),
                 conversation=number,
@@ -123,7 +123,7 @@ def _blocks(row: TraceRow, conversation: int, block_tokens: int) -> tuple[int, .
     return tuple(own + block + 1 if depth else block for depth, block in enumerate(whole))
 
 
-class End(StrEnum):
+class RequestEnd(StrEnum):
     """How a request can end: each does in exactly one way."""
 
     FINISHED = "finished"
@@ -132,10 +132,10 @@ class End(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class SimulatedRequest:
     """A request as the nodes know it. Times are virtual ns, 0 = not yet."""
 
-    job: Job
+    job: Arrival
     queue_entry: QueueEntry = ALWAYS_NEXT
     prefill_node: str = ""
     decode_node: str = ""
@@ -154,7 +154,7 @@ class Work:
     first_token_ns: int = 0
     sent_ns: int = 0  # when all KV will have arrived at the decode node
     last_token_ns: int = 0
-    end: End | None = None
+    end: RequestEnd | None = None
     end_ns: int = 0
     reason: str = ""  # why it was rejected
     intervals: list[tuple[int, int]] = field(default_factory=list)  # (ns between two tokens, how often in a row)

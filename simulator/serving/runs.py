@@ -21,9 +21,9 @@ import numpy as np
 from conductor.policy import PolicyConfig
 from conductor.policy.config import AdmissionMode
 from simulator.serving.clock import NS
-from simulator.serving.cluster import Cluster
-from simulator.serving.outcome import Outcome, is_good, outcome_of, swing_of
-from simulator.serving.requests import Work, draw_workload
+from simulator.serving.cluster import SimulatedCluster
+from simulator.serving.outcome import ServingOutcome, is_good, outcome_of, swing_of
+from simulator.serving.requests import SimulatedRequest, draw_workload
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import load_profile
@@ -32,7 +32,7 @@ from worker.policy.cost_profile import load_profile
 class FalseRejects:
     """Looks into a share of the rejections of one run."""
 
-    def __init__(self, cluster: Cluster, share: float, from_ns: int) -> None:
+    def __init__(self, cluster: SimulatedCluster, share: float, from_ns: int) -> None:
         """Of the rejected requests that arrived from `from_ns` on, about `share` are looked into: the same ones
         in every run of one workload."""
         self.num_tried = 0
@@ -43,12 +43,12 @@ class FalseRejects:
         if share:
             cluster.on_reject = self._look_into
 
-    def _look_into(self, work: Work, let_in: Callable[[], Work]) -> None:
+    def _look_into(self, work: SimulatedRequest, let_in: Callable[[], SimulatedRequest]) -> None:
         if work.job.is_sampled < self._share and work.job.arrival_ns >= self._from_ns:
             self.num_tried += 1
             self.num_false += in_a_copy(lambda: self._would_be_good(let_in))
 
-    def _would_be_good(self, let_in: Callable[[], Work]) -> bool:
+    def _would_be_good(self, let_in: Callable[[], SimulatedRequest]) -> bool:
         cluster = self._cluster
         cluster.on_reject = lambda work, let_in: None
         work = let_in()
@@ -99,19 +99,19 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ServingRun:
     """What came of it. The series are loads, once a second, over the objectives: mean over the nodes."""
 
     mode: AdmissionMode
     seed: int
-    outcome: Outcome
+    outcome: ServingOutcome
     rejects_tried: int
     rejects_false: int
     prefill_load: tuple[float, ...]
     decode_load: tuple[float, ...]
 
 
-def run_one(spec: RunSpec) -> Run:
+def run_one(spec: RunSpec) -> ServingRun:
     """Simulate. The same spec gives the same run. Raises BadSetting, TraceError, ProfileError."""
     workload = draw_workload(
         load_trace(spec.trace),
@@ -123,7 +123,7 @@ def run_one(spec: RunSpec) -> Run:
         longest_answer=spec.settings.max_new_tokens,
     )
     settings = spec.settings
-    cluster = Cluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
+    cluster = SimulatedCluster(settings, spec.policy, load_profile(spec.profile), workload, spec.seed)
     prefill: list[float] = []
     decode: list[float] = []
 
@@ -141,7 +141,7 @@ def run_one(spec: RunSpec) -> Run:
     swing = swing_of(np.array(prefill[first:]), np.array(decode[first:]), step_s=_SAMPLE_S)
     outcome = outcome_of(cluster.works, settings, swing, from_s=from_s, until_s=workload.duration_s)
     mode = spec.policy.admission_mode
-    return Run(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
+    return ServingRun(mode, spec.seed, outcome, oracle.num_tried, oracle.num_false, _rounded(prefill), _rounded(decode))
 
 
 def worker_pool(processes: int) -> ProcessPoolExecutor:
@@ -153,10 +153,10 @@ def run_all(
     specs: Sequence[RunSpec],
     pool: ProcessPoolExecutor,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Run]:
+) -> list[ServingRun]:
     """All runs, in the order of `specs`. `progress` is told (done, total)."""
     numbers = {pool.submit(run_one, spec): number for number, spec in enumerate(specs)}
-    runs: dict[int, Run] = {}
+    runs: dict[int, ServingRun] = {}
     try:
         for done, future in enumerate(as_completed(numbers), 1):
             runs[numbers[future]] = future.result()

@@ -12,7 +12,7 @@ from random import Random
 
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
-from simulator.serving.requests import Work
+from simulator.serving.requests import SimulatedRequest
 from worker.policy.cost_profile import CostProfile
 
 
@@ -62,7 +62,7 @@ class ServingSettings:
                 raise BadSetting(f"{name} is {getattr(self, name)}; give a finite number of at least 0")
 
 
-class Truth:
+class ActualCosts:
     """Durations. Deterministic given the seed and the order of decode steps on each node."""
 
     def __init__(self, profile: CostProfile, settings: ServingSettings, seed: int) -> None:
@@ -73,7 +73,7 @@ class Truth:
         self._dice: dict[str, Random] = {}
         self.bytes_per_token = profile.kv_bytes_per_token
 
-    def chunk_s(self, node_id: str, work: Work, start: int, end: int) -> float:
+    def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
         """To compute prompt tokens [start, end) of a request on a node."""
         luck = exp(self._settings.request_noise * work.job.luck)
         return self._profile.prefill_s(end - start, start) * luck * self._node(node_id)

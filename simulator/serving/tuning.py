@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from simulator.errors import BadSetting
 from simulator.serving.confidence import Estimate, mean_of
-from simulator.serving.runs import Run, RunSpec, run_all, worker_pool
+from simulator.serving.runs import RunSpec, ServingRun, run_all, worker_pool
 
 Varied = Literal["ttft", "tbt", "split"]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TuningPoint:
     """One setting over all seeds. Shares are of the requests that arrived. `is_base`: nothing is changed here."""
 
     varied: Varied
@@ -36,9 +36,9 @@ class Tuning:
 
     spec: RunSpec
     seeds: int
-    points: tuple[Point, ...]
+    points: tuple[TuningPoint, ...]
 
-    def of(self, varied: Varied) -> list[Point]:
+    def of(self, varied: Varied) -> list[TuningPoint]:
         """In the order in which the values were given."""
         return [point for point in self.points if point.varied == varied]
 
@@ -120,12 +120,12 @@ def _objectives(spec: RunSpec, ttft_s: float, tbt_s: float) -> RunSpec:
     )
 
 
-def _point(varied: Varied, is_base: bool, spec: RunSpec, runs: Sequence[Run]) -> Point:
+def _point(varied: Varied, is_base: bool, spec: RunSpec, runs: Sequence[ServingRun]) -> TuningPoint:
     outcomes = [run.outcome for run in runs]
     arrived = [max(1, one.arrived) for one in outcomes]
     rejected = [(one.rejected + one.withheld) / count for one, count in zip(outcomes, arrived, strict=True)]
     missed = [(one.missed_ttft + one.missed_tbt) / count for one, count in zip(outcomes, arrived, strict=True)]
-    return Point(
+    return TuningPoint(
         varied=varied,
         is_base=is_base,
         prefill_nodes=spec.settings.prefill_nodes,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from simulator.errors import BadSetting
-from simulator.serving.tuning import Point, Tuning, Varied
+from simulator.serving.tuning import Tuning, TuningPoint, Varied
 
 _INK, _MUTED, _GRID = "#1f2328", "#59636e", "#d8dee4"
 _ENDS: Final = (("good", "#1a7f37"), ("rejected", "#8c959f"), ("missed", "#cf222e"))
@@ -43,14 +43,14 @@ def tuning_tables(found: Tuning) -> list[Table]:
     return tables
 
 
-def _row(point: Point) -> list[str]:
+def _row(point: TuningPoint) -> list[str]:
     mean, half = point.goodput.mean, (point.goodput.high - point.goodput.low) / 2
     shares = [f"{share.mean:.1%}" for share in (point.good, point.rejected, point.missed)]
     times = [f"{point.ttft_p90_s.mean:.1f}", f"{1000 * point.tbt_p90_s.mean:.1f}"]
     return [_value(point), f"{mean:.2f} ± {half:.2f}", *shares, *times]
 
 
-def _value(point: Point) -> str:
+def _value(point: TuningPoint) -> str:
     if point.varied == "split":
         return f"{point.prefill_nodes}+{point.decode_nodes}"
     return f"{point.ttft_objective_s if point.varied == 'ttft' else point.tbt_objective_s:g}"
@@ -83,7 +83,7 @@ def plot_tuning(found: Tuning, path: Path) -> None:
             raise BadSetting(f"cannot draw {path}: {error.strerror or error}") from error
 
 
-def _goodput(axes: Axes, points: Sequence[Point]) -> None:
+def _goodput(axes: Axes, points: Sequence[TuningPoint]) -> None:
     means = [point.goodput.mean for point in points]
     errors = [[p.goodput.mean - p.goodput.low for p in points], [p.goodput.high - p.goodput.mean for p in points]]
     colours = ["#0550ae" if point.is_base else "#80b3f0" for point in points]
@@ -93,7 +93,7 @@ def _goodput(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_axisbelow(True)
 
 
-def _ends(axes: Axes, points: Sequence[Point]) -> None:
+def _ends(axes: Axes, points: Sequence[TuningPoint]) -> None:
     begins = [0.0] * len(points)
     for name, colour in _ENDS:
         heights = [100 * getattr(point, name).mean for point in points]

@@ -8,7 +8,7 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.decision_log import lives, replay
+from conductor.decision_log import recorded_runs, replay
 from conductor.errors import LogFormatError
 from conductor.policy import Objectives, PolicyConfig
 from conductor.policy.codec import config_from_json, config_to_json, decision_from_json, event_from_json, to_json
@@ -34,7 +34,7 @@ def agree(left, right):
 
 
 def steps_of(log, config=None):
-    return [step for life in lives(log) for step in replay(life, config)]
+    return [step for life in recorded_runs(log) for step in replay(life, config)]
 
 
 def core_of(folder, **config):
@@ -53,7 +53,7 @@ def test_the_golden_log_replays_to_its_decisions():
 
 
 def test_a_log_replays_under_another_configuration_to_other_decisions():
-    (life,) = lives(GOLDEN)
+    (life,) = recorded_runs(GOLDEN)
     assert any(step.logged != step.made for step in replay(life, PolicyConfig(balancing_threshold=50.0)))
 
 
@@ -78,7 +78,7 @@ def test_other_objectives_hold_whatever_versions_a_log_tells_of(tmp_path, make):
     core.handle(ObjectivesChanged(1, "{}"))
     assert isinstance(core.handle(make.request())[0], Place)
     core.close()
-    (life,) = lives(tmp_path)
+    (life,) = recorded_runs(tmp_path)
     strict = PolicyConfig(ttft_slo_s=1e-9)
     made = [list(replay(life, strict, own_objectives=own))[-1].made[0] for own in (False, True)]
     assert [type(decision) for decision in made] == [Place, Reject]
@@ -92,7 +92,7 @@ def test_a_log_of_several_files_and_lives_replays_life_by_life(tmp_path, make):
         for i in range(20):
             core.handle(make.request(f"r{i}"))
         core.close()
-    found = lives(tmp_path)
+    found = recorded_runs(tmp_path)
     assert [life.first_part for life in found] == [1, 1]
     assert all(len(life.paths) > 2 for life in found)
     for life in found:
@@ -106,7 +106,7 @@ def test_a_life_whose_beginning_was_rotated_away_is_said_not_to_replay(tmp_path,
     for i in range(60):
         core.handle(make.request(f"r{i}"))
     core.close()
-    (life,) = lives(tmp_path)
+    (life,) = recorded_runs(tmp_path)
     assert life.first_part > 1
     with pytest.raises(LogFormatError, match="those before it were rotated away"):
         next(replay(life))
@@ -116,7 +116,7 @@ def test_nothing_follows_where_events_are_missing(tmp_path, make):
     lines = GOLDEN.read_text().splitlines()
     path = tmp_path / "gap.jsonl"
     path.write_text("\n".join([*lines[:5], '{"dropped":3}', *lines[5:]]) + "\n")
-    (life,) = lives(path)
+    (life,) = recorded_runs(path)
     steps = replay(life)
     for _ in range(4):
         next(steps)
@@ -172,7 +172,7 @@ def test_objectives_that_cannot_be_are_named_by_file_and_line(tmp_path):
 
 def test_a_log_that_is_not_there_is_named_as_it_was_given(tmp_path):
     with pytest.raises(OSError, match="none'"):
-        lives(tmp_path / "none")
+        recorded_runs(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_head_that_is_none_is_named(tmp_path, head, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(head + "\n")
     with pytest.raises(LogFormatError, match=rf"bad\.jsonl, line 1: .*{said}"):
-        lives(path)
+        recorded_runs(path)
 
 
 def test_a_configuration_is_told_whole_and_read_back():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.config import ConductorConfig
-from conductor.errors import ConfigError
+from conductor.errors import ConductorConfigError
 from conductor.policy.decisions import Copy
 from conductor.policy.events import NodeJoined, NodeLost, NodeReported, Tick
 from conductor.policy.nodes import Liveness
@@ -149,7 +149,7 @@ def test_exactly_those_silent_for_longer_than_the_timeout_are_suspect(steps):
 
 
 def test_a_timeout_that_ticks_cannot_keep_is_refused():
-    with pytest.raises(ConfigError, match="report_timeout_s is 1"):
+    with pytest.raises(ConductorConfigError, match="report_timeout_s is 1"):
         assemble(ConductorConfig, listen="unix:/x", report_timeout_s=1.5)
-    with pytest.raises(ConfigError, match="orphan_timeout_s is 1"):
+    with pytest.raises(ConductorConfigError, match="orphan_timeout_s is 1"):
         assemble(ConductorConfig, listen="unix:/x", orphan_timeout_s=1.5)

@@ -7,7 +7,7 @@ from conductor.directory.directory import Matches
 from conductor.policy import Objectives
 from conductor.policy.decisions import Place, Reject
 from conductor.policy.events import NodeLost
-from conductor.wire import arrived
+from conductor.wire import request_arrived
 from moonpool_proto.v1 import conductor_pb2
 from settings.keys import InvalidSetting
 
@@ -87,10 +87,10 @@ def test_requests_are_counted_by_model_and_those_of_unknown_models_by_none(two, 
     told = models(c)
     assert set(told) == {"m", "n"}
     guesses = {"extrapolated_decode": 1, "extrapolated_prefill": 1}  # nothing was measured
-    assert told["m"]["counters"] == {"arrived": 1, "placed": 1, "replaced": 0, "reused_blocks": 0, **guesses}
+    assert told["m"]["counters"] == {"request_arrived": 1, "placed": 1, "replaced": 0, "reused_blocks": 0, **guesses}
     assert told["n"]["counters"]["rejected_ttft"] == 1
     assert told["n"]["objectives"] == {"ttft": "0.000000001s", "tbt": "off"}
-    assert c.conductor.snapshot(c.now_ns)["counters"]["arrived"] == 3
+    assert c.conductor.snapshot(c.now_ns)["counters"]["request_arrived"] == 3
 
 
 def test_a_model_without_a_decode_node_is_not_ready_and_the_other_is(two, make):
@@ -116,7 +116,7 @@ def test_a_hot_prefix_is_copied_for_each_of_two_models_with_one_chain(cluster, m
             max_new_tokens=8,
             exclude_nodes=[f"{model}-prefill-0"],
         )
-        _, copy = c.send(arrived(ask, namespace, Matches(("pool-0",), np.array([[10], [0]]), 10), keys, {}))
+        _, copy = c.send(request_arrived(ask, namespace, Matches(("pool-0",), np.array([[10], [0]]), 10), keys, {}))
         copies.append(copy)
     assert {(copy.source, copy.target) for copy in copies} == {("pool-0", "pool-1")}
     assert copies[0].match_key != copies[1].match_key

@@ -9,7 +9,7 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.directory import DirectoryState
 from conductor.policy.decisions import Copy, Shrink
-from conductor.pools import Pools, Replicas
+from conductor.pools import CopiedPrefixes, PoolNodes
 from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from kvpool.config import PoolNodeConfig
@@ -31,7 +31,7 @@ class Nodes:
         self._folder = folder
         self._running = {}
         self.core = Core(assemble(ConductorConfig, listen=f"unix:{folder}/c.sock"))
-        self.pools = Pools(self.core, 1, 10.0)
+        self.pools = PoolNodes(self.core, 1, 10.0)
 
     def target(self, name):
         return f"unix:{self._folder}/{name}.sock"
@@ -215,7 +215,7 @@ async def test_a_copy_is_over_when_its_target_joins_anew_meanwhile(nodes, tmp_pa
 
 
 def test_very_many_prefixes_have_their_turns_one_after_the_other():
-    replicas = Replicas()
+    replicas = CopiedPrefixes()
     rng = np.random.default_rng(2)
     for number in range(7):
         replicas.add(NAMESPACE, rng.bytes(16 * 10), "pool-1", number + 1)

@@ -3,7 +3,7 @@
 import pytest
 from redis.asyncio.connection import parse_url
 
-from conductor.errors import ConfigError
+from conductor.errors import ConductorConfigError
 from conductor.redis_url import redacted, with_password
 
 
@@ -26,6 +26,6 @@ def test_without_one_the_url_stays_as_it_is() -> None:
 
 
 def test_what_is_no_url_is_refused_without_showing_the_password() -> None:
-    with pytest.raises(ConfigError, match="expected redis://") as error:
+    with pytest.raises(ConductorConfigError, match="expected redis://") as error:
         with_password("h:6379", "secret")
     assert "secret" not in str(error.value)

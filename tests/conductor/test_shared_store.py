@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 
 from conductor.config import ConductorConfig
 from conductor.directory import Directory
-from conductor.directory.feeds import Following
+from conductor.directory.feeds import DirectoryUpdater
 from conductor.directory.table import Replicas
-from conductor.errors import ConfigError, SharedStoreRefused, SharedStoreUnavailable
-from conductor.persistence import Contact, Continuity, first_contact
+from conductor.errors import ConductorConfigError, SharedStoreRefused, SharedStoreUnavailable
+from conductor.persistence import Persistence, SharedStoreConnection, connect_shared_store
 from conductor.redis_url import redacted
 from conductor.registry import Registry
 from conductor.shared_store import NodeRecord, RedisStore, SnapshotPointer
@@ -180,7 +180,7 @@ async def test_a_redis_that_hangs_is_given_up_after_a_deadline(start_redis) -> N
     "url", ["http://h", "redis://", "unix://", "redis://:" + SECRET + "@h:port", "redis://:" + SECRET + "@[h", "h:6379"]
 )
 def test_a_url_that_cannot_be_is_refused_without_its_password(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis_url") as caught:
+    with pytest.raises(ConductorConfigError, match="redis_url") as caught:
         assemble(ConductorConfig, listen="x", redis_url=url)
     assert SECRET not in str(caught.value)
 
@@ -199,9 +199,9 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 
 async def test_a_conductor_that_shares_nothing_reports_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    following = Following()
+    following = DirectoryUpdater()
     config = assemble(ConductorConfig, listen="unix:/nowhere", shared_ttl_s=0.01)
-    continuity = Continuity(config, Contact(None, incarnation=1), following, Registry())
+    continuity = Persistence(config, SharedStoreConnection(None, incarnation=1), following, Registry())
     continuity.start()
     (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "continuity")
     await asyncio.wait([task], timeout=30)
@@ -237,10 +237,10 @@ async def test_a_call_to_redis_that_swallows_a_cancellation_holds_up_no_stop(
         return {}
 
     monkeypatch.setattr(RedisStore, "nodes", swallows)
-    following = Following()
+    following = DirectoryUpdater()
     config = assemble(ConductorConfig, listen="unix:/nowhere", redis_url=start_redis().url(), shared_refresh_s=0.01)
-    contact = await first_contact(config)
-    continuity = Continuity(config, contact, following, Registry())
+    contact = await connect_shared_store(config)
+    continuity = Persistence(config, contact, following, Registry())
     continuity.start()
     await asyncio.wait_for(asked.wait(), 30)
     await asyncio.wait_for(continuity.close(), 30)

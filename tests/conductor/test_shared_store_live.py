@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conductor.errors import ConfigError, SharedStoreRefused
+from conductor.errors import ConductorConfigError, SharedStoreRefused
 from conductor.server import serve_conductor
 from conductor.shared_store import NodeRecord, RedisStore
 from conductor.shared_store.snapshots import FILE_NAME
@@ -227,7 +227,7 @@ async def test_a_redis_that_can_never_be_ours_ends_the_start(
 async def test_a_state_folder_that_cannot_be_is_a_clear_error(world: World) -> None:
     (world.folder / "file").write_text("")
     config = world.conductor_config(state_dir=world.folder / "file" / "state")
-    with pytest.raises(ConfigError, match=r"state_dir is .*which cannot be used"):
+    with pytest.raises(ConductorConfigError, match=r"state_dir is .*which cannot be used"):
         await serve_conductor(config, asyncio.Event(), lambda target: None)
 
 

@@ -26,7 +26,7 @@ from loadtest.summary import summarise
 from messenger.counters import CERTIFICATE_LEFT, Counters, reported
 from telemetry import (
     ConductorCollector,
-    DoorMetrics,
+    FrontendMetrics,
     NodeSample,
     NodesCollector,
     RequestFamilies,
@@ -63,7 +63,7 @@ def front_door_metrics() -> set[str]:
     """What a front door exports of its own requests."""
     registry = new_registry()
     RequestMetrics(RequestFamilies(registry), "m").rejected("queue")
-    DoorMetrics(registry)
+    FrontendMetrics(registry)
     return exported(registry)
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from conductor.decision_log import find_records, lives, replay
+from conductor.decision_log import find_records, recorded_runs, replay
 from conductor.decision_log.files import numbered, read_lines
 from traces import read_trace
 
@@ -121,7 +121,7 @@ def test_every_request_has_one_record_with_its_end(cluster: Any, log: Path) -> N
 
 
 def test_both_lives_of_the_conductor_replay_to_the_same_decisions(cluster: Any, log: Path, moonpool: Command) -> None:
-    found = lives(log)
+    found = recorded_runs(log)
     assert len(found) == 2
     for life in found:
         steps = list(replay(life))
@@ -134,7 +134,7 @@ def test_both_lives_of_the_conductor_replay_to_the_same_decisions(cluster: Any, 
     other = moonpool("replay-decisions", log, "--set", "ttft_objective_s=1e-6", "--json")
     told = json.loads(other.stdout)
     assert (other.returncode, told["open_loop"]) == (0, True)
-    assert told["lives"][0]["kinds"]["rejected instead of placed"] >= 4
+    assert told["recorded_runs"][0]["kinds"]["rejected instead of placed"] >= 4
 
 
 def test_a_changed_log_is_found_out_and_the_difference_named(

@@ -11,7 +11,7 @@ import pytest
 
 from frontend.conductor import ConductorStream
 from moonpool_proto.v1 import conductor_pb2, conductor_pb2_grpc
-from rpc.control import ControlDeadlineExceeded, ControlServer, Refused, Unavailable, start_server
+from rpc.control import CallRefused, ControlDeadlineExceeded, ControlServer, Unavailable, start_server
 
 
 class Conductor(conductor_pb2_grpc.ConductorServicer):
@@ -77,9 +77,9 @@ async def ask(
     line: ConductorStream, name: str, *, waits: bool = True, deadline_s: float = 20.0, chain: bytes = b""
 ) -> str:
     """What is said of the call."""
-    with pytest.raises((Refused, Unavailable, ControlDeadlineExceeded)) as caught:
+    with pytest.raises((CallRefused, Unavailable, ControlDeadlineExceeded)) as caught:
         await line.schedule(request(name, chain), waits=waits, deadline_s=deadline_s)
-    return caught.value.reason if isinstance(caught.value, Refused) else type(caught.value).__name__
+    return caught.value.reason if isinstance(caught.value, CallRefused) else type(caught.value).__name__
 
 
 async def test_calls_that_come_together_share_messages_and_each_gets_its_own_answer(

@@ -52,13 +52,13 @@ async def echo(target: str, request: bytes, deadline_s: float | None = 10.0) -> 
     ],
 )
 def test_others_dial_what_is_advertised_at_the_port_listened_at(listened: str, advertise: str, expected: str) -> None:
-    assert control.dialled(listened, advertise) == expected
+    assert control.target_to_dial(listened, advertise) == expected
 
 
 @pytest.mark.parametrize(("listened", "advertise"), [("unix:/run/a.sock", "worker:0"), ("0.0.0.0:1", "worker")])
 def test_an_advertised_target_without_a_port_is_refused(listened: str, advertise: str) -> None:
     with pytest.raises(InvalidArgument, match="'worker"):
-        control.dialled(listened, advertise)
+        control.target_to_dial(listened, advertise)
 
 
 async def test_a_server_at_port_zero_names_the_port_it_got() -> None:
@@ -150,7 +150,7 @@ async def test_a_slow_answer_exceeds_the_deadline() -> None:
 
 async def test_a_refusal_carries_code_and_details() -> None:
     server = await control.start_server("127.0.0.1:0", add)
-    with pytest.raises(control.Refused, match="that was bad") as caught:
+    with pytest.raises(control.CallRefused, match="that was bad") as caught:
         await echo(server.target, b"bad")
     assert caught.value.code == "INVALID_ARGUMENT"
     await server.stop()

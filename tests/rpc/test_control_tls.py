@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from rpc import control
-from rpc.errors import InvalidArgument, Refused, Unavailable
+from rpc.errors import CallRefused, InvalidArgument, Unavailable
 from rpc.tls import TlsFiles
 
 TlsSettings = Callable[..., dict[str, Path]]
@@ -83,7 +83,7 @@ async def test_every_kind_of_call_goes_encrypted(target: Any, tls_settings: TlsS
         assert [answer async for answer in channel.unary_stream("/t/yields")(b"y")] == [b"y"] * 2
         assert [answer async for answer in channel.unary_stream("/t/writes")(b"w")] == [b"w"] * 2
         assert [answer async for answer in channel.stream_stream("/t/both")(iter([b"1", b"2"]))] == [b"1", b"2"]
-        with pytest.raises(Refused, match="UNIMPLEMENTED"):
+        with pytest.raises(CallRefused, match="UNIMPLEMENTED"):
             await control.call(channel.unary_unary("/t/none")(b""), what="none", target=address, deadline_s=20)
 
 
@@ -127,7 +127,7 @@ async def test_a_certificate_of_the_ca_for_another_name_makes_no_calls(
     credentials = grpc.ssl_channel_credentials(*(files[key].read_bytes() for key in ("tls_ca", "tls_key", "tls_cert")))
     options = [("grpc.ssl_target_name_override", "moonpool")]
     async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
-        with pytest.raises(Refused, match="is for elsewhere, not for 'moonpool'"):
+        with pytest.raises(CallRefused, match="is for elsewhere, not for 'moonpool'"):
             await echo(channel, address)
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
             async for _ in channel.unary_stream("/t/yields")(b""):

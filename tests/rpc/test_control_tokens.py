@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from rpc import control
-from rpc.errors import InvalidArgument, Refused
+from rpc.errors import CallRefused, InvalidArgument
 from rpc.join_tokens import JoinTokens
 from rpc.tls import TlsFiles
 
@@ -143,7 +143,9 @@ async def test_a_wrong_token_is_refused_with_what_to_do_and_told_nowhere(
     target, service = await server()
     control.admit_by(tokens(OTHER, name="other"))
     for _ in range(20):
-        with pytest.raises(Refused, match=r"join token .* set join_token_file \(MOONPOOL_JOIN_TOKEN_FILE\)") as caught:
+        with pytest.raises(
+            CallRefused, match=r"join token .* set join_token_file \(MOONPOOL_JOIN_TOKEN_FILE\)"
+        ) as caught:
             await echo(target)
         assert caught.value.code == "UNAUTHENTICATED"
         assert not [token for token in (NEW, OTHER) if token in str(caught.value)]
@@ -234,7 +236,7 @@ async def test_tokens_and_certificates_are_both_asked_for(tokens: Any, tls_setti
     server = await control.start_server("127.0.0.1:0", lambda one: one.add_generic_rpc_handlers((service,)))
     assert await echo(server.target) == b"hello"
     control.admit_by(None)
-    with pytest.raises(Refused, match="none was shown"):
+    with pytest.raises(CallRefused, match="none was shown"):
         await echo(server.target)
     await server.stop()
 

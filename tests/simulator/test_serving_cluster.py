@@ -10,8 +10,8 @@ import pytest
 import conductor.core
 from conductor.policy import PolicyConfig
 from simulator.serving.clock import NS
-from simulator.serving.cluster import Cluster
-from simulator.serving.requests import End, Job, Workload, draw_workload
+from simulator.serving.cluster import SimulatedCluster
+from simulator.serving.requests import Arrival, RequestEnd, SimulatedWorkload, draw_workload
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile
@@ -19,7 +19,7 @@ from worker.policy.cost_profile import MOONCAKE, CostProfile, load_profile
 SETTINGS = ServingSettings(
     prefill_nodes=3, decode_nodes=3, capacity_tokens=200_192, max_batch=16, tbt_objective_s=0.03, max_new_tokens=2000
 )
-Build = Callable[..., Cluster]
+Build = Callable[..., SimulatedCluster]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,15 @@ def profile() -> CostProfile:
 
 
 @pytest.fixture(scope="module")
-def workload() -> Workload:
+def workload() -> SimulatedWorkload:
     return draw_workload(load_trace("conversation"), seed=3, rate_per_s=8.0, requests=400, longest_prompt=60_000)
 
 
 @pytest.fixture
-def build(profile: CostProfile, workload: Workload) -> Build:
-    def make(jobs: Workload = workload, settings: ServingSettings = SETTINGS, mode: str = "predicted") -> Cluster:
+def build(profile: CostProfile, workload: SimulatedWorkload) -> Build:
+    def make(
+        jobs: SimulatedWorkload = workload, settings: ServingSettings = SETTINGS, mode: str = "predicted"
+    ) -> SimulatedCluster:
         policy = PolicyConfig(
             attained_share=0.0,
             report_timeout_s=0.0,
@@ -42,17 +44,17 @@ def build(profile: CostProfile, workload: Workload) -> Build:
             tbt_slo_s=settings.tbt_objective_s,
             admission_mode=mode,  # type: ignore[arg-type]
         )
-        return Cluster(settings, policy, profile, jobs, seed=3)
+        return SimulatedCluster(settings, policy, profile, jobs, seed=3)
 
     return make
 
 
-def job(index: int, arrival_s: float, prompt_tokens: int, output_tokens: int = 1) -> Job:
-    return Job(index, round(arrival_s * NS), index, prompt_tokens, output_tokens, (), 0.0, 0.0)
+def job(index: int, arrival_s: float, prompt_tokens: int, output_tokens: int = 1) -> Arrival:
+    return Arrival(index, round(arrival_s * NS), index, prompt_tokens, output_tokens, (), 0.0, 0.0)
 
 
-def jobs(*found: Job) -> Workload:
-    return Workload(found, (), 512, 1.0, found[-1].arrival_ns / NS)
+def jobs(*found: Arrival) -> SimulatedWorkload:
+    return SimulatedWorkload(found, (), 512, 1.0, found[-1].arrival_ns / NS)
 
 
 def test_it_drives_the_class_that_a_live_conductor_drives(build: Build) -> None:
@@ -60,7 +62,7 @@ def test_it_drives_the_class_that_a_live_conductor_drives(build: Build) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "load", "early", "predicted-uniform", "predicted"])
-def test_every_request_ends_once_and_nothing_is_left(build: Build, workload: Workload, mode: str) -> None:
+def test_every_request_ends_once_and_nothing_is_left(build: Build, workload: SimulatedWorkload, mode: str) -> None:
     cluster = build(mode=mode)
     cluster.run()
     ended = Counter(work.job.index for work in cluster.works if work.end is not None)
@@ -88,7 +90,7 @@ def test_no_node_holds_more_than_it_can(build: Build) -> None:
 def test_tokens_come_after_their_prefill_and_one_after_the_other(build: Build) -> None:
     cluster = build()
     cluster.run()
-    served = [work for work in cluster.works if work.end is End.FINISHED]
+    served = [work for work in cluster.works if work.end is RequestEnd.FINISHED]
     assert len(served) > 50
     for work in served:
         assert work.computed == work.job.prompt_tokens

@@ -15,12 +15,12 @@ from moonpool.cli import app
 from simulator.errors import BadSetting
 from simulator.serving.capacity import find_capacity
 from simulator.serving.clock import NS
-from simulator.serving.cluster import Cluster
+from simulator.serving.cluster import SimulatedCluster
 from simulator.serving.confidence import mean_of, share_of
 from simulator.serving.outcome import swing_of
 from simulator.serving.overload_spec import overload_spec
-from simulator.serving.requests import End, Job, Workload, draw_workload, slowest_tenth_s
-from simulator.serving.runs import FalseRejects, Run, RunSpec, in_a_copy, run_one
+from simulator.serving.requests import Arrival, RequestEnd, SimulatedWorkload, draw_workload, slowest_tenth_s
+from simulator.serving.runs import FalseRejects, RunSpec, ServingRun, in_a_copy, run_one
 from simulator.serving.settings import ServingSettings
 from traces import load_trace
 from worker.policy.cost_profile import MOONCAKE, load_profile, save_profile
@@ -90,7 +90,7 @@ def test_workloads_are_the_same_for_a_seed_and_others_for_others() -> None:
 def test_capacity_is_the_highest_rate_that_is_met(spec: RunSpec) -> None:
     real = run_one(replace(spec, requests=20, rate_per_s=1.0))
 
-    def run(specs: list[RunSpec]) -> list[Run]:
+    def run(specs: list[RunSpec]) -> list[ServingRun]:
         assert {one.policy.admission_mode for one in specs} == {"none"}
         good = [1000 if one.rate_per_s <= 37 else 100 for one in specs]
         return [replace(real, outcome=replace(real.outcome, arrived=1000, good=count)) for count in good]
@@ -129,23 +129,23 @@ def test_a_profile_whose_machine_is_given_in_words_is_refused_by_the_field(tmp_p
 @pytest.mark.parametrize(("gap_s", "would_be_good"), [(60.0, 1), (0.01, 0)])
 def test_a_rejected_request_is_tried_out_in_a_copy(gap_s: float, would_be_good: int) -> None:
     """Held to a microsecond, everything is rejected; whether it would have met 5 s depends on who came before."""
-    first = Job(0, 0, 0, 120_000, 1, (), 0.0, 0.0)
-    second = Job(1, round(gap_s * NS), 1, 4000, 5, (), 0.0, 0.0)
+    first = Arrival(0, 0, 0, 120_000, 1, (), 0.0, 0.0)
+    second = Arrival(1, round(gap_s * NS), 1, 4000, 5, (), 0.0, 0.0)
     settings = ServingSettings(prefill_nodes=1, decode_nodes=1, ttft_objective_s=5.0, max_new_tokens=10)
     policy = PolicyConfig(
         attained_share=0.0, report_timeout_s=0.0, ttft_slo_s=1e-6, tbt_slo_s=1.0, admission_mode="predicted"
     )
-    workload = Workload((first, second), (), 512, 1.0, gap_s)
-    cluster = Cluster(settings, policy, load_profile(MOONCAKE), workload, seed=1)
+    workload = SimulatedWorkload((first, second), (), 512, 1.0, gap_s)
+    cluster = SimulatedCluster(settings, policy, load_profile(MOONCAKE), workload, seed=1)
     oracle = FalseRejects(cluster, share=1.0, from_ns=1)
     if not would_be_good:
         cluster.clock.at(0, lambda: _force(cluster, first))
     cluster.run()
     assert (oracle.num_tried, oracle.num_false) == (1, would_be_good)
-    assert all(work.end is End.REJECTED for work in cluster.works if work.job is second)
+    assert all(work.end is RequestEnd.REJECTED for work in cluster.works if work.job is second)
 
 
-def _force(cluster: Cluster, job: Job) -> None:
+def _force(cluster: SimulatedCluster, job: Arrival) -> None:
     cluster.num_open += 1
     cluster.admit(replace(job, index=99))
 

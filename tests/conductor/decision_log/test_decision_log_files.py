@@ -9,7 +9,7 @@ from conductor.config import ConductorConfig
 from conductor.core import Core
 from conductor.decision_log import find_records, record_search
 from conductor.decision_log.files import LineFiles, LinesLost, numbered, read_lines
-from conductor.errors import ConfigError
+from conductor.errors import ConductorConfigError
 from conductor.policy.events import RequestCompleted
 from settings.keys import assemble
 
@@ -72,13 +72,13 @@ def test_a_torn_last_line_is_no_line(tmp_path, start, make, records):
 
 def test_two_conductors_do_not_write_the_same_log(start):
     start()
-    with pytest.raises(ConfigError, match="another conductor writes its log there"):
+    with pytest.raises(ConductorConfigError, match="another conductor writes its log there"):
         start()
 
 
 def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path):
     (tmp_path / "log").write_text("")
-    with pytest.raises(ConfigError, match=r"decision_log is '.*log', which cannot be used"):
+    with pytest.raises(ConductorConfigError, match=r"decision_log is '.*log', which cannot be used"):
         Core(assemble(ConductorConfig, listen="none", decision_log=tmp_path / "log"))
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_identity_is_said(tmp_path, text):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "log.json").write_text(text)
     for _ in range(2):  # the folder is not held by one that could not begin
-        with pytest.raises(ConfigError, match=r"log\.json is damaged"):
+        with pytest.raises(ConductorConfigError, match=r"log\.json is damaged"):
             Core(assemble(ConductorConfig, listen="none", decision_log=tmp_path / "log"))
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from conductor.decision_log import find_records
-from conductor.decision_log.event_log import lives, replay
+from conductor.decision_log.event_log import recorded_runs, replay
 from conductor.decision_log.files import numbered, read_lines
 from conductor.decision_log.journal import read_journal
 from conductor.policy.events import RequestCompleted, Tick
@@ -73,7 +73,7 @@ def test_a_full_disk_costs_counted_lines_and_nothing_else(tmp_path, records):
     assert names[:10] == [f"r{i}" for i in range(10)]
     assert names[-10:] == [f"r{i}" for i in range(50, 60)]
     assert read_journal(tmp_path / "log") == {}
-    (life,) = lives(tmp_path / "log")
+    (life,) = recorded_runs(tmp_path / "log")
     rows = [json.loads(line) for path in life.paths for number, line in read_lines(path) if number > 1]
     dropped = sum(row.get("dropped", 0) for row in rows)
     events = sum("event" in row for row in rows)
@@ -99,7 +99,7 @@ def test_a_kill_costs_at_most_the_last_moments(tmp_path, start, records):
         os.kill(process.pid, signal.SIGKILL)
     assert [row["request_id"] for row in records()] == [f"r{i}" for i in range(10)]
     assert find_records(tmp_path / "log", "long").records[0]["outcome"] == "open"
-    (life,) = lives(tmp_path / "log")
+    (life,) = recorded_runs(tmp_path / "log")
     steps = list(replay(life))
     assert len(steps) == 2 + 1 + 20
     assert all(step.logged == step.made for step in steps)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from conductor.config import ConductorConfig
-from conductor.decision_log import find_records, lives, replay
+from conductor.decision_log import find_records, recorded_runs, replay
 from conductor.policy.decisions import Place
 from conductor.server import serve_conductor
 from moonpool_proto.v1 import common_pb2, conductor_pb2
-from rpc.control import AddressInUse, Refused
+from rpc.control import AddressInUse, CallRefused
 from settings.keys import assemble
 
 
@@ -45,7 +45,7 @@ async def test_a_request_is_placed_on_joined_nodes_and_completed(conductor):
 async def test_a_malformed_request_is_refused_and_disturbs_nothing(conductor, fields, said):
     _, client = await conductor()
     await client.join_pair()
-    with pytest.raises(Refused, match=said) as caught:
+    with pytest.raises(CallRefused, match=said) as caught:
         await client.schedule(**fields)
     assert caught.value.code == "INVALID_ARGUMENT"
     assert (await client.schedule("good")).HasField("placement")
@@ -129,7 +129,7 @@ async def test_the_log_of_a_live_run_replays_to_the_same_decisions(conductor, tm
     assert (told["log"], told["records"][0]["outcome"]) == (str(folder), "finished")
     await client.close()
     await service.stop()
-    (life,) = lives(folder)
+    (life,) = recorded_runs(folder)
     steps = list(replay(life))
     assert all(step.logged == step.made for step in steps)
     decisions = [decision for step in steps for decision in step.logged]

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from conductor.decision_log import lives, replay
+from conductor.decision_log import recorded_runs, replay
 from conductor.errors import SharedStoreRefused
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import Objective, Scope, SloRecord
@@ -185,7 +185,7 @@ async def test_a_log_with_changes_of_objectives_replays_to_the_same_decisions(st
     assert said == ["", "unknown_class", "ttft", "unknown_class", "", ""]
     joining.cancel()
     await start.end(c)
-    (life,) = lives(tmp_path / "log")
+    (life,) = recorded_runs(tmp_path / "log")
     steps = list(replay(life))
     assert [step.event.version for step in steps if isinstance(step.event, ObjectivesChanged)] == [1, 2, 3, 4]
     assert all(step.made == step.logged for step in steps)

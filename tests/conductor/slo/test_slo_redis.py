@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from redis.asyncio import Redis
 
-from conductor.decision_log import lives, replay
+from conductor.decision_log import recorded_runs, replay
 from conductor.policy.events import ObjectivesChanged
 from conductor.policy.objectives import Objective, Scope, SloRecord
 
@@ -107,7 +107,7 @@ async def test_what_a_redis_tells_that_takes_nothing_in_holds_all_the_same(
     await until(c.acknowledged, {"c": 2})
     assert (await c.numbers())["slo_version"] == 2
     await start.end(c)
-    (life,) = lives(tmp_path / "log")
+    (life,) = recorded_runs(tmp_path / "log")
     assert [step.event.version for step in replay(life) if isinstance(step.event, ObjectivesChanged)] == [2]
 
 
