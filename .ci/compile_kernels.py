@@ -34,11 +34,11 @@ def directory() -> None:
 
 def owner() -> None:
     from messenger.native.grant_slots import GrantSlots
-    from messenger.native.owner_loop import owner_loop
-    from messenger.native.row_receiver import receive_rows
+    from messenger.native.responder_loop import responder_loop
+    from messenger.native.socket_io import receive_rows
 
     GrantSlots()
-    owner_loop()
+    responder_loop()
     receive_rows()
 
 

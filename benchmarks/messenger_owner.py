@@ -1,11 +1,10 @@
 """What a write costs the side that owns the memory: by the compiled loop and by the Python path, idle and busy.
 
 The caller is as bare as can be: a greeted connection on which this script sends ready-made Write frames of 64 KiB and
-waits for each answer. Owners are processes; per transport one with fast lanes and one whose responders have none, which
-is what TLS and rdma use. `cpu_us`: the owner process's CPU time per write; `us`: median and mean time until the answer;
-`busy`: while the owner's main thread computes in pure Python. While idle all take
-turns in every round, and figures are medians over rounds. Run: python benchmarks/messenger_owner.py [--rounds N];
-the last line is JSON.
+waits for each answer. Owners are processes; per transport one with compiled loops and one whose responders have none,
+which is what TLS and rdma use. `cpu_us`: the owner process's CPU time per write; `us`: median and mean time until the
+answer; `busy`: while the owner's main thread computes in pure Python. While idle all take turns in every round, and
+figures are medians over rounds. Run: python benchmarks/messenger_owner.py [--rounds N]; the last line is JSON.
 """
 
 import argparse

@@ -7,7 +7,7 @@ The messages of the wire and their bytes; sans I/O.
 
 Frames are those of `messenger.frames`. Over tcp a `Write` and the `Ack` of a `Read` are followed by their `nbytes` of
 payload. The bodies of requests and their answers have a fixed layout, little-endian and without padding, which compiled
-loops read in place (`messenger.native.owner_loop`); all others are msgpack.
+loops read in place (`messenger.native.responder_loop`); all others are msgpack.
 
     Write    seq, operation, region_id i64; token u64; source_id, nbytes i64;
              bytes of rows, of tag, of payload u32; notify u32 (0 or 1); then rows, tag, payload

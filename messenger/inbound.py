@@ -43,7 +43,7 @@ from messenger.slices import Rows
 from messenger.transport import Responder, Transport
 
 if TYPE_CHECKING:
-    from messenger.native.fast_lane import CompiledLoop
+    from messenger.native.responder_loop import CompiledLoop
 
 _log = logging.getLogger(__name__)
 

@@ -77,14 +77,14 @@ class Link(ABC):
         """Free what the link holds once no thread uses it; `reset` also discards what has not been sent yet."""
 
 
-LEAST_NBYTES = 512 << 10
+LOW_WATER_MIN_NBYTES = 512 << 10
 """Smaller payloads are taken as they come: it takes as many calls to wait for their parts."""
-_MOST_NBYTES = 1 << 20
+_LOW_WATER_MAX_NBYTES = 1 << 20
 
 
-def watermark(nbytes: int, buffer_nbytes: int) -> int:
+def low_water_mark(nbytes: int, buffer_nbytes: int) -> int:
     """For a payload of so many bytes and a receive buffer (SO_RCVBUF) of so many; 0: wake for whatever comes."""
-    return 0 if nbytes < LEAST_NBYTES else min(nbytes // 2, _MOST_NBYTES, buffer_nbytes // 4)
+    return 0 if nbytes < LOW_WATER_MIN_NBYTES else min(nbytes // 2, _LOW_WATER_MAX_NBYTES, buffer_nbytes // 4)
 
 
 _BUFFER_NBYTES = 16 << 10

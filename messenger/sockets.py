@@ -13,7 +13,7 @@ from messenger.link import BufferedLink, LinkClosed
 from messenger.memory import Region
 
 if TYPE_CHECKING:
-    from messenger.native.row_receiver import RowReceiver
+    from messenger.native.socket_io import RowReceiver
 
 __all__ = ["SocketLink"]
 
@@ -65,7 +65,7 @@ class SocketLink(BufferedLink):
 
     def receive_rows(self, region: Region, rows: bytes, nbytes: int) -> None:
         if self._receiver is None:
-            from messenger.native.row_receiver import RowReceiver
+            from messenger.native.socket_io import RowReceiver
 
             self._receiver = RowReceiver(self)
         self._receiver.receive(region.address, rows, nbytes)

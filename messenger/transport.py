@@ -38,7 +38,7 @@ from messenger.slices import FEW, Rows
 from messenger.sockets import SocketLink
 
 if TYPE_CHECKING:
-    from messenger.native.fast_lane import CompiledLoop
+    from messenger.native.responder_loop import CompiledLoop
 
 
 class SendStatus(Enum):

@@ -1,4 +1,8 @@
-"""Ordered loads and stores of single words, for compiled loops over memory that another process writes meanwhile."""
+"""Ordered loads and stores of single 64-bit words, for compiled code over memory that others write concurrently.
+
+The names state the ordering of C11 (acquire, release, seq_cst). Words are elements of uint64 arrays, or uint64 fields
+of records (aligned to 8 bytes).
+"""
 
 from typing import Any
 
@@ -6,9 +10,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["fence_acquire", "fence_all", "fence_release", "load_acquire", "store_release"]
+__all__ = [
+    "fence_acquire",
+    "fence_all",
+    "fence_release",
+    "load_acquire",
+    "load_field_acquire",
+    "store_field_release",
+    "store_release",
+]
 
-# Numba wants of an intrinsic a function of the arguments' types that returns its signature and a generator of code.
+# An intrinsic of Numba is a function of the arguments' types that returns the signature and a code generator.
 
 
 def _load_acquire(typingctx: Any, words: Any, index: Any) -> Any:
@@ -24,6 +36,35 @@ def _store_release(typingctx: Any, words: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(words, types.int64, types.uint64), generate
+
+
+def _load_field_acquire(typingctx: Any, record: Any, name: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_field(builder, record, name, args), "acquire", 8)
+
+    return _if_word_field(record, name, types.uint64(record, name)), generate
+
+
+def _store_field_release(typingctx: Any, record: Any, name: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[2], _field(builder, record, name, args), "release", 8)
+        return context.get_dummy_value()
+
+    return _if_word_field(record, name, types.void(record, name, types.uint64)), generate
+
+
+def _if_word_field(record: Any, name: Any, signature: Any) -> Any:
+    """Return the signature if `name` is a literal that names an aligned uint64 field of the record, else None."""
+    if not isinstance(record, types.Record) or not isinstance(name, types.StringLiteral):
+        return None
+    field = name.literal_value
+    is_word = record.typeof(field) == types.uint64 and record.offset(field) % 8 == 0
+    return signature if is_word else None
+
+
+def _field(builder: Any, record: Any, name: Any, args: Any) -> Any:
+    offset = record.offset(name.literal_value)
+    return cgutils.get_record_member(builder, args[0], offset, cgutils.intp_t)  # type: ignore[no-untyped-call]
 
 
 def _fence_acquire(typingctx: Any) -> Any:
@@ -52,12 +93,16 @@ def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 load_acquire: Any = intrinsic(_load_acquire)
-"""`(words, index)`: words[index] of a uint64 array; nothing after it is read before it."""
+"""`(words, index)`: load words[index] of a uint64 array; later reads happen after it."""
 store_release: Any = intrinsic(_store_release)
-"""`(words, index, value)`: words[index] = value; nothing before it is written after it."""
+"""`(words, index, value)`: store words[index] = value; earlier writes happen before it."""
+load_field_acquire: Any = intrinsic(prefer_literal=True)(_load_field_acquire)
+"""`(record, "name")`: load a uint64 field of a record, as `load_acquire`."""
+store_field_release: Any = intrinsic(prefer_literal=True)(_store_field_release)
+"""`(record, "name", value)`: store a uint64 field of a record, as `store_release`."""
 fence_acquire: Any = intrinsic(_fence_acquire)
-"""`()`: what was read before is read before anything after it."""
+"""`()`: earlier reads happen before any later read or write."""
 fence_release: Any = intrinsic(_fence_release)
-"""`()`: what is written after is written after anything before it."""
+"""`()`: later writes happen after any earlier read or write."""
 fence_all: Any = intrinsic(_fence_all)
-"""`()`: what was written before is seen by everyone before anything after it is read."""
+"""`()`: earlier writes are visible to all threads before any later read (sequentially consistent)."""

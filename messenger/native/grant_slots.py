@@ -1,12 +1,25 @@
 """The grants as compiled loops see them, and the fence between those loops and a revoke.
 
-A grant stands in one of the 8 slots of the bucket that its token's remainder names, or, where there is no room,
-nowhere: what the loops do not find, Python looks up in the table of all grants. One thread at a time writes.
+A grant has one of the 8 slots of the bucket that its token's remainder names, or, if the bucket is full, none: a grant
+that the loops do not find is looked up by Python in the table of all grants. One thread at a time writes.
 
-Fence: a loop writes the grant's number into its lane's word `inside`, and only then looks whether the grant still
-stands in its slot; a revoke empties the slot, and only then looks into the lanes' words. Both sides are sequentially
-consistent, so at least one sees the other. A slot's `placement` is never the same twice: what was read between two
-sights of the same placement belongs together.
+The fence, for a loop that moves bytes under grant number N and a thread that revokes it (S: slot, I: the loop's word
+`inside`, W: `waiting`; every store is followed by a sequentially consistent fence):
+
+    loop (enter)                        revoke (GrantTable._changed held)
+      I = N                               S.placement = 0
+      S.placement still the same?         I == N?
+        yes: inside, moves bytes            yes: W += 1, sleep until told, W -= 1
+        no:  I = 0, not let in              no:  no byte can move under N
+    loop (leave)
+      I = 0
+      W > 0?  yes: return to Python, which notifies the revoke
+
+Since both sides store before they load, at least one of them sees the other's store. A slot's `placement` is never
+reused: fields that were read between two loads of the same placement belong to one grant.
+
+Lifetimes: the table of slots lives as long as its GrantTable; a loop's `inside` from `open_loop` to `close_loop`, both
+called by the connection's thread.
 """
 
 import functools
@@ -16,67 +29,86 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
+from numba.np.numpy_support import carray
 
 from jit.compiling import compiled
 from messenger.link import Cuttable
 from messenger.memory import RemoteKey
-from messenger.native.atomics import fence_acquire, fence_all, fence_release, load_acquire, store_release
+from messenger.native.atomics import (
+    fence_acquire,
+    fence_all,
+    fence_release,
+    load_acquire,
+    load_field_acquire,
+    store_field_release,
+    store_release,
+)
+from messenger.native.libc import pointer_u64, record_at
+from messenger.native.records import GRANT_SLOT
 
 Words = npt.NDArray[np.uint64]
 
-BUCKETS, WAYS, WORDS = 1024, 8, 8
-NUM_WORDS = BUCKETS * WAYS * WORDS
+BUCKETS, WAYS = 1024, 8
 READ, WRITE = 1, 2
-_PLACEMENT, _NUMBER, _TOKEN, _REGION, _START, _END, _RIGHTS, _ADDRESS = range(WORDS)
+_SLOT_NBYTES = GRANT_SLOT.itemsize
+
+_slot_at = record_at(GRANT_SLOT)
 
 
-class _Lane(NamedTuple):
-    """One connection's: `inside` uint64 [8], the first being the number of the grant it moves bytes under, or 0."""
+class _Loop(NamedTuple):
+    """A connection's loop: `inside` uint64 [8], its first word the number of the grant it moves bytes under, or 0."""
 
     inside: Words
     mover: Cuttable
 
 
 class GrantSlots:
-    """Calls under the lock of the grant table, except for `words` and `waiting`, which loops read."""
+    """Table of the grants' slots. Calls require the grant table's lock; loops read the table and `waiting` without."""
 
     def __init__(self) -> None:
-        self.words: Words = np.zeros(NUM_WORDS, np.uint64)
+        self._slots = np.zeros(BUCKETS * WAYS, GRANT_SLOT)
+        self.address = int(self._slots.ctypes.data)
+        """Address of the table, GRANT_SLOT records [BUCKETS * WAYS]."""
         self.waiting: Words = np.zeros(1, np.uint64)
-        """How many revokes wait for a lane: one that leaves then tells Python."""
+        """Number of revokes that wait for a loop to leave its access; the loop then returns to Python."""
         self._kernels = _kernels()
         self._placements = 0
-        self._lanes: dict[int, _Lane] = {}
+        self._entry = np.zeros(1, GRANT_SLOT)
+        self._loops: dict[int, _Loop] = {}
 
     def open_loop(self, mover: Cuttable) -> Words:
-        """A new lane's `inside`, watched until it is closed."""
-        inside: Words = np.zeros(8, np.uint64)
-        self._lanes[id(inside)] = _Lane(inside, mover)
+        """Register a loop and return its `inside`, which is watched until `close_loop`."""
+        inside: Words = np.zeros(8, np.uint64)  # a cache line
+        self._loops[id(inside)] = _Loop(inside, mover)
         return inside
 
     def close_loop(self, inside: Words) -> None:
-        """Its loop has ended."""
-        del self._lanes[id(inside)]
+        """Remove a loop that has ended."""
+        del self._loops[id(inside)]
 
     def place(self, number: int, key: RemoteKey, address: int) -> None:
-        """Let lanes in under the key, if there is room. `number` > 0 is the grant's own, `address` the region's."""
+        """Make the grant visible to loops, if there is room.
+
+        `number` > 0 is the grant's own, `address` that of its region.
+        """
         self._placements += 1
         rights = READ * key.read | WRITE * key.write
-        fields = (number, key.token, key.region_id, key.offset, key.offset + key.nbytes, rights, address)
-        self._kernels.place(self.words, self._placements, *fields)
+        entry = (self._placements, number, key.token, key.region_id, key.offset, key.offset + key.nbytes, rights)
+        self._entry[0] = (*entry, address)
+        self._kernels.place(self.address, int(self._entry.ctypes.data))
 
     def remove(self, number: int, token: int) -> None:
-        """No lane enters under the grant after this; `movers_inside` says which are still in."""
-        self._kernels.remove(self.words, number, token)
+        """Hide the grant: no loop enters it after this. `movers_inside` returns those that still are inside."""
+        self._kernels.remove(self.address, number, token)
 
     def wait(self, amount: int) -> None:
-        """One revoke more (1), or less (-1), waits for lanes to leave."""
+        """Count one revoke more (1) or less (-1) that waits for loops to leave."""
         self.waiting[0] = int(self.waiting[0]) + amount
         self._kernels.fence()
 
     def movers_inside(self, number: int) -> list[Cuttable]:
-        """Those that move bytes under the grant now."""
-        return [lane.mover for lane in list(self._lanes.values()) if lane.inside[0] == number]
+        """Return the movers of the loops that move bytes under the grant now."""
+        return [loop.mover for loop in list(self._loops.values()) if loop.inside[0] == number]
 
 
 class _Kernels(NamedTuple):
@@ -87,36 +119,39 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> _Kernels:
-    u64, words = types.uint64, types.Array(types.uint64, 1, "C")
+    i64, u64 = types.int64, types.uint64
     return _Kernels(
-        compiled(_place, types.boolean(words, *[u64] * 8)),
-        compiled(_remove, types.void(words, u64, u64)),
+        compiled(_place, types.boolean(i64, i64)),
+        compiled(_remove, types.void(i64, u64, u64)),
         compiled(_fence, types.void()),
     )
 
 
-def _place(words, placement, number, token, region, start, end, rights, address):  # type: ignore[no-untyped-def]
-    first = first_slot(token)
-    for slot in range(first, first + WAYS * WORDS, WORDS):
-        if words[slot] == np.uint64(0):
-            fence_release()  # whoever sees one of the new fields sees that the slot had been emptied
-            store_release(words, slot + _NUMBER, number)
-            store_release(words, slot + _TOKEN, token)
-            store_release(words, slot + _REGION, region)
-            store_release(words, slot + _START, start)
-            store_release(words, slot + _END, end)
-            store_release(words, slot + _RIGHTS, rights)
-            store_release(words, slot + _ADDRESS, address)
-            store_release(words, slot + _PLACEMENT, placement)
+def _place(slots, entry):  # type: ignore[no-untyped-def]
+    new = _slot_at(entry)
+    first = _first_slot(slots, new.token)
+    for way in range(WAYS):
+        slot = _slot_at(first + way * _SLOT_NBYTES)
+        if slot.placement == np.uint64(0):
+            fence_release()  # a thread that sees one of the new fields also sees that the slot had been emptied
+            store_field_release(slot, "number", new.number)
+            store_field_release(slot, "token", new.token)
+            store_field_release(slot, "region_id", new.region_id)
+            store_field_release(slot, "start", new.start)
+            store_field_release(slot, "end", new.end)
+            store_field_release(slot, "rights", new.rights)
+            store_field_release(slot, "address", new.address)
+            store_field_release(slot, "placement", new.placement)
             return True
     return False
 
 
-def _remove(words, number, token):  # type: ignore[no-untyped-def]
-    first = first_slot(token)
-    for slot in range(first, first + WAYS * WORDS, WORDS):
-        if words[slot] != np.uint64(0) and words[slot + _NUMBER] == number:
-            store_release(words, slot + _PLACEMENT, np.uint64(0))
+def _remove(slots, number, token):  # type: ignore[no-untyped-def]
+    first = _first_slot(slots, token)
+    for way in range(WAYS):
+        slot = _slot_at(first + way * _SLOT_NBYTES)
+        if slot.placement != np.uint64(0) and slot.number == number:
+            store_field_release(slot, "placement", np.uint64(0))
     fence_all()
 
 
@@ -125,35 +160,41 @@ def _fence():  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def first_slot(token: Any) -> Any:
-    """Where the token's bucket begins."""
-    return np.int64(token % np.uint64(BUCKETS)) * (WAYS * WORDS)
+def _first_slot(slots: Any, token: Any) -> Any:
+    """Return the address of the first slot of the token's bucket."""
+    return slots + np.int64(token % np.uint64(BUCKETS)) * (WAYS * _SLOT_NBYTES)
 
 
 @numba.njit
-def enter(words: Any, inside: Any, token: Any, region: Any, right: Any) -> Any:
-    """(address, start, end) of the grant's window, the lane being inside its fence; address 0: it is not let in."""
-    first = first_slot(token)
-    for slot in range(first, first + WAYS * WORDS, WORDS):
-        placement = load_acquire(words, slot + _PLACEMENT)
-        if placement == np.uint64(0) or load_acquire(words, slot + _TOKEN) != token:
+def enter(io: Any, token: Any, region_id: Any, right: Any) -> Any:
+    """Enter an access under the token. `io` is the connection's SOCKET record.
+
+    Returns (address of the region, start, end) of the grant's window; address 0: there is no such grant, or it does not
+    give the right.
+    """
+    inside = carray(pointer_u64(io.inside), 1)
+    first = _first_slot(io.slots, token)
+    for way in range(WAYS):
+        slot = _slot_at(first + way * _SLOT_NBYTES)
+        placement = load_field_acquire(slot, "placement")
+        if placement == np.uint64(0) or load_field_acquire(slot, "token") != token:
             continue
-        store_release(inside, 0, load_acquire(words, slot + _NUMBER))
+        store_release(inside, 0, load_field_acquire(slot, "number"))
         fence_all()
-        allowed = load_acquire(words, slot + _TOKEN) == token and load_acquire(words, slot + _REGION) == region
-        allowed = allowed and (load_acquire(words, slot + _RIGHTS) & right) != np.uint64(0)
-        start, end = load_acquire(words, slot + _START), load_acquire(words, slot + _END)
-        address = load_acquire(words, slot + _ADDRESS)
+        allowed = load_field_acquire(slot, "token") == token and load_field_acquire(slot, "region_id") == region_id
+        allowed = allowed and (load_field_acquire(slot, "rights") & right) != np.uint64(0)
+        start, end = load_field_acquire(slot, "start"), load_field_acquire(slot, "end")
+        address = load_field_acquire(slot, "address")
         fence_acquire()
-        if allowed and load_acquire(words, slot + _PLACEMENT) == placement:
+        if allowed and load_field_acquire(slot, "placement") == placement:
             return np.int64(address), np.int64(start), np.int64(end)
         store_release(inside, 0, np.uint64(0))
     return np.int64(0), np.int64(0), np.int64(0)
 
 
 @numba.njit
-def leave(inside: Any, waiting: Any) -> Any:
-    """Leave the fence; True when a revoke waits."""
-    store_release(inside, 0, np.uint64(0))
+def leave(io: Any) -> Any:
+    """Leave the access. Returns True if a revoke waits."""
+    store_release(carray(pointer_u64(io.inside), 1), 0, np.uint64(0))
     fence_all()
-    return load_acquire(waiting, 0) != np.uint64(0)
+    return load_acquire(carray(pointer_u64(io.waiting), 1), 0) != np.uint64(0)

@@ -1,11 +1,12 @@
-"""The system's calls and the plain loads and stores that compiled loops use; addresses are int64 of this process.
+"""System calls and access to memory by its address, for compiled loops; addresses are int64 of this process.
 
-The calls are bound by name, so what is compiled with them can be cached on disk.
+The calls are bound by name, so that functions compiled with them can be cached on disk.
 """
 
 from typing import Any
 
-from numba import types
+import numpy as np
+from numba import from_dtype, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -21,26 +22,21 @@ __all__ = [
     "SOL_SOCKET",
     "SO_RCVBUF",
     "SO_RCVLOWAT",
+    "address_of",
     "clock_gettime",
     "errno_location",
     "getsockopt",
     "load_i32",
-    "load_i64",
-    "load_u32",
-    "load_u64",
     "memmove",
-    "pointer_f64",
     "pointer_i64",
-    "pointer_u8",
     "pointer_u64",
     "poll",
+    "record_at",
     "recv",
     "recvmsg",
     "send",
     "sendmsg",
     "setsockopt",
-    "store_i32",
-    "store_i64",
 ]
 
 EINTR, EAGAIN = 4, 11
@@ -60,28 +56,7 @@ memmove: Any = types.ExternalFunction("memmove", _i64(_i64, _i64, _i64))
 clock_gettime: Any = types.ExternalFunction("clock_gettime", _i32(_i32, _i64))
 errno_location: Any = types.ExternalFunction("__errno_location", _i64())
 
-# Numba wants of an intrinsic a function of the arguments' types that returns its signature and a generator of code.
-
-
-def _load(of: Any, llvm_type: Any) -> Any:
-    def typed(_typing: Any, _address: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.load(builder.inttoptr(args[0], llvm_type.as_pointer()), align=1)
-
-        return of(_i64), generate
-
-    return intrinsic(typed)
-
-
-def _store(of: Any, llvm_type: Any) -> Any:
-    def typed(_typing: Any, _address: Any, _value: Any) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            builder.store(args[1], builder.inttoptr(args[0], llvm_type.as_pointer()), align=1)
-            return context.get_dummy_value()
-
-        return types.void(_i64, of), generate
-
-    return intrinsic(typed)
+# An intrinsic of Numba is a function of the arguments' types that returns the signature and a code generator.
 
 
 def _pointer(of: Any) -> Any:
@@ -94,10 +69,39 @@ def _pointer(of: Any) -> Any:
     return intrinsic(typed)
 
 
-load_i32, load_u32 = _load(types.int32, cgutils.int32_t), _load(types.uint32, cgutils.int32_t)
-load_i64, load_u64 = _load(types.int64, cgutils.intp_t), _load(types.uint64, cgutils.intp_t)
-store_i32, store_i64 = _store(types.int32, cgutils.int32_t), _store(types.int64, cgutils.intp_t)
-# For numba.carray, which makes an array of what is at an address.
-pointer_u8, pointer_i64, pointer_u64, pointer_f64 = (
-    _pointer(of) for of in (types.uint8, types.int64, types.uint64, types.float64)
-)
+def record_at(dtype: "np.dtype[np.void]") -> Any:
+    """Return a function `(address) -> record` for compiled code: the record of this type at the address, in place.
+
+    Loads and stores of a packed type's fields need no alignment; an aligned type must lie at an aligned address.
+    """
+    record = from_dtype(dtype)
+
+    def typed(_typing: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(record))
+
+        return record(_i64), generate
+
+    return intrinsic(typed)
+
+
+def _load_i32(_typing: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], cgutils.int32_t.as_pointer()), align=4)
+
+    return types.int32(_i64), generate
+
+
+def _address_of(_typing: Any, record: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], cgutils.intp_t)
+
+    return _i64(record), generate
+
+
+load_i32: Any = intrinsic(_load_i32)
+"""`(address)`: the int32 at an address."""
+address_of: Any = intrinsic(_address_of)
+"""`(record)`: the address of a record."""
+# For numba.carray, which makes an array of the memory at an address.
+pointer_i64, pointer_u64 = _pointer(types.int64), _pointer(types.uint64)

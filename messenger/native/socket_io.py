@@ -1,17 +1,21 @@
-"""A socket's bytes in compiled loops: frames into a buffer, payloads into their places, answers together; no GIL.
+"""Socket I/O in compiled code, without the GIL: frames into a buffer, payloads into their rows, answers in batches.
 
-Every function takes a connection's own memory: `state` int64 [NUM_STATE], numbers that Python sees, too; `scratch`
-int64 [NUM_SCRATCH], what the system's calls are given; `buffer` uint8, of which [START, END) was received and not yet
-taken. The calls block; a `shutdown` by any thread ends them.
+Every compiled function takes a connection's SOCKET record (`messenger.native.records`), called `io`, in which it finds
+the buffer and the memory for system calls' arguments. One thread at a time uses a record; a `shutdown` of the socket by
+any thread ends its blocking calls.
 """
 
+import errno
+import functools
+import os
 from typing import Any
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
+from numba import njit, types
 
-from messenger.frames import PREFIX
-from messenger.link import LEAST_NBYTES, watermark
+from jit.compiling import compiled
+from messenger.link import LOW_WATER_MIN_NBYTES, BufferedLink, LinkClosed, low_water_mark
 from messenger.native.libc import (
     EAGAIN,
     EINTR,
@@ -24,278 +28,365 @@ from messenger.native.libc import (
     SO_RCVBUF,
     SO_RCVLOWAT,
     SOL_SOCKET,
+    address_of,
     errno_location,
     getsockopt,
     load_i32,
-    load_i64,
     memmove,
     poll,
+    record_at,
     recv,
     recvmsg,
     send,
     sendmsg,
     setsockopt,
-    store_i32,
-    store_i64,
+)
+from messenger.native.records import (
+    ACK_BODY_NBYTES,
+    ACK_FRAME,
+    CONTINUE,
+    DESCRIPTORS,
+    ENDED,
+    MAX_ACKS,
+    MAX_CONTROL_NBYTES,
+    MAX_VIEWS,
+    ROW,
+    SOCKET,
+    field_views,
 )
 
-# Why the loop returned.
-FRAME, NOTE, LEFT, GROW, DESCRIPTORS, ENDED = range(1, 7)
-"""FRAME: the frame at START is Python's. NOTE: a notification is due, [TAG_AT, PAYLOAD_AT, NOTE_END) of the buffer, and
-then the answer ACK_SEQ, ACK_NBYTES. LEFT: a revoke waits for who has left the fence. GROW: the frame at START wants a
-buffer of WANTED bytes. DESCRIPTORS: [DESCRIPTORS_AT] of scratch has CONTROL_NBYTES of control messages. ENDED: the
-other side closed (ERRNO 0), or a call failed."""
+_LONG_WAIT_MS = 500  # bounds the delay of a signal that arrives between two calls, which interrupts neither
+_AHEAD_NBYTES = 4096  # received beyond a frame; those bytes of a payload are copied once more
+_ACK_NBYTES = ACK_FRAME.itemsize
+_ROW_NBYTES = ROW.itemsize
+_OPTION_NBYTES = 4
 
-# Places in `state`.
-(
-    START, END, LAST_SEQ, HIGHEST_REFUSED, ACK_SEQ, ACK_NBYTES, TAG_AT, PAYLOAD_AT, NOTE_END, WANTED, CONTROL_NBYTES,
-    ERRNO, OUT_NBYTES, WRITE_HEAD, NOTIFY_HEAD, READ_HEAD, ACK_HEAD, FD, IS_UNIX, SCRATCH, BUFFER, BUFFER_NBYTES, SLOTS,
-    INSIDE, WAITING, SOURCES, NUM_SOURCES, LANDED, SERVED, RETURNS, LEFT_NBYTES, NUM_STATE,
-) = range(32)  # fmt: skip
-"""*_HEAD: the first 8 bytes of such a frame, as one number. OUT_NBYTES: of answers that have not been sent. SCRATCH
-and what follows: addresses and lengths of the loop's arrays, so that a call has one argument. RETURNS: a signal, or a
-long wait, ends a call in the middle of a payload (ERRNO EINTR), of which LEFT_NBYTES are still to come."""
+socket_at, row_at = record_at(SOCKET), record_at(ROW)
+_low_water_mark: Any = njit(low_water_mark)
 
-_MAX_VIEWS = 1024  # Linux's IOV_MAX
-_LONG_WAIT_MS = 500  # a signal between two calls interrupts neither
-_ACK_NBYTES = PREFIX.size + 16
-_MAX_ACKS = 64
-# Places in `scratch`: the answers to send, a msghdr, a pollfd, a socket option and its length, a timespec, control
-# messages, views.
-OUT_AT = 0
-MESSAGE_AT = OUT_AT + _MAX_ACKS * _ACK_NBYTES // 8 + 1
-POLL_AT = MESSAGE_AT + 7
-OPTION_AT = POLL_AT + 1
-TIME_AT = OPTION_AT + 2
-CONTROL_AT = TIME_AT + 2
-MAX_CONTROL_NBYTES = 16 + 4 * 64
-VIEWS_AT = CONTROL_AT + MAX_CONTROL_NBYTES // 8
-NUM_SCRATCH = VIEWS_AT + 2 * _MAX_VIEWS
 
-_AHEAD_NBYTES = 4096  # what is received with a frame is copied once more
+class SocketState:
+    """SOCKET record of a link. Used by one thread at a time, between `borrow` and `give_back` of the link's buffer."""
+
+    def __init__(self, link: BufferedLink) -> None:
+        self._link = link
+        self._record = np.zeros(1, SOCKET)
+        self.address = int(self._record.ctypes.data)
+        """Address of the record, the argument of compiled functions."""
+        self.fields: Any = field_views(self._record)
+        """Memoryviews of the record's scalar fields, by name."""
+        self.buffer = memoryview(b"")
+        self.fields.fd[0] = link.fileno()
+
+    def borrow(self, nbytes: int = 0) -> None:
+        """Borrow the link's buffer, grown to at least `nbytes`."""
+        fields = self.fields
+        buffer, fields.start[0], fields.end[0] = self._link.lend_buffer(nbytes)
+        if buffer is not self.buffer:
+            self.buffer, fields.buffer_nbytes[0] = buffer, len(buffer)
+            fields.buffer[0] = np.frombuffer(buffer, np.uint8).ctypes.data
+
+    def give_back(self) -> None:
+        """Return the buffer to the link, with what the compiled code has left in it."""
+        self._link.return_buffer(self.fields.start[0], self.fields.end[0])
+
+    def control(self, nbytes: int) -> bytes:
+        """Return the first bytes of the received control messages."""
+        return bytes(self._record["control"][0, :nbytes])
+
+    def error(self) -> OSError:
+        """Return the error that ended the connection."""
+        number: int = self.fields.errno[0]
+        return (
+            OSError(number, os.strerror(number))
+            if number
+            else LinkClosed(f"{self._link.address} closed the connection")
+        )
+
+
+class RowReceiver:
+    """Receives payloads into their rows by one call without the GIL, for a thread that is no responder's loop.
+
+    So between the first byte of a payload and the last, the thread acquires the GIL once, however often it sleeps; and
+    additionally when a signal came or nothing arrived for half a second, so that Python can handle a Ctrl-C although
+    the sender is stalled. Used by one thread at a time.
+    """
+
+    def __init__(self, link: BufferedLink) -> None:
+        self._socket = SocketState(link)
+        self._socket.fields.interruptible[0] = 1
+        self._receive = receive_rows()
+
+    def receive(self, address: int, rows: bytes, nbytes: int) -> None:
+        """Receive `nbytes` bytes into rows, int64 [n, 2] of (offset from the address, bytes). Raises OSError."""
+        left = np.frombuffer(rows, np.int64)
+        fields = self._socket.fields
+        self._socket.borrow()
+        try:
+            while not self._receive(self._socket.address, address, left, nbytes):
+                if fields.errno[0] != errno.EINTR:
+                    raise self._socket.error()
+                left, nbytes = _after(left, nbytes - fields.left_nbytes[0]), fields.left_nbytes[0]
+        finally:
+            self._socket.give_back()
+
+
+def _after(rows: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.int64]:
+    """Return what is left of the rows after their first `nbytes` bytes, which are not all."""
+    ends = np.cumsum(rows[1::2])
+    whole = int(np.searchsorted(ends, nbytes, side="right"))
+    rest = rows[2 * whole :].copy()
+    begun = nbytes - (int(ends[whole - 1]) if whole else 0)
+    rest[0] += begun
+    rest[1] -= begun
+    return rest
+
+
+@functools.cache
+def receive_rows() -> Any:
+    """Return `receive(socket, address, rows, nbytes) -> complete`, compiled or loaded from the cache at first use."""
+    rows = types.Array(types.int64, 1, "C", readonly=True)
+    return compiled(_receive, types.boolean(types.int64, types.int64, rows, types.int64))
+
+
+def _receive(socket, address, rows, nbytes):  # type: ignore[no-untyped-def]
+    return receive(socket_at(socket), np.int64(rows.ctypes.data), len(rows) // 2, address, nbytes)
+
+
+# Compiled functions.
 
 
 @njit
-def fill(fd, is_unix, state, scratch, buffer, nbytes):  # type: ignore[no-untyped-def]
-    """Have so many bytes in the buffer; sends what is to be sent before it blocks. Returns why not, or 0."""
-    unread = state[END] - state[START]
+def fill(io, nbytes):  # type: ignore[no-untyped-def]
+    """Have at least `nbytes` in the buffer; sends pending answers before it blocks.
+
+    Returns CONTINUE, or the reason why not: DESCRIPTORS or ENDED.
+    """
+    unread = io.end - io.start
     if unread >= nbytes:
-        return 0
-    base = buffer.ctypes.data
-    if state[START] and (unread == 0 or state[START] + max(nbytes, unread + _AHEAD_NBYTES) > len(buffer)):
-        memmove(base, base + state[START], unread)
-        state[START], state[END] = 0, unread
-    while state[END] - state[START] < nbytes:
-        missing = nbytes - (state[END] - state[START])
-        room = min(len(buffer) - state[END], max(missing, _AHEAD_NBYTES))
-        flags = MSG_DONTWAIT if state[OUT_NBYTES] else 0
-        received = _receive_some(fd, is_unix, scratch, base + state[END], room, flags)
+        return CONTINUE
+    if io.start and (unread == 0 or io.start + max(nbytes, unread + _AHEAD_NBYTES) > io.buffer_nbytes):
+        memmove(io.buffer, io.buffer + io.start, unread)
+        io.start, io.end = 0, unread
+    while io.end - io.start < nbytes:
+        missing = nbytes - (io.end - io.start)
+        room = min(io.buffer_nbytes - io.end, max(missing, _AHEAD_NBYTES))
+        flags = MSG_DONTWAIT if io.num_acks else 0
+        received = _receive_some(io, io.buffer + io.end, room, flags)
         if received > 0:
-            state[END] += received
-            if is_unix and scratch[MESSAGE_AT + 5]:
-                state[CONTROL_NBYTES] = scratch[MESSAGE_AT + 5]
+            io.end += received
+            if io.is_unix and io.message.control_nbytes:
+                io.control_nbytes = io.message.control_nbytes
                 return DESCRIPTORS
             continue
-        errno = load_i32(errno_location()) if received else np.int32(0)
-        if errno == EINTR:
+        number = load_i32(errno_location()) if received else np.int32(0)
+        if number == EINTR:
             continue
-        if errno == EAGAIN and flags:
-            if not flush(fd, state, scratch):
+        if number == EAGAIN and flags:
+            if not flush(io):
                 return ENDED
             continue
-        state[ERRNO] = errno
+        io.errno = number
         return ENDED
-    return 0
+    return CONTINUE
 
 
 @njit
-def _receive_some(fd, is_unix, scratch, address, nbytes, flags):  # type: ignore[no-untyped-def]
-    if not is_unix:
-        return recv(fd, address, nbytes, np.int32(flags))
-    words = scratch.ctypes.data
-    scratch[VIEWS_AT], scratch[VIEWS_AT + 1] = address, nbytes
-    _address_views(scratch, 0, 1)
-    scratch[MESSAGE_AT + 4], scratch[MESSAGE_AT + 5] = words + 8 * CONTROL_AT, MAX_CONTROL_NBYTES
-    return recvmsg(fd, words + 8 * MESSAGE_AT, np.int32(flags | MSG_CMSG_CLOEXEC))
+def _receive_some(io, address, nbytes, flags):  # type: ignore[no-untyped-def]
+    if not io.is_unix:
+        return recv(io.fd, address, nbytes, np.int32(flags))
+    _set_view(io, 0, address, nbytes)
+    _address_views(io, 0, 1)
+    io.message.control, io.message.control_nbytes = np.int64(io.control.ctypes.data), MAX_CONTROL_NBYTES
+    return recvmsg(io.fd, address_of(io.message), np.int32(flags | MSG_CMSG_CLOEXEC))
 
 
 @njit
-def _address_views(scratch, first, end):  # type: ignore[no-untyped-def]
-    """A msghdr of these views: no name, no control messages."""
-    for place in range(7):
-        scratch[MESSAGE_AT + place] = 0
-    scratch[MESSAGE_AT + 2], scratch[MESSAGE_AT + 3] = scratch.ctypes.data + 8 * (VIEWS_AT + 2 * first), end - first
+def _set_view(io, index, address, nbytes):  # type: ignore[no-untyped-def]
+    io.views[index].base = address
+    io.views[index].nbytes = nbytes
 
 
 @njit
-def receive(fd, state, scratch, buffer, rows_at, num_rows, address, nbytes):  # type: ignore[no-untyped-def]
-    """The payload into its rows, first what is in the buffer. False: the connection ended, or see RETURNS."""
-    left = nbytes - min(nbytes, state[END] - state[START])
-    if left and not flush(fd, state, scratch):
+def _address_views(io, first, end):  # type: ignore[no-untyped-def]
+    """Set the msghdr to views [first, end), without name and control messages."""
+    message = io.message
+    message.name, message.name_nbytes = 0, 0
+    message.views, message.num_views = address_of(io.views[first]), end - first
+    message.control, message.control_nbytes = 0, 0
+    message.flags = 0
+
+
+@njit
+def receive(io, rows_at, num_rows, address, nbytes):  # type: ignore[no-untyped-def]
+    """Receive a payload of `nbytes` into rows (ROW records at `rows_at`, offsets from `address`).
+
+    Bytes that are in the buffer come first. Returns False if the connection ended, or if it was interrupted (see
+    `interruptible`).
+    """
+    left = nbytes - min(nbytes, io.end - io.start)
+    if left and not flush(io):
         return False
-    mark = _watermark(left, _buffer_nbytes(fd, scratch)) if left >= LEAST_NBYTES else np.int64(0)
-    base = buffer.ctypes.data
-    views, row = 0, 0
-    while row < num_rows:
-        while row < num_rows and views < _MAX_VIEWS:
-            to, missing = address + load_i64(rows_at + 16 * row), load_i64(rows_at + 16 * row + 8)
-            row += 1
-            ready = min(missing, state[END] - state[START])
+    mark = _low_water_mark(left, _receive_buffer_nbytes(io)) if left >= LOW_WATER_MIN_NBYTES else np.int64(0)
+    num_views, index = 0, 0
+    while index < num_rows:
+        while index < num_rows and num_views < MAX_VIEWS:
+            row = row_at(rows_at + _ROW_NBYTES * index)
+            to, missing = address + row.offset, row.nbytes
+            index += 1
+            ready = min(missing, io.end - io.start)
             if ready:
-                memmove(to, base + state[START], ready)
-                state[START] += ready
+                memmove(to, io.buffer + io.start, ready)
+                io.start += ready
             if missing > ready:
-                scratch[VIEWS_AT + 2 * views], scratch[VIEWS_AT + 2 * views + 1] = to + ready, missing - ready
-                views += 1
-        left = _receive_views(fd, state, scratch, views, mark, left)
+                _set_view(io, num_views, to + ready, missing - ready)
+                num_views += 1
+        left = _receive_views(io, num_views, mark, left)
         if left < 0:
             break
-        views = 0
+        num_views = 0
     if mark:
-        _wake_at(fd, scratch, np.int64(1))
+        _set_low_water_mark(io, 1)
     return left >= 0
 
 
-_watermark: Any = njit(watermark)
+@njit
+def _receive_buffer_nbytes(io):  # type: ignore[no-untyped-def]
+    option = io.option
+    option.value, option.value_nbytes = 0, _OPTION_NBYTES
+    at = address_of(option)
+    getsockopt(io.fd, np.int32(SOL_SOCKET), np.int32(SO_RCVBUF), at, at + _OPTION_NBYTES)
+    return np.int64(option.value)
 
 
 @njit
-def _buffer_nbytes(fd, scratch):  # type: ignore[no-untyped-def]
-    option_at = scratch.ctypes.data + 8 * OPTION_AT
-    scratch[OPTION_AT], scratch[OPTION_AT + 1] = 0, 4
-    getsockopt(fd, np.int32(SOL_SOCKET), np.int32(SO_RCVBUF), option_at, option_at + 8)
-    return scratch[OPTION_AT]
+def _set_low_water_mark(io, nbytes):  # type: ignore[no-untyped-def]
+    """Wake a thread that waits for bytes only when so many are there, or at the end. Ignored if not supported."""
+    io.option.value = np.int32(nbytes)
+    setsockopt(io.fd, np.int32(SOL_SOCKET), np.int32(SO_RCVLOWAT), address_of(io.option), np.int32(_OPTION_NBYTES))
 
 
 @njit
-def _wake_at(fd, scratch, nbytes):  # type: ignore[no-untyped-def]
-    """From now on who waits for bytes is woken by so many, or by the end. Where there is no such option, by any."""
-    scratch[OPTION_AT] = nbytes
-    setsockopt(fd, np.int32(SOL_SOCKET), np.int32(SO_RCVLOWAT), scratch.ctypes.data + 8 * OPTION_AT, np.int32(4))
+def _receive_views(io, num_views, mark, left):  # type: ignore[no-untyped-def]
+    """Fill the first views as bytes come, or, with a `mark`, by so many at a time of all that are `left`.
 
-
-@njit
-def _receive_views(fd, state, scratch, views, mark, left):  # type: ignore[no-untyped-def]
-    """Fill the first views, by whatever comes, or, with a `mark`, by so many bytes at a time of all that are `left`.
-
-    Returns how many are left after them; -1: the connection ended, or see RETURNS.
+    Returns the number of bytes left after them; -1 if the connection ended, or if it was interrupted.
     """
     first = 0
-    while first < views:
+    while first < num_views:
         if mark:
-            _wake_at(fd, scratch, min(mark, left))
-            if not _await(fd, scratch, POLLIN | POLLRDHUP, _LONG_WAIT_MS if state[RETURNS] else -1) and state[RETURNS]:
-                return _interrupted(state, left)
-        _address_views(scratch, first, views)
-        # With a mark never asleep in here, where whoever has copied some would wait for as much as the mark once more.
+            _set_low_water_mark(io, min(mark, left))
+            ready = _await(io, POLLIN | POLLRDHUP, _LONG_WAIT_MS if io.interruptible else -1)
+            if not ready and io.interruptible:
+                return _interrupted(io, left)
+        _address_views(io, first, num_views)
+        # With a mark, never sleep in the call: after copying some bytes it would wait for the whole mark once more.
         flags = np.int32(MSG_DONTWAIT if mark else MSG_WAITALL)
-        moved = recvmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, flags)
+        moved = recvmsg(io.fd, address_of(io.message), flags)
         if moved <= 0:
-            errno = load_i32(errno_location()) if moved else np.int32(0)
-            if errno == EINTR and state[RETURNS]:
-                return _interrupted(state, left)
-            if errno == EINTR or (mark and errno == EAGAIN):
+            number = load_i32(errno_location()) if moved else np.int32(0)
+            if number == EINTR and io.interruptible:
+                return _interrupted(io, left)
+            if number == EINTR or (mark and number == EAGAIN):
                 continue
-            state[ERRNO] = errno
+            io.errno = number
             return np.int64(-1)
         left -= moved
-        first = _advance(scratch, first, moved)
-        if first < views and not mark and state[RETURNS]:  # only a signal makes it less than all
-            return _interrupted(state, left)
+        first = _advance(io, first, moved)
+        if first < num_views and not mark and io.interruptible:  # MSG_WAITALL returns less only after a signal
+            return _interrupted(io, left)
     return left
 
 
 @njit
-def _interrupted(state, left):  # type: ignore[no-untyped-def]
-    state[ERRNO], state[LEFT_NBYTES] = EINTR, left
+def _interrupted(io, left):  # type: ignore[no-untyped-def]
+    io.errno, io.left_nbytes = EINTR, left
     return np.int64(-1)
 
 
 @njit
-def gather(fd, state, scratch, rows_at, num_rows, address):  # type: ignore[no-untyped-def]
-    """Send what is to be sent, and the rows after it. False: the connection ended."""
-    scratch[VIEWS_AT], scratch[VIEWS_AT + 1] = scratch.ctypes.data + 8 * OUT_AT, state[OUT_NBYTES]
-    state[OUT_NBYTES] = 0
-    views, row = 1, 0
-    while row < num_rows or views:
-        while row < num_rows and views < _MAX_VIEWS:
-            left = load_i64(rows_at + 16 * row + 8)
-            if left:
-                scratch[VIEWS_AT + 2 * views] = address + load_i64(rows_at + 16 * row)
-                scratch[VIEWS_AT + 2 * views + 1] = left
-                views += 1
-            row += 1
-        if views and not _send_views(fd, state, scratch, views):
+def gather(io, rows_at, num_rows, address):  # type: ignore[no-untyped-def]
+    """Send the pending answers, and then the bytes of the rows. Returns False if the connection ended."""
+    _set_view(io, 0, np.int64(io.acks.ctypes.data), _ACK_NBYTES * io.num_acks)
+    io.num_acks = 0
+    num_views, index = 1, 0
+    while index < num_rows or num_views:
+        while index < num_rows and num_views < MAX_VIEWS:
+            row = row_at(rows_at + _ROW_NBYTES * index)
+            if row.nbytes:
+                _set_view(io, num_views, address + row.offset, row.nbytes)
+                num_views += 1
+            index += 1
+        if num_views and not _send_views(io, num_views):
             return False
-        views = 0
+        num_views = 0
     return True
 
 
 @njit
-def _send_views(fd, state, scratch, views):  # type: ignore[no-untyped-def]
+def _send_views(io, num_views):  # type: ignore[no-untyped-def]
     first = 0
-    while first < views:
-        _address_views(scratch, first, views)
-        moved = sendmsg(fd, scratch.ctypes.data + 8 * MESSAGE_AT, np.int32(MSG_NOSIGNAL))
+    while first < num_views:
+        _address_views(io, first, num_views)
+        moved = sendmsg(io.fd, address_of(io.message), np.int32(MSG_NOSIGNAL))
         if moved < 0:
-            errno = load_i32(errno_location())
-            if errno == EINTR:
+            number = load_i32(errno_location())
+            if number == EINTR:
                 continue
-            state[ERRNO] = errno
+            io.errno = number
             return False
-        first = _advance(scratch, first, moved)
+        first = _advance(io, first, moved)
     return True
 
 
 @njit
-def _advance(scratch, first, moved):  # type: ignore[no-untyped-def]
-    """The first view that is not done after so many bytes more."""
-    while moved and moved >= scratch[VIEWS_AT + 2 * first + 1]:
-        moved -= scratch[VIEWS_AT + 2 * first + 1]
+def _advance(io, first, moved):  # type: ignore[no-untyped-def]
+    """Advance the views by the bytes moved. Returns the index of the first view that is not complete."""
+    while moved and moved >= io.views[first].nbytes:
+        moved -= io.views[first].nbytes
         first += 1
     if moved:
-        scratch[VIEWS_AT + 2 * first] += moved
-        scratch[VIEWS_AT + 2 * first + 1] -= moved
+        io.views[first].base += moved
+        io.views[first].nbytes -= moved
     return first
 
 
 @njit
-def queue_ack(fd, state, scratch, seq, nbytes):  # type: ignore[no-untyped-def]
-    """Answers go out together, before the loop blocks or returns."""
-    if state[OUT_NBYTES] >= _MAX_ACKS * _ACK_NBYTES:
-        flush(fd, state, scratch)
-    at = scratch.ctypes.data + 8 * OUT_AT + state[OUT_NBYTES]
-    store_i64(at, state[ACK_HEAD])
-    store_i32(at + 8, np.int32(16))
-    store_i64(at + 12, seq)
-    store_i64(at + 20, nbytes)
-    state[OUT_NBYTES] += _ACK_NBYTES
+def queue_ack(io, seq, nbytes):  # type: ignore[no-untyped-def]
+    """Append an Ack; answers are sent together, before the loop blocks or returns."""
+    if io.num_acks >= MAX_ACKS:
+        flush(io)
+    ack = io.acks[io.num_acks]
+    ack.head, ack.body_nbytes = io.ack_head, ACK_BODY_NBYTES
+    ack.seq, ack.nbytes = seq, nbytes
+    io.num_acks += 1
 
 
 @njit
-def flush(fd, state, scratch):  # type: ignore[no-untyped-def]
-    """Send the answers. False: the connection ended."""
-    at, left = scratch.ctypes.data + 8 * OUT_AT, state[OUT_NBYTES]
-    state[OUT_NBYTES] = 0
+def flush(io):  # type: ignore[no-untyped-def]
+    """Send the pending answers. Returns False if the connection ended."""
+    at, left = np.int64(io.acks.ctypes.data), _ACK_NBYTES * io.num_acks
+    io.num_acks = 0
     while left:
-        sent = send(fd, at, left, np.int32(MSG_NOSIGNAL))
+        sent = send(io.fd, at, left, np.int32(MSG_NOSIGNAL))
         if sent < 0:
-            errno = load_i32(errno_location())
-            if errno == EINTR:
+            number = load_i32(errno_location())
+            if number == EINTR:
                 continue
-            state[ERRNO] = errno
+            io.errno = number
             return False
         at, left = at + sent, left - sent
     return True
 
 
 @njit
-def is_gone(fd, scratch):  # type: ignore[no-untyped-def]
-    """Whether the other side closed, cut or died, though bytes of it may be unread."""
-    return _await(fd, scratch, POLLRDHUP, 0)
+def peer_is_gone(io):  # type: ignore[no-untyped-def]
+    """Return True if the other side closed, cut or died, even though bytes of it may still be unread."""
+    return _await(io, POLLRDHUP, 0)
 
 
 @njit
-def _await(fd, scratch, events, timeout_ms):  # type: ignore[no-untyped-def]
-    scratch[POLL_AT] = np.int64(fd) | (np.int64(events) << 32)
-    return poll(scratch.ctypes.data + 8 * POLL_AT, np.int64(1), np.int32(timeout_ms)) > 0
+def _await(io, events, timeout_ms):  # type: ignore[no-untyped-def]
+    """Wait for these events of the socket; -1: without limit. Returns False if none came."""
+    io.poll.fd, io.poll.events, io.poll.revents = io.fd, np.int16(events), np.int16(0)
+    return poll(address_of(io.poll), np.int64(1), np.int32(timeout_ms)) > 0

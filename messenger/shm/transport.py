@@ -64,7 +64,7 @@ from rpc import unix_socket
 from rpc.errors import BindFailed
 
 if TYPE_CHECKING:
-    from messenger.native.fast_lane import CompiledLoop
+    from messenger.native.responder_loop import CompiledLoop
     from messenger.shm.kernels import CopyRows
 
 
@@ -323,7 +323,7 @@ class ShmResponder(Responder):
     def compiled_loop(
         self, grants: GrantTable, mover: Cuttable, landed: FloatSums, served: FloatSums
     ) -> "CompiledLoop":
-        from messenger.native.fast_lane import CompiledLoop
+        from messenger.native.responder_loop import CompiledLoop
 
         self._page = grants.page()
         self._lane = CompiledLoop(self._link, grants, mover, landed, served)

@@ -12,7 +12,7 @@ from socket import MSG_DONTWAIT, SO_RCVLOWAT, SOL_SOCKET, socket
 
 from messenger.errors import EncryptionRefused, ProtocolError
 from messenger.frames import MAGIC, PREFIX, Frame, Message, Reject, decode_body, decode_prefix, encode
-from messenger.link import LEAST_NBYTES, BufferedLink, LinkClosed
+from messenger.link import LOW_WATER_MIN_NBYTES, BufferedLink, LinkClosed
 from rpc.tls import Material, carries, dns_names
 
 __all__ = ["TlsLink"]
@@ -143,7 +143,7 @@ class TlsLink(BufferedLink):
 
     def _receive_views(self, views: list[memoryview]) -> None:
         left = sum(map(len, views))
-        asleep = left >= LEAST_NBYTES
+        asleep = left >= LOW_WATER_MIN_NBYTES
         if asleep:
             self._wake_at(_CHUNK_NBYTES)
         for view in views:

@@ -44,7 +44,7 @@ from rpc.errors import AddressInUse, BindFailed
 from rpc.tls import identity
 
 if TYPE_CHECKING:
-    from messenger.native.fast_lane import CompiledLoop
+    from messenger.native.responder_loop import CompiledLoop
 
 
 class TcpRequester(Requester):
@@ -106,7 +106,7 @@ class TcpResponder(Responder):
     ) -> "CompiledLoop | None":
         if not isinstance(self._link, SocketLink):
             return None  # its bytes come encrypted, which is Python's business
-        from messenger.native.fast_lane import CompiledLoop
+        from messenger.native.responder_loop import CompiledLoop
 
         return CompiledLoop(self._link, grants, mover, landed, served)
 
@@ -193,15 +193,15 @@ class TcpTransport(Transport, Acceptor):
         self._port = config.tcp_port
         self._resolve_s = config.handshake_timeout_s
         self._identity = None if config.tls is None else identity(config.tls)
-        self._has_fast_lanes = config.tls is None and config.transport in ("auto", "tcp")
+        self._has_compiled_loops = config.tls is None and config.transport in ("auto", "tcp")
 
     def listen(self, backlog: int) -> socket.socket:
-        if self._has_fast_lanes:
+        if self._has_compiled_loops:
             # Numba takes long to import: a process that has no use for it does not wait for it.
-            from messenger.native.owner_loop import owner_loop
-            from messenger.native.row_receiver import receive_rows
+            from messenger.native.responder_loop import responder_loop
+            from messenger.native.socket_io import receive_rows
 
-            owner_loop()
+            responder_loop()
             receive_rows()
         where = f"{self._host}:{self._port}"
         try:

@@ -31,8 +31,8 @@ KERNELS: Final = (  # the modules whose functions numba compiles and keeps
     "kvpool/local/index_kernels.py",
     "kvpool/ssd/kernels.py",
     "messenger/native/grant_slots.py",
-    "messenger/native/owner_loop.py",
-    "messenger/native/row_receiver.py",
+    "messenger/native/responder_loop.py",
+    "messenger/native/socket_io.py",
     "messenger/shm/kernels.py",
     "worker/paced/kernels.py",
 )

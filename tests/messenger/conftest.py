@@ -241,7 +241,7 @@ def nursery(pytestconfig: pytest.Config) -> BaseContext:
     over_rdma = pytestconfig.getoption("transport") == "rdma"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["messenger.rdma.transport", "pyverbs.qp", "pyverbs.srq"] if over_rdma else ["messenger.native.fast_lane"]
+        ["messenger.rdma.transport", "pyverbs.qp", "pyverbs.srq"] if over_rdma else ["messenger.native.responder_loop"]
     )
     forkserver.ensure_running()
     return context

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from messenger.frames import Ack, Hello, Welcome, Write
-from messenger.link import LEAST_NBYTES, watermark
+from messenger.link import LOW_WATER_MIN_NBYTES, low_water_mark
 from messenger.sockets import SocketLink
 
 pytestmark = pytest.mark.transports("tcp")
@@ -16,16 +16,16 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_small_payloads_are_taken_as_they_come() -> None:
-    assert watermark(LEAST_NBYTES - 1, 64 * MIB) == 0
+    assert low_water_mark(LOW_WATER_MIN_NBYTES - 1, 64 * MIB) == 0
 
 
 @pytest.mark.parametrize(("nbytes", "mark"), [(512 * KIB, 256 * KIB), (MIB, 512 * KIB), (8 * MIB, MIB)])
 def test_half_a_payload_is_slept_through_and_never_more_than_a_mebibyte(nbytes: int, mark: int) -> None:
-    assert watermark(nbytes, 64 * MIB) == mark
+    assert low_water_mark(nbytes, 64 * MIB) == mark
 
 
 def test_a_small_receive_buffer_is_never_slept_full() -> None:
-    assert watermark(8 * MIB, 128 * KIB) == 32 * KIB
+    assert low_water_mark(8 * MIB, 128 * KIB) == 32 * KIB
 
 
 @pytest.mark.parametrize("nbytes", [512 * KIB, 512 * KIB + 1, MIB - 1, 3 * MIB + 17])

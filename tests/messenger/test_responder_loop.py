@@ -16,7 +16,7 @@ from messenger import RemoteKey, SharedMemory
 from messenger.frames import PREFIX, Ack, Hello, Message, Notify, Offer, Read, Refused, Reject, Welcome, Write, encode
 from messenger.inbound import InboundConnection
 from messenger.link import LinkClosed
-from messenger.native.fast_lane import MAX_BUFFER_NBYTES, CompiledLoop
+from messenger.native.responder_loop import MAX_BUFFER_NBYTES, CompiledLoop
 from messenger.sessions import Session
 from messenger.shm.grant_page import PAGE_ID
 from messenger.shm.transport import ShmResponder
@@ -60,7 +60,7 @@ class Caller:
                     break
                 if self.link.is_unix and isinstance(answers[-1], Offer):
                     os.close(self.link.take_fd())
-                    if answers[-1].region_id == PAGE_ID:  # offered with a fast lane alone
+                    if answers[-1].region_id == PAGE_ID:  # offered with a compiled loop alone
                         answers.pop()
                 elif not self.link.is_unix and isinstance(answers[-1], Ack) and answers[-1].seq >= 1 << 32:
                     data = bytearray(answers[-1].nbytes)
@@ -84,7 +84,7 @@ def source() -> Iterator[SharedMemory]:
 
 @pytest.fixture
 def owners(make_node: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, transport: str) -> dict[str, Any]:
-    """Two nodes of the same name: one has fast lanes, the other has none."""
+    """Two nodes of the same name: one has compiled loops, the other has none."""
     (tmp_path / "python").mkdir()
     compiled, python = make_node("b", NBYTES), make_node("b", NBYTES, run_dir=tmp_path / "python")
     for kind in (TcpResponder, ShmResponder):
@@ -277,7 +277,7 @@ def test_more_grants_than_the_loops_can_see_all_work(
     caller.close()
 
 
-def test_nothing_lands_after_a_revoke_however_fast_lanes_go_in_and_out(
+def test_nothing_lands_after_a_revoke_however_compiled_loops_go_in_and_out(
     owners: dict[str, Any], transport: str, source: SharedMemory
 ) -> None:
     owner = owners["compiled"]
