@@ -1,7 +1,7 @@
 """Compiled functions of shm, without the GIL: copies between mappings, and the look-ups in a grant page.
 
-A grant page is uint64 [n] words in buckets of `WAYS`; a fingerprint is in the bucket that its remainder names, or not in
-the page.
+A grant page is uint64 [n] words in buckets of `WAYS`; a fingerprint is in the bucket that its remainder names, or not
+in the page.
 """
 
 import functools
