@@ -30,7 +30,7 @@ from simulator.dialogues import DialogueSettings, Routing
 from simulator.errors import BadSetting, SimulatorError
 from simulator.serving.overload import MODES, Overload, compare_modes, modes_of
 from simulator.serving.overload_report import markdown_table, overload_table
-from simulator.serving.overload_spec import overload_spec
+from simulator.serving.overload_spec import OverloadScenario, overload_spec
 from traces import CONVERSATION, TraceError, load_trace
 from worker.errors import ProfileError
 from worker.policy.cost_profile import MOONCAKE
@@ -128,20 +128,22 @@ def run_overload(
         if json_file is not None and not json_file.parent.is_dir():
             raise BadSetting(f"cannot write {json_file}: there is no folder {json_file.parent}")
         spec = overload_spec(
-            trace,
-            profile,
-            prefill_nodes=prefill,
-            decode_nodes=decode,
-            ttft_s=ttft,
-            tbt_s=tbt,
-            requests=requests,
-            output_scale=output_scale,
-            longest_prompt=longest_prompt,
-            longest_answer=longest_answer,
-            pool_blocks=pool_blocks,
-            ssd_blocks=ssd_blocks,
-            look_into=look_into,
-            attained_share=attained_share,
+            OverloadScenario(
+                trace,
+                profile,
+                prefill_nodes=prefill,
+                decode_nodes=decode,
+                ttft_s=ttft,
+                tbt_s=tbt,
+                requests=requests,
+                output_scale=output_scale,
+                longest_prompt=longest_prompt,
+                longest_answer=longest_answer,
+                pool_blocks=pool_blocks,
+                ssd_blocks=ssd_blocks,
+                look_into=look_into,
+                attained_share=attained_share,
+            )
         )
         console = Console(stderr=True)
         with progress_bar("runs") as advance:
@@ -226,20 +228,22 @@ def run_tune(
         if not (tried_ttft or tried_tbt or tried_prefill):
             raise BadSetting("nothing to try: give --try-ttft, --try-tbt or --try-prefill")
         spec = overload_spec(
-            trace,
-            profile,
-            prefill_nodes=prefill,
-            decode_nodes=decode,
-            ttft_s=ttft,
-            tbt_s=tbt,
-            requests=requests,
-            output_scale=output_scale,
-            longest_prompt=0,
-            longest_answer=longest_answer,
-            pool_blocks=pool_blocks,
-            ssd_blocks=0,
-            look_into=0.0,
-            attained_share=0.95,
+            OverloadScenario(
+                trace,
+                profile,
+                prefill_nodes=prefill,
+                decode_nodes=decode,
+                ttft_s=ttft,
+                tbt_s=tbt,
+                requests=requests,
+                output_scale=output_scale,
+                longest_prompt=0,
+                longest_answer=longest_answer,
+                pool_blocks=pool_blocks,
+                ssd_blocks=0,
+                look_into=0.0,
+                attained_share=0.95,
+            )
         )
         from simulator.serving.tuning import tune
         from simulator.serving.tuning_report import plot_tuning, tuning_tables

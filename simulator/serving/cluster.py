@@ -21,7 +21,7 @@ from simulator.serving.decode import SimulatedDecodeNode
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill import SimulatedPrefillNode
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedRequest, SimulatedWorkload
-from simulator.serving.settings import ActualCosts, ServingSettings
+from simulator.serving.settings import ActualCosts, ServingSettings, SimulationContext
 from worker.policy.cost_profile import CostProfile
 from worker.policy.scheduling_order import QueueEntry
 
@@ -52,26 +52,13 @@ class SimulatedCluster:
         self._handoff_ns = round(settings.handoff_s * NS)
         self.pools = SimulatedPools(settings, [f"pool-{i}" for i in range(settings.prefill_nodes)])
         self.truth = ActualCosts(profile, settings, seed)
-        block_tokens = workload.block_tokens
+        context = SimulationContext(self.clock, settings, self.truth, workload.block_tokens)
         self.decode = {
-            name: SimulatedDecodeNode(
-                name, self.clock, settings, self.truth, block_tokens, self._tell, self._finished, self._stored
-            )
+            name: SimulatedDecodeNode(name, context, self._tell, self._finished, self._stored)
             for name in (f"decode-{i}" for i in range(settings.decode_nodes))
         }
         self.prefill = {
-            name: SimulatedPrefillNode(
-                name,
-                pool_id,
-                self.clock,
-                settings,
-                self.truth,
-                self.pools,
-                self.decode,
-                block_tokens,
-                self._tell,
-                self._prefilled,
-            )
+            name: SimulatedPrefillNode(name, pool_id, context, self.pools, self.decode, self._tell, self._prefilled)
             for name, pool_id in ((f"prefill-{i}", f"pool-{i}") for i in range(settings.prefill_nodes))
         }
         self._hosts = {node.pool_id: node for node in self.prefill.values()}

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from conductor.policy.events import DecodeSample, Held, NodeReported
 from conductor.policy.placement.decode import peak_tokens
-from simulator.serving.clock import NS, SimulatedLink, VirtualClock
+from simulator.serving.clock import NS, SimulatedLink
 from simulator.serving.reporter import SimulatedReporter
 from simulator.serving.requests import SimulatedRequest
-from simulator.serving.settings import ActualCosts, ServingSettings
+from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.scheduling_order import WaitQueue
 
@@ -25,24 +25,22 @@ class SimulatedDecodeNode:
     def __init__(
         self,
         node_id: str,
-        clock: VirtualClock,
-        settings: ServingSettings,
-        truth: ActualCosts,
-        block_tokens: int,
+        context: SimulationContext,
         tell: Callable[[NodeReported], object],
         over: Callable[[SimulatedRequest], None],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
         """`prefilled(work)`: a prompt was computed here; `over(work)`: the answer is complete."""
+        clock, settings = context.clock, context.settings
         self.node_id = node_id
         self.into = SimulatedLink()
         self.free_tokens = settings.capacity_tokens
         self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
         self._clock = clock
         self._settings = settings
-        self._truth = truth
-        self._block_tokens = block_tokens
-        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
+        self._truth = context.costs
+        self._block_tokens = context.block_tokens
+        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, context.block_tokens)
         self._over = over
         self._prefilled = prefilled
         self._wait_queue = WaitQueue()  # of those that wait for pages

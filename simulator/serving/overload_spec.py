@@ -1,5 +1,6 @@
-"""What is run when admission modes are compared: what a person says, and the machine's figures from its profile."""
+"""Simulated runs under overload: options from the command line, node limits from the cost profile."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from settings.conductor import PolicyConfig
@@ -11,46 +12,57 @@ from traces import load_trace
 from worker.policy.cost_profile import CostProfile, load_profile
 
 
-def overload_spec(
-    trace: str,
-    profile: Path,
-    *,
-    prefill_nodes: int,
-    decode_nodes: int,
-    ttft_s: float,
-    tbt_s: float,
-    requests: int,
-    output_scale: float,
-    longest_prompt: int,
-    longest_answer: int,
-    pool_blocks: int,
-    ssd_blocks: int,
-    look_into: float,
-    attained_share: float,
-) -> RunSpec:
-    """Clients allow `longest_answer` tokens; 0: as many as the longest answer has.
+@dataclass(frozen=True, slots=True)
+class OverloadScenario:
+    """Options of a simulation under overload, as given on the command line; blocks are those of the trace."""
+
+    trace: str  # name or path
+    profile: Path  # cost profile of the nodes
+    prefill_nodes: int
+    decode_nodes: int
+    ttft_s: float  # objectives
+    tbt_s: float
+    requests: int
+    output_scale: float  # factor on the trace's output lengths
+    longest_prompt: int  # longer prompts are left out; 0 = none
+    longest_answer: int  # tokens that clients allow; 0 = as many as the longest answer has
+    pool_blocks: int  # capacity of a pool node's memory
+    ssd_blocks: int  # capacity of its SSD
+    look_into: float  # share of rejections that are evaluated by admitting the request in a forked run
+    attained_share: float
+
+
+def overload_spec(scenario: OverloadScenario) -> RunSpec:
+    """Return the run that `scenario` describes, with node limits from its cost profile.
 
     Raises BadSetting, TraceError, ProfileError.
     """
-    rows, costs = load_trace(trace), load_profile(profile)
-    if not 0 < output_scale < 1000:
-        raise BadSetting(f"output_scale is {output_scale}; give a number above 0 and below 1000")
-    longest_answer = longest_answer or max(1, round(output_scale * max(row.output_length for row in rows)))
+    rows, costs = load_trace(scenario.trace), load_profile(scenario.profile)
+    if not 0 < scenario.output_scale < 1000:
+        raise BadSetting(f"output_scale is {scenario.output_scale}; give a number above 0 and below 1000")
+    longest_answer = scenario.longest_answer or max(
+        1, round(scenario.output_scale * max(row.output_length for row in rows))
+    )
     standard = ServingSettings()
     capacity_tokens = _setting(costs, "capacity_tokens", standard.capacity_tokens)
     settings = ServingSettings(
-        prefill_nodes=prefill_nodes,
-        decode_nodes=decode_nodes,
-        ttft_objective_s=ttft_s,
-        tbt_objective_s=tbt_s,
+        prefill_nodes=scenario.prefill_nodes,
+        decode_nodes=scenario.decode_nodes,
+        ttft_objective_s=scenario.ttft_s,
+        tbt_objective_s=scenario.tbt_s,
         max_new_tokens=longest_answer,
         capacity_tokens=capacity_tokens // rows.block_tokens * rows.block_tokens,
         max_batch=_setting(costs, "max_batch", standard.max_batch),
-        pool_blocks=pool_blocks,
-        ssd_blocks=ssd_blocks,
+        pool_blocks=scenario.pool_blocks,
+        ssd_blocks=scenario.ssd_blocks,
     )
     longest = max(
-        (row.input_length for row in rows if not longest_prompt or row.input_length <= longest_prompt), default=0
+        (
+            row.input_length
+            for row in rows
+            if not scenario.longest_prompt or row.input_length <= scenario.longest_prompt
+        ),
+        default=0,
     )
     if longest + longest_answer + rows.block_tokens > settings.capacity_tokens:
         raise BadSetting(
@@ -58,20 +70,25 @@ def overload_spec(
             f"{longest} and {longest_answer} for its answer: leave it out with --longest-prompt"
         )
     try:
-        policy = PolicyConfig(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s, attained_share=attained_share, report_timeout_s=0.0)
+        policy = PolicyConfig(
+            ttft_slo_s=scenario.ttft_s,
+            tbt_slo_s=scenario.tbt_s,
+            attained_share=scenario.attained_share,
+            report_timeout_s=0.0,
+        )
     except InvalidSetting as error:
         raise BadSetting(str(error)) from error
     return RunSpec(
-        trace=trace,
-        profile=profile,
+        trace=scenario.trace,
+        profile=scenario.profile,
         settings=settings,
         policy=policy,
         seed=0,
         rate_per_s=1.0,
-        requests=requests,
-        output_scale=output_scale,
-        longest_prompt=longest_prompt,
-        look_into=look_into,
+        requests=scenario.requests,
+        output_scale=scenario.output_scale,
+        longest_prompt=scenario.longest_prompt,
+        look_into=scenario.look_into,
     )
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
-from simulator.serving.clock import NS, SimulatedLink, VirtualClock, send
+from simulator.serving.clock import NS, SimulatedLink, send
 from simulator.serving.decode import SimulatedDecodeNode
 from simulator.serving.pools import SimulatedPools
 from simulator.serving.prefill_group import SimulatedGroup, form
 from simulator.serving.reporter import SimulatedReporter
 from simulator.serving.requests import SimulatedRequest
-from simulator.serving.settings import ActualCosts, ServingSettings
+from simulator.serving.settings import SimulationContext
 from worker.policy import BatchLimits, BatchPlan, plan_step
 from worker.policy.scheduling_order import RequestKey, WaitQueue
 
@@ -21,16 +21,14 @@ class SimulatedPrefillNode:
         self,
         node_id: str,
         pool_id: str,
-        clock: VirtualClock,
-        settings: ServingSettings,
-        truth: ActualCosts,
+        context: SimulationContext,
         pools: SimulatedPools,
         decode_nodes: Mapping[str, SimulatedDecodeNode],
-        block_tokens: int,
         tell: Callable[[NodeReported], object],
         prefilled: Callable[[SimulatedRequest], None],
     ) -> None:
         """`pool_id`: its host's pool node. `prefilled(work)`: the first token is there."""
+        clock, settings = context.clock, context.settings
         self.node_id = node_id
         self.pool_id = pool_id
         self.out, self.into, self.memory, self.ssd = SimulatedLink(), SimulatedLink(), SimulatedLink(), SimulatedLink()
@@ -39,11 +37,11 @@ class SimulatedPrefillNode:
         self.reporter = SimulatedReporter(node_id, clock, settings, self._held, tell)
         self._clock = clock
         self._settings = settings
-        self._truth = truth
+        self._truth = context.costs
         self._pools = pools
         self._decode_nodes = decode_nodes
-        self._block_tokens = block_tokens
-        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, block_tokens)
+        self._block_tokens = context.block_tokens
+        self._limits = BatchLimits(settings.max_batch, settings.chunk_tokens, context.block_tokens)
         self._prefilled = prefilled
         self._held_works: dict[str, SimulatedRequest] = {}
         self._wait_queue = WaitQueue()  # of those that wait for their first token

@@ -11,7 +11,7 @@ from math import exp, isfinite
 from random import Random
 
 from simulator.errors import BadSetting
-from simulator.serving.clock import NS
+from simulator.serving.clock import NS, VirtualClock
 from simulator.serving.requests import SimulatedRequest
 from worker.policy.cost_profile import CostProfile
 
@@ -97,3 +97,13 @@ class ActualCosts:
         if node_id not in self._dice:
             self._dice[node_id] = Random(f"{self._seed} steps {node_id}")
         return self._dice[node_id]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationContext:
+    """Objects and settings that all nodes of one simulated cluster share."""
+
+    clock: VirtualClock
+    settings: ServingSettings
+    costs: ActualCosts
+    block_tokens: int

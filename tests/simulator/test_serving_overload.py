@@ -18,7 +18,7 @@ from simulator.serving.clock import NS
 from simulator.serving.cluster import SimulatedCluster
 from simulator.serving.confidence import mean_of, share_of
 from simulator.serving.outcome import swing_of
-from simulator.serving.overload_spec import overload_spec
+from simulator.serving.overload_spec import OverloadScenario, overload_spec
 from simulator.serving.requests import Arrival, RequestEnd, SimulatedWorkload, draw_workload, slowest_tenth_s
 from simulator.serving.runs import FalseRejects, RunSpec, ServingRun, in_a_copy, run_one
 from simulator.serving.settings import ServingSettings
@@ -43,7 +43,7 @@ STANDARD: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def spec() -> RunSpec:
-    return overload_spec("conversation", MOONCAKE, **STANDARD)
+    return overload_spec(OverloadScenario("conversation", MOONCAKE, **STANDARD))
 
 
 def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
@@ -109,12 +109,14 @@ def test_objectives_that_no_rate_meets_are_said_to_be_too_strict(spec: RunSpec) 
 @pytest.mark.parametrize("longest_prompt", [1, -1])
 def test_where_no_prompt_is_short_enough_that_is_said(longest_prompt: int) -> None:
     with pytest.raises(BadSetting, match="no prompt of conversation"):
-        run_one(overload_spec("conversation", MOONCAKE, **{**STANDARD, "longest_prompt": longest_prompt}))
+        run_one(
+            overload_spec(OverloadScenario("conversation", MOONCAKE, **{**STANDARD, "longest_prompt": longest_prompt}))
+        )
 
 
 def test_answers_that_no_decode_node_would_have_a_part_in_are_refused() -> None:
     with pytest.raises(BadSetting, match="max_new_tokens is 1; give at least 2"):
-        overload_spec("conversation", MOONCAKE, **{**STANDARD, "longest_answer": 1})
+        overload_spec(OverloadScenario("conversation", MOONCAKE, **{**STANDARD, "longest_answer": 1}))
 
 
 @pytest.mark.parametrize("name", ["capacity_tokens", "max_batch"])
@@ -123,7 +125,7 @@ def test_a_profile_whose_machine_is_given_in_words_is_refused_by_the_field(tmp_p
     path = tmp_path / "profile.json"
     save_profile(replace(profile, engine={**profile.engine, name: "plenty"}), path)
     with pytest.raises(BadSetting, match=rf"engine.{name} of profile .* is 'plenty'; give a whole number"):
-        overload_spec("conversation", path, **STANDARD)
+        overload_spec(OverloadScenario("conversation", path, **STANDARD))
 
 
 @pytest.mark.parametrize(("gap_s", "would_be_good"), [(60.0, 1), (0.01, 0)])

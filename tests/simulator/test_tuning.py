@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from moonpool.cli import app
 from simulator.errors import BadSetting
-from simulator.serving.overload_spec import overload_spec
+from simulator.serving.overload_spec import OverloadScenario, overload_spec
 from simulator.serving.runs import RunSpec, run_one
 from simulator.serving.tuning import Tuning, tune
 from worker.policy.cost_profile import MOONCAKE
@@ -22,20 +22,22 @@ BASE = ["--rate", "3", "--prefill", "2", "--decode", "2", "--ttft", "10", "--req
 def spec() -> RunSpec:
     """More arrives than two and two nodes can do."""
     made = overload_spec(
-        "conversation",
-        MOONCAKE,
-        prefill_nodes=2,
-        decode_nodes=2,
-        ttft_s=10.0,
-        tbt_s=0.1,
-        requests=100,
-        output_scale=1.0,
-        longest_prompt=0,
-        longest_answer=0,
-        pool_blocks=500,
-        ssd_blocks=0,
-        look_into=0.0,
-        attained_share=0.95,
+        OverloadScenario(
+            "conversation",
+            MOONCAKE,
+            prefill_nodes=2,
+            decode_nodes=2,
+            ttft_s=10.0,
+            tbt_s=0.1,
+            requests=100,
+            output_scale=1.0,
+            longest_prompt=0,
+            longest_answer=0,
+            pool_blocks=500,
+            ssd_blocks=0,
+            look_into=0.0,
+            attained_share=0.95,
+        )
     )
     return replace(made, rate_per_s=3.0)
 
