@@ -48,6 +48,7 @@ from kvpool.local import LocalPoolClient, PutStatus  # noqa: E402
 from kvpool.server import serve_pool_node  # noqa: E402
 from messenger import MessengerConfig, SharedMemory  # noqa: E402
 from rpc.control import run  # noqa: E402
+from settings.keys import assemble  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
@@ -290,7 +291,7 @@ def serve(folder: str) -> None:
         node_id="benchmark",
         listen=f"unix:{folder}/pool.sock",
         arena_bytes=ARENA_NBYTES,
-        messenger=MessengerConfig(run_dir=Path(folder)),
+        messenger=assemble(MessengerConfig, shm_dir=Path(folder)),
     )
     stop = asyncio.Event()
     run(serve_pool_node(config, stop, lambda _target: print(READY, flush=True)), stop=stop)

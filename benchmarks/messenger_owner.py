@@ -30,6 +30,7 @@ from messenger.frames import Hello, Offer, Welcome, Write, encode  # noqa: E402
 from messenger.shm.transport import ShmResponder  # noqa: E402
 from messenger.sockets import SocketLink  # noqa: E402
 from messenger.tcp.transport import TcpResponder  # noqa: E402
+from settings.keys import assemble  # noqa: E402
 
 NBYTES = 64 << 10
 REGION_NBYTES = 64 << 20
@@ -43,7 +44,7 @@ def own(transport: str, path: str, run_dir: str) -> None:
     if path == "python":
         for kind in (TcpResponder, ShmResponder):
             kind.compiled_loop = lambda *_: None  # type: ignore[method-assign]
-    config = MessengerConfig(transport=transport, run_dir=Path(run_dir))  # type: ignore[arg-type]
+    config = assemble(MessengerConfig, transport=transport, shm_dir=Path(run_dir))
     messenger = Messenger(config, node_id="owner", incarnation=1)
     messenger.on_notify(lambda *_: None)
     memory = SharedMemory.create(REGION_NBYTES, "owner")

@@ -167,10 +167,12 @@ class Pair:
 def config() -> Any:
     """Of both sides: one device, as ib_write_bw has."""
     from messenger import MessengerConfig
+    from settings.keys import assemble
 
-    return MessengerConfig(
+    return assemble(
+        MessengerConfig,
         transport="rdma",
-        listen_host=ADDRESS,
+        data_host=ADDRESS,
         rdma_devices=(DEVICE,),
         handshake_timeout_s=60.0,
         default_deadline_s=200.0,

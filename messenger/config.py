@@ -1,97 +1,60 @@
-"""Configuration of one messenger, validated where it is made; where a messenger listens, as peers are told."""
+"""Configuration of one messenger, and `Endpoint`, the address of a messenger that peers receive."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 from moonpool_proto.v1 import common_pb2
 from rpc.errors import InvalidArgument
 from rpc.tls import TlsFiles
-
-TransportChoice = Literal["auto", "rdma", "tcp", "shm"]
+from settings.messenger import TlsSettings, TransportSettings
+from settings.node import HostSettings
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
 class MessengerConfig:
-    """Raises InvalidArgument for values that cannot work."""
+    """Configuration of one messenger. Raises InvalidArgument."""
 
-    listen_host: str = "127.0.0.1"
-    """Address the tcp listener binds."""
-    tcp_port: int = 0
-    """Port the tcp listener binds; 0 takes a free one."""
-    transport: TransportChoice = "auto"
-    """auto: shm towards peers of the same host whose socket is in sight, else rdma where both sides have it and nothing
-    is to be encrypted, else tcp. Any other: only that one."""
-    run_dir: Path | None = None
-    """Directory of the unix socket that shm uses; None makes a private one."""
-    host_id: str | None = None
-    """Peers of equal host_id may share memory; None takes the machine's boot id."""
+    transport: TransportSettings = field(default_factory=TransportSettings)
+    """The transports to use and their limits, and the address that the tcp listener binds."""
+    host: HostSettings = field(default_factory=HostSettings)
+    """Id of this host, port of the tcp listener and the address for peers; without an id, the machine's boot id."""
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    """Key material; with it, tcp is encrypted and only peers with a certificate of the same CA are accepted."""
+    shm_dir: Path | None = None
+    """Directory of the unix socket for shm; None makes a private one."""
     default_deadline_s: float = 30.0
-    """Deadline of operations that name none."""
-    streams_per_peer: int = 2
-    """Connections to one peer: the first carries writes and notifies in order, the others carry reads."""
-    advertise_host: str | None = None
-    """Address told to peers; needed when listen_host is a wildcard, which nobody can connect to."""
-    max_connections: int = 256
-    """Inbound connections served at a time; more are turned away with a named reason."""
-    max_connections_per_peer: int = 16
-    """Of these, those of one incarnation of one peer."""
-    rdma_devices: tuple[str, ...] = ()
-    """Names of the RDMA devices to use; empty: chosen by topology."""
-    rdma_silence_s: float = 10.0
-    """A rail that completes nothing of what is under way for so long is stopped; what it carried goes by others."""
+    """Deadline of operations that are given none."""
+    max_inbound_connections: int = 256
+    """Inbound connections at a time; more are refused with a reason."""
     gpu: int | None = None
-    """CUDA's number of the GPU that this process computes on: the RDMA devices nearest to it are taken."""
-    tls_cert: Path | None = None
-    """PEM file with this node's certificate; with it tcp is encrypted, and only nodes of the same CA are talked to."""
-    tls_key: Path | None = None
-    """PEM file with the certificate's private key."""
-    tls_ca: Path | None = None
-    """PEM file with the CA that signs the certificates of all nodes."""
-    tls_name: str = "moonpool"
-    """DNS name that the certificates of all nodes carry."""
+    """CUDA's number of the GPU that this process computes on: the RDMA devices nearest to it are used."""
     handshake_timeout_s: float = 5.0
-    """How long connecting, and the greeting after it, may take."""
+    """Longest time for connecting, and for the greeting after it."""
     revoke_grace_s: float = 0.2
-    """How long a revoke lets transfers in flight finish before it cuts their connections."""
+    """Time that a revoke gives transfers in flight before it cuts their connections."""
     peer_loss_grace_s: float = 1.0
-    """How long a broken inbound connection may take to come back before its peer is reported lost."""
+    """Time in which a broken inbound connection may be replaced before its peer is reported lost."""
 
     def __post_init__(self) -> None:
-        if self.transport not in get_args(TransportChoice):
-            raise InvalidArgument(f"transport {self.transport!r} is none of {', '.join(get_args(TransportChoice))}")
-        if not 0 <= self.tcp_port <= 65535:
-            raise InvalidArgument(f"tcp_port {self.tcp_port} is no port")
         for name in ("default_deadline_s", "handshake_timeout_s", "revoke_grace_s", "peer_loss_grace_s"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidArgument(f"{name} must be a positive number of seconds, not {getattr(self, name)!r}")
-        if not 0.5 <= self.rdma_silence_s <= 600:
-            raise InvalidArgument(f"rdma_silence_s must be 0.5 to 600 seconds, not {self.rdma_silence_s!r}")
-        for name in ("streams_per_peer", "max_connections", "max_connections_per_peer"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} must be at least 1, not {getattr(self, name)!r}")
-        if self.streams_per_peer > self.max_connections_per_peer:
-            raise InvalidArgument(
-                f"streams_per_peer {self.streams_per_peer} is over max_connections_per_peer "
-                f"{self.max_connections_per_peer}: peers of this configuration would turn away some of the streams"
-            )
+                raise InvalidArgument(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
+        if self.max_inbound_connections < 1:
+            raise InvalidArgument(f"max_inbound_connections must be at least 1, got {self.max_inbound_connections!r}")
         if self.gpu is not None and self.gpu < 0:
-            raise InvalidArgument(f"gpu {self.gpu} is none: CUDA counts them from 0")
-        if len({self.tls_cert is None, self.tls_key is None, self.tls_ca is None}) > 1:
-            raise InvalidArgument("tls_cert, tls_key and tls_ca are given all three or not at all")
-        if self.transport != "shm" and self.listen_host in _WILDCARDS and self.advertise_host is None:
+            raise InvalidArgument(f"gpu must be at least 0, as CUDA numbers them, got {self.gpu}")
+        listen_host = self.transport.data_host
+        if self.transport.transport != "shm" and listen_host in _WILDCARDS and not self.host.data_advertise:
             raise InvalidArgument(
-                f"listen_host {self.listen_host!r} is a wildcard: set advertise_host to what peers dial"
+                f"data_host is {listen_host!r}, a wildcard: set data_advertise to the address that peers dial"
             )
 
     @property
-    def tls(self) -> TlsFiles | None:
-        """Where the key material lies; None: tcp is not encrypted."""
-        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
-            return None
-        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
+    def tls_files(self) -> TlsFiles | None:
+        """The key material's files; None if tcp is not encrypted."""
+        return TlsFiles.of(self.tls)
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ class Messenger:
         self._server = Server(
             context,
             self._clock,
-            max_connections=config.max_connections,
-            max_connections_per_peer=config.max_connections_per_peer,
+            max_connections=config.max_inbound_connections,
+            max_connections_per_peer=config.transport.max_connections_per_peer,
             loss_grace_s=config.peer_loss_grace_s,
             on_lost=self._peer_lost,
             on_found=self._peer_found,
@@ -109,21 +109,21 @@ class Messenger:
         self._clock.start()
         tcp_host, tcp_port, shm_socket = "", 0, ""
         try:
-            if config.transport != "shm":
+            if config.transport.transport != "shm":
                 tcp = TcpTransport(config)
                 accepted = self._transports_over(tcp)
                 self._transports |= accepted
-                tcp_host = config.advertise_host or config.listen_host
+                tcp_host = config.host.data_advertise or config.transport.data_host
                 tcp_port = self._server.listen(tcp, accepted).getsockname()[1]
-            if config.transport in ("auto", "shm"):
-                shm = self._transports["shm"] = ShmTransport(config.run_dir, self._node_id)
+            if config.transport.transport in ("auto", "shm"):
+                shm = self._transports["shm"] = ShmTransport(config.shm_dir, self._node_id)
                 self._grants.page()
                 self._server.listen(shm, {"shm": shm})
                 shm_socket = os.fspath(shm.path)
         except BaseException:
             self.close()
             raise
-        host_id = config.host_id if config.host_id is not None else boot_id()
+        host_id = config.host.host_id or boot_id()
         self._endpoint = Endpoint(
             self._node_id, self._incarnation, host_id, tcp_host, tcp_port, shm_socket, "rdma" in self._transports
         )
@@ -228,7 +228,7 @@ class Messenger:
     def reported(self) -> dict[str, float]:
         """Return the counters for metrics: by peer, transport, rail and direction, with operations' latencies."""
         numbers = reported(self._counters, self._open_counts())
-        tls = self._config.tls
+        tls = self._config.tls_files
         return numbers if tls is None else numbers | {CERTIFICATE_LEFT: identity(tls).left_s()}
 
     def flows(self) -> list[FlowTotals]:
@@ -260,16 +260,20 @@ class Messenger:
         Raises RdmaUnavailable if rdma is not available and the configuration names it.
         """
         config = self._config
-        accepted: dict[str, Transport] = {} if config.transport == "rdma" else {"tcp": tcp}
+        accepted: dict[str, Transport] = {} if config.transport.transport == "rdma" else {"tcp": tcp}
         # Traffic over rails is not encrypted: if encryption is configured, rdma must be named explicitly.
-        may_choose = config.transport == "auto" and config.tls is None and bool(config.rdma_devices or rdma_ports())
-        if config.transport == "rdma" or may_choose:
+        may_choose = (
+            config.transport.transport == "auto"
+            and config.tls_files is None
+            and bool(config.transport.rdma_devices or rdma_ports())
+        )
+        if config.transport.transport == "rdma" or may_choose:
             from messenger.rdma.transport import RdmaTransport
 
             try:
                 accepted["rdma"] = RdmaTransport(config, tcp, self._counters)
             except RdmaUnavailable as error:
-                if config.transport == "rdma":
+                if config.transport.transport == "rdma":
                     raise
                 _log.warning("rdma is not used: %s", error)
         return accepted
@@ -315,7 +319,7 @@ class Messenger:
                 on_lost=lambda reason: self._peer_lost(*identity, reason),
                 on_connected=lambda: self._peer_found(*identity),
             )
-            for index, role in enumerate(stream_roles(self._config.streams_per_peer))
+            for index, role in enumerate(stream_roles(self._config.transport.streams_per_peer))
         ]
         traffic.attach_streams(streams)
         return Peer(

@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from moonpool.config import Setting, all_settings, composite_settings, load
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
+from settings.keys import InvalidSetting
 
 C = TypeVar("C")
 
@@ -102,9 +103,9 @@ class reported_errors:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, MoonpoolError):
+        if isinstance(error, MoonpoolError | InvalidSetting):
             print(f"Error: {error}", file=sys.stderr, flush=True)
-            raise typer.Exit(error.exit_code) from error
+            raise typer.Exit(getattr(error, "exit_code", ConfigError.exit_code)) from error
 
 
 def _annotation(declared: Setting, argument: str | None) -> Any:

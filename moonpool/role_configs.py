@@ -173,20 +173,10 @@ def _messenger_config(
     from messenger import MessengerConfig
 
     return MessengerConfig(
-        listen_host=transport.data_host,
-        transport=transport.transport,
-        run_dir=socket_dir,
-        host_id=host.host_id or None,
-        tcp_port=host.data_port,
-        advertise_host=host.data_advertise or None,
-        streams_per_peer=transport.streams_per_peer,
-        max_connections_per_peer=transport.max_connections_per_peer,
-        rdma_devices=transport.rdma_devices,
-        rdma_silence_s=transport.rdma_silence_s,
-        tls_cert=tls.tls_cert,
-        tls_key=tls.tls_key,
-        tls_ca=tls.tls_ca,
-        tls_name=tls.tls_name,
+        transport=transport,
+        host=host,
+        tls=tls,
+        shm_dir=socket_dir,
     )
 
 

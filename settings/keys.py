@@ -197,9 +197,8 @@ def check(declared: Setting, value: Any, source: str) -> None:
         raise InvalidSetting(f"{source} is {value!r}: expected {_KIND_TEXTS.get(declared.kind, 'a list of texts')}")
     if declared.choices and value not in declared.choices:
         raise InvalidSetting(f"{source} is {value!r}: expected one of {', '.join(declared.choices)}")
-    below = declared.key.low is not None and value < declared.key.low
-    above = declared.key.high is not None and value > declared.key.high
-    if below or above:
+    low, high = declared.key.low, declared.key.high
+    if not ((low is None or value >= low) and (high is None or value <= high)):  # so that NaN is rejected
         raise InvalidSetting(f"{source} is {value!r}: expected {_range_text(declared.key)}")
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
 from moonpool.transfer_bench.plan import Shape
 from moonpool.transfer_bench.server import SliceDigests
+from settings.keys import assemble
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "tests" / "data" / "tls"
 PLAIN, AT_ONCE, LATER, DRAIN = b"plain", b"at once", b"later", b"drain"
@@ -33,7 +34,7 @@ PLAIN, AT_ONCE, LATER, DRAIN = b"plain", b"at once", b"later", b"drain"
 def started(role: str, transport: str, run_dir: str, how: str = "") -> tuple[Messenger, SharedMemory, Region]:
     folder = Path(run_dir)
     keys = encryption(folder) if how == "encrypted" else {}
-    config = MessengerConfig(run_dir=folder, transport=transport, **keys)  # type: ignore[arg-type]
+    config = assemble(MessengerConfig, shm_dir=folder, transport=transport, **keys)
     messenger = Messenger(config, node_id=f"{role}-{folder.name}", incarnation=1)
     memory = SharedMemory.create(REGION_NBYTES, role, "auto")
     memory.try_commit(0, REGION_NBYTES)

@@ -34,19 +34,23 @@ class RdmaTransport(Transport):
 
     def __init__(self, config: MessengerConfig, tcp: TcpTransport, counters: Counters) -> None:
         """Raises RdmaUnavailable: no pyverbs, no port that fits, or a device that cannot be used."""
-        choice = choose(rdma_ports(), Wish(devices=config.rdma_devices, memory=gpu_memory.place_of(config.gpu)))
+        choice = choose(
+            rdma_ports(), Wish(devices=config.transport.rdma_devices, memory=gpu_memory.place_of(config.gpu))
+        )
         if not choice.rails:
             raise RdmaUnavailable(f"no RDMA port can be used: {choice.why_none}")
         require_pyverbs()
         self._tcp = tcp
         self._counters = counters
-        self._is_only = config.transport == "rdma"
+        self._is_only = config.transport.transport == "rdma"
         self._given_up: dict[str, float] = {}
         self._devices: dict[str, Device] = {}
         rails: list[Rail] = []
         try:
             for rail in choice.rails:
-                device = self._devices.get(rail.device) or Device(rail.device, counters, config.rdma_silence_s)
+                device = self._devices.get(rail.device) or Device(
+                    rail.device, counters, config.transport.rdma_silence_s
+                )
                 self._devices[rail.device] = device
                 rails.append(rail if rail.mtu else replace(rail, mtu=device.port_mtu(rail.port)))
         except BaseException:

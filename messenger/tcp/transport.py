@@ -189,11 +189,11 @@ class TcpTransport(Transport, Acceptor):
     name = "tcp"
 
     def __init__(self, config: MessengerConfig) -> None:
-        self._host = config.listen_host
-        self._port = config.tcp_port
+        self._host = config.transport.data_host
+        self._port = config.host.data_port
         self._resolve_s = config.handshake_timeout_s
-        self._identity = None if config.tls is None else identity(config.tls)
-        self._has_compiled_loops = config.tls is None and config.transport in ("auto", "tcp")
+        self._identity = None if config.tls_files is None else identity(config.tls_files)
+        self._has_compiled_loops = config.tls_files is None and config.transport.transport in ("auto", "tcp")
 
     def listen(self, backlog: int) -> socket.socket:
         if self._has_compiled_loops:

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from engine import ForwardBatch, Model, SamplingRow, SequenceChunk, sample
 from moonpool.profiling.fitting import Grid, Point, fit, fit_error
-from moonpool.transfer_bench.plan import Plan, Tls
+from moonpool.transfer_bench.plan import Plan
 from moonpool.transfer_bench.run import measure_here
+from settings.messenger import TlsSettings
 from worker.policy.cost_profile import Range, TransferCost
 
 __all__ = ["measure_transfers"]
@@ -37,7 +38,7 @@ def measure_transfers(seconds: float, console: Console) -> dict[str, TransferCos
         digests=False,
         deadline_s=30.0,
     )
-    outcome = measure_here(plan, Tls(tls_cert=None, tls_key=None, tls_ca=None, tls_name=""), console)
+    outcome = measure_here(plan, TlsSettings(), console)
     found = {}
     for (transport, direction), path in _PATHS.items():
         cells = [r for r in outcome.results if (r.transport, r.direction) == (transport, direction)]

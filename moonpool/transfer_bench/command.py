@@ -18,12 +18,14 @@ from messenger import AddressInUse, InvalidArgument, MessengerConfig
 from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.options import reported_errors
 from moonpool.supervision.parent_death import tether_to_supervisor
-from moonpool.transfer_bench.plan import Plan, Tls, bytes_of, table
+from moonpool.transfer_bench.plan import Plan, bytes_of, table
 from moonpool.transfer_bench.run import Outcome, measure_all, measure_here
 from moonpool.transfer_bench.server import WILDCARDS, Listening, own
 from moonpool.transport_security import secure_as_environment_says, settings_of_environment
 from rpc.control import run
 from rpc.errors import NetworkError
+from settings.keys import assemble
+from settings.messenger import TlsSettings
 
 DEFAULT_PORT = 7011
 ANYWHERE = f"0.0.0.0:{DEFAULT_PORT}"
@@ -125,31 +127,30 @@ def host_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
-def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> Tls:
-    """What the flags say, over MOONPOOL_TLS_* and the file of MOONPOOL_CONFIG, as for a role. Raises ConfigError."""
+def tls_of(cert: Path | None, key: Path | None, ca: Path | None, name: str) -> TlsSettings:
+    """The flags' values over MOONPOOL_TLS_* and the file of MOONPOOL_CONFIG, as for a role. Raises InvalidSetting."""
     said = settings_of_environment().tls
-    settings = replace(
+    return replace(
         said,
         tls_cert=cert or said.tls_cert,
         tls_key=key or said.tls_key,
         tls_ca=ca or said.tls_ca,
         tls_name=name or said.tls_name,
     )
-    settings.check()
-    return Tls(tls_cert=settings.tls_cert, tls_key=settings.tls_key, tls_ca=settings.tls_ca, tls_name=settings.tls_name)
 
 
-def _listen(host: str, port: int, data_port: int, tls: Tls, as_json: bool) -> None:
+def _listen(host: str, port: int, data_port: int, tls: TlsSettings, as_json: bool) -> None:
     if port == 65535 and not data_port:
         raise ConfigError("there is no port after 65535 for the bytes: name one with --data-port, or listen elsewhere")
-    config = MessengerConfig(
-        listen_host=host,
-        advertise_host=host if host in WILDCARDS else None,
-        tcp_port=data_port or (port and port + 1),
-        **tls,
+    config = assemble(
+        MessengerConfig,
+        data_host=host,
+        data_advertise=host if host in WILDCARDS else "",
+        data_port=data_port or (port and port + 1),
+        tls=tls,
     )
 
-    who = "Whoever shows a certificate of the CA" if tls["tls_cert"] else "Whoever reaches these ports"
+    who = "Whoever shows a certificate of the CA" if tls.tls_cert else "Whoever reaches these ports"
 
     def told(listening: Listening) -> None:
         if as_json:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +27,6 @@ DIGEST_UNIT = 256  # bytes: what digests can be made of
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
-
-
-class Tls(TypedDict):
-    """Where the key material lies, under the messenger's own names; no certificate: nothing is encrypted."""
-
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_ca: Path | None
-    tls_name: str
 
 
 @dataclass(frozen=True)

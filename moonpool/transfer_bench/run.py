@@ -22,8 +22,11 @@ from messenger import MessengerConfig
 from moonpool.errors import TransferBenchFailed
 from moonpool.supervision.parent_death import SUPERVISOR_VARIABLE
 from moonpool.transfer_bench.client import Caller, Session
-from moonpool.transfer_bench.plan import Cell, CellResult, Plan, Tls, size_text
+from moonpool.transfer_bench.plan import Cell, CellResult, Plan, size_text
 from rpc.control import run, secure
+from rpc.tls import TlsFiles
+from settings.keys import assemble
+from settings.messenger import TlsSettings
 
 _TROUBLE = ("retries", "failed_connects", "rdma_failovers", "deadlines_exceeded", "refused", "malformed_frames")
 
@@ -51,7 +54,7 @@ class Outcome:
         }
 
 
-def measure_all(plan: Plan, host: str, port: int, tls: Tls, console: Console) -> Outcome:
+def measure_all(plan: Plan, host: str, port: int, tls: TlsSettings, console: Console) -> Outcome:
     """Measure against the owner at host:port. Ctrl-C ends it early, with what there is until then.
 
     Raises TransferBenchFailed, MessengerError.
@@ -64,21 +67,23 @@ def measure_all(plan: Plan, host: str, port: int, tls: Tls, console: Console) ->
     return outcome
 
 
-def measure_here(plan: Plan, tls: Tls, console: Console) -> Outcome:
+def measure_here(plan: Plan, tls: TlsSettings, console: Console) -> Outcome:
     """Measure against a process that this one starts and ends."""
     with _child(tls) as port:
         return measure_all(plan, "127.0.0.1", port, tls, console)
 
 
-async def _measure(plan: Plan, host: str, port: int, tls: Tls, outcome: Outcome, bar: Bar, stop: asyncio.Event) -> None:
-    secure(MessengerConfig(**tls).tls)
+async def _measure(
+    plan: Plan, host: str, port: int, tls: TlsSettings, outcome: Outcome, bar: Bar, stop: asyncio.Event
+) -> None:
+    secure(TlsFiles.of(tls))
     stopping = threading.Event()
     waiting = asyncio.ensure_future(stop.wait())
     waiting.add_done_callback(lambda _: stopping.set())
     try:
         for transport in plan.transports:
             if not stopping.is_set():
-                config = MessengerConfig(transport=transport, **tls)  # type: ignore[arg-type]
+                config = assemble(MessengerConfig, transport=transport, tls=tls)
                 await _measure_transport(plan, config, Session(host, port), outcome, bar, stopping)
     finally:
         waiting.cancel()
@@ -136,9 +141,9 @@ def _progress(plan: Plan, console: Console) -> Iterator[Bar]:
 
 
 @contextmanager
-def _child(tls: Tls) -> Iterator[int]:
+def _child(tls: TlsSettings) -> Iterator[int]:
     """The port of an owner that lives as long as this context, and no longer than this process."""
-    flags = [text for name, value in tls.items() if value for text in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [text for name, value in vars(tls).items() if value for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "moonpool", "bench", "messenger", "--listen", "127.0.0.1:0", "--json", *flags]
     child = subprocess.Popen(
         command,

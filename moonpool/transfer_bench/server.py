@@ -103,7 +103,7 @@ async def own(
     host: str, port: int, config: MessengerConfig, stop: asyncio.Event, told: Callable[[Listening], None]
 ) -> None:
     """Listen until `stop` is set; `told` hears where. Raises NetworkError when it cannot be listened there."""
-    secure(config.tls)
+    secure(config.tls_files)
     owner = Owner(host, config)
     server = None
     try:

@@ -93,7 +93,7 @@ class World:
             f"unix:{self.folder}/{name}.sock",
             conductor_targets=(f"unix:{self.folder}/{conductor}.sock",),
             arena_bytes=4 << 20,
-            messenger=MessengerConfig(transport="tcp"),
+            messenger=assemble(MessengerConfig, transport="tcp"),
         )
         pool = Served(lambda stop, ready: serve_pool_node(config, stop, ready))
         self._running.append(pool)
@@ -112,7 +112,7 @@ class World:
         """Put blocks number `begin` and on into a pool node."""
         chain = np.random.default_rng(1).integers(0, 256, (64, 16), dtype=np.uint8)[begin : begin + count]
         client = PoolClient(f"unix:{self.folder}/{pool}.sock", owner="test", owner_incarnation=1)
-        messenger = Messenger(MessengerConfig(transport="tcp"), node_id="test", incarnation=1)
+        messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="test", incarnation=1)
         messenger.start()
         nbytes = SPEC.slot_nbytes(0)
         memory = SharedMemory.create(count * nbytes, "blocks")

@@ -12,6 +12,7 @@ import numpy as np
 from decode_node.reservation import Reservation
 from kvpool import Lease, layer_digests
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
+from settings.keys import assemble
 from telemetry.tracing import OFF
 from worker.request import Request
 
@@ -24,7 +25,7 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     pair = await start_pair()
     node, pulls = pair.decode.node, pair.decode._pulls
     spec = node.memory.spec
-    pool = Messenger(MessengerConfig(run_dir=tmp_path), node_id="pool", incarnation=9)
+    pool = Messenger(assemble(MessengerConfig, shm_dir=tmp_path), node_id="pool", incarnation=9)
     pool.start()
     memory = SharedMemory.create(4 * spec.slot_nbytes(0), "pool")
     region = pool.register(memory)

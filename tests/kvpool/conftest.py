@@ -34,6 +34,7 @@ from kvpool.node import PoolNode
 from kvpool.server import serve_pool_node
 from kvpool.ssd.folder import IN_MEMORY, file_system
 from messenger import Messenger, MessengerConfig, SharedMemory
+from settings.keys import assemble
 
 MASK = (1 << 64) - 1
 
@@ -119,7 +120,7 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[PoolStarter]:
                 "sweep_s": 0.02,
                 "heartbeat_s": 0.1,
                 "report_s": 0.05,
-                "messenger": MessengerConfig(run_dir=tmp_path),
+                "messenger": assemble(MessengerConfig, shm_dir=tmp_path),
                 **fields,
             },
         )
@@ -260,7 +261,9 @@ class Worker:
 
     def __init__(self, name: str, transport: str, run_dir: Path, spec: KvSpec) -> None:
         self.name, self.spec, self.ns = name, spec, kv_namespace("weights", spec)
-        self.messenger = Messenger(MessengerConfig(transport=transport, run_dir=run_dir), node_id=name, incarnation=1)
+        self.messenger = Messenger(
+            assemble(MessengerConfig, transport=transport, shm_dir=run_dir), node_id=name, incarnation=1
+        )
         self.messenger.start()
         self.memory = SharedMemory.create(1 << 20, "worker")
         self.region = self.messenger.register(self.memory)

@@ -8,6 +8,7 @@ from kvpool import PoolNodeConfig
 from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
 from rpc.control import run
+from settings.keys import assemble
 
 if __name__ == "__main__":
     node_id, listen, run_dir, *ssd = sys.argv[1:]
@@ -18,7 +19,7 @@ if __name__ == "__main__":
         ssd_dir=Path(ssd[0]) if ssd else None,
         ssd_bytes=int(ssd[1]) if ssd else 0,
         heartbeat_s=0.1,
-        messenger=MessengerConfig(run_dir=Path(run_dir)),
+        messenger=assemble(MessengerConfig, shm_dir=Path(run_dir)),
     )
     stop = asyncio.Event()
     run(serve_pool_node(config, stop, lambda target: print(target, flush=True)), stop=stop)

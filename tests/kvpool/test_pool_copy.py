@@ -12,11 +12,12 @@ from kvpool.errors import CopyFailed
 from messenger import Endpoint, MessengerConfig, RemoteKey
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc
 from rpc.control import start_server
+from settings.keys import assemble
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 async def test_a_copy_is_bit_equal_and_sealed(start_pool, start_worker, chain_of, tmp_path, transport: str) -> None:
-    config = MessengerConfig(run_dir=tmp_path, transport=transport)
+    config = assemble(MessengerConfig, shm_dir=tmp_path, transport=transport)
     source, target = await start_pool("source", messenger=config), await start_pool("target", messenger=config)
     worker = start_worker(transport)
     chain = chain_of(6)
@@ -74,8 +75,8 @@ async def test_a_source_that_is_not_there_fails_by_name(start_pool, worker, chai
 
 async def test_a_copy_that_cannot_read_leaves_nothing_behind(start_pool, worker, chain_of, tmp_path) -> None:
     """The source accepts tcp only, the target shm only: blocks are pinned and allocated, then the read fails."""
-    source = await start_pool("source", messenger=MessengerConfig(run_dir=tmp_path, transport="tcp"))
-    target = await start_pool("target", messenger=MessengerConfig(run_dir=tmp_path, transport="shm"))
+    source = await start_pool("source", messenger=assemble(MessengerConfig, shm_dir=tmp_path, transport="tcp"))
+    target = await start_pool("target", messenger=assemble(MessengerConfig, shm_dir=tmp_path, transport="shm"))
     await worker.put(worker.client(source.target), chain_of(3))
     client = worker.client(target.target)
     with pytest.raises(CopyFailed, match="no transport in common"):

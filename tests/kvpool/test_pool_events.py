@@ -15,6 +15,7 @@ from kvpool import PoolEvents
 from messenger import MessengerConfig
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc, pool_pb2, pool_pb2_grpc
 from rpc.control import ControlDeadlineExceeded, start_server
+from settings.keys import assemble
 
 EXACT, DEGRADED = DirectoryState.EXACT, DirectoryState.DEGRADED
 
@@ -258,7 +259,7 @@ async def test_a_node_that_listens_at_a_wildcard_joins_as_what_it_advertises(
     listen = f"unix:{tmp_path}/c.sock"
     conductor = RecordingConductor()
     server = await start_server(listen, lambda s: conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, s))
-    messenger = MessengerConfig(listen_host="0.0.0.0", advertise_host="127.0.0.1", transport="tcp")
+    messenger = assemble(MessengerConfig, data_host="0.0.0.0", data_advertise="127.0.0.1", transport="tcp")
     pool = await start_pool(
         listen="0.0.0.0:0", advertise="127.0.0.1:0", conductor_targets=(listen,), messenger=messenger
     )

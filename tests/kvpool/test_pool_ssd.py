@@ -12,6 +12,7 @@ from kvpool import layer_digests
 from kvpool.errors import PoolConfigError, PoolRefused, SsdInUse
 from kvpool.ssd.recovery import read_journal
 from messenger import MessengerConfig
+from settings.keys import assemble
 
 SSD = {"ssd_bytes": 1 << 20}
 
@@ -250,6 +251,6 @@ async def test_a_folder_that_cannot_hold_the_tier_is_named(start_pool, tmp_path:
 
 async def test_a_folder_in_use_is_named(start_pool, ssd_dir) -> None:
     await start_pool(ssd_dir=ssd_dir, **SSD)
-    tcp = MessengerConfig(transport="tcp")
+    tcp = assemble(MessengerConfig, transport="tcp")
     with pytest.raises(SsdInUse, match=str(ssd_dir / "pool")):
         await start_pool(listen="127.0.0.1:0", messenger=tcp, ssd_dir=ssd_dir, **SSD)

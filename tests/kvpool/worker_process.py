@@ -11,12 +11,13 @@ import numpy as np
 
 from kvpool import KvGroup, KvSpec, PoolClient, chain_keys, chain_seed, kv_namespace, layer_digests, parent_keys
 from messenger import Messenger, MessengerConfig, SharedMemory
+from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0,), kv_heads=1, head_dim=4, dtype="float32"),), 4)
 
 
 async def main(target: str, run_dir: str) -> None:
-    messenger = Messenger(MessengerConfig(run_dir=Path(run_dir)), node_id="doomed", incarnation=5)
+    messenger = Messenger(assemble(MessengerConfig, shm_dir=Path(run_dir)), node_id="doomed", incarnation=5)
     messenger.start()
     memory = SharedMemory.create(1 << 16, "doomed")
     region = messenger.register(memory)

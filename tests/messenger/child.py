@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from messenger import Endpoint, Messenger, MessengerConfig, RemoteKey, SharedMemory
+from settings.keys import assemble
 
 
 class Child:
@@ -89,11 +90,12 @@ def main(
     def say(something: Any) -> None:
         print(json.dumps(something), file=answers, flush=True)
 
-    config = MessengerConfig(
+    config = assemble(
+        MessengerConfig,
         transport=transport,
-        run_dir=Path(run_dir),
-        tcp_port=int(tcp_port),
-        listen_host=listen_host,
+        shm_dir=Path(run_dir),
+        data_port=int(tcp_port),
+        data_host=listen_host,
         handshake_timeout_s=float(handshake_timeout_s),
     )
     child = Child(config, node_id, int(nbytes), int(incarnation))

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 
 from messenger import Endpoint, Messenger, MessengerConfig, Region, RemoteKey, SharedMemory
+from settings.keys import assemble
 
 CHILD = Path(__file__).with_name("child.py")
 TRANSPORTS = ("tcp", "shm", "rdma")
@@ -173,11 +174,11 @@ def make_node(
     def make(node_id: str, nbytes: int = 1 << 20, incarnation: int = 1, **config: Any) -> Node:
         settings: dict[str, Any] = {
             "transport": transport,
-            "run_dir": tmp_path,
+            "shm_dir": tmp_path,
             "default_deadline_s": 20.0 * patience,
             "handshake_timeout_s": 5.0 * patience,
         }
-        messenger = Messenger(MessengerConfig(**settings | config), node_id=node_id, incarnation=incarnation)
+        messenger = Messenger(assemble(MessengerConfig, **settings | config), node_id=node_id, incarnation=incarnation)
         memory = SharedMemory.create(nbytes, node_id)
         node = Node(messenger, messenger.start(), messenger.register(memory))
         messenger.on_notify(lambda *note: node.notes.append(note))
@@ -249,7 +250,7 @@ def nursery(pytestconfig: pytest.Config) -> BaseContext:
 
 @pytest.fixture
 def make_child(transport: str, tmp_path: Path, nursery: BaseContext, patience: float) -> Iterator[MakeChild]:
-    """`make_child(node_id, nbytes=..., incarnation=..., tcp_port=0)`; killed at the end if still alive.
+    """`make_child(node_id, nbytes=..., incarnation=..., data_port=0)`; killed at the end if still alive.
 
     `prefix` is a command that runs the command which follows it.
     """

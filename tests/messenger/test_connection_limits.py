@@ -46,7 +46,10 @@ def answer_on(sock: socket.socket) -> Any:
 
 
 def test_one_peer_cannot_take_the_connections_of_all(make_node: MakeNode, dial: Dial) -> None:
-    owner, other = make_node("a", streams_per_peer=2, max_connections_per_peer=3, max_connections=8), make_node("b")
+    owner, other = (
+        make_node("a", streams_per_peer=2, max_connections_per_peer=3, max_inbound_connections=8),
+        make_node("b"),
+    )
     for session in range(3):
         assert isinstance(answer_on(dial(owner, session)), Welcome)
     refusal = answer_on(dial(owner, 3))
@@ -85,7 +88,7 @@ def test_a_caller_is_told_which_limit_it_meets(make_node: MakeNode) -> None:
 
 
 def test_callers_that_say_nothing_give_way_to_those_that_greet(make_node: MakeNode, dial: Dial) -> None:
-    owner, caller = make_node("a", max_connections=4, handshake_timeout_s=60.0), make_node("b")
+    owner, caller = make_node("a", max_inbound_connections=4, handshake_timeout_s=60.0), make_node("b")
     silent = [dial(owner) for _ in range(4)]
     caller.messenger.connect(owner.endpoint).notify(b"t", b"").result()
     assert silent[0].recv(1) == b""
@@ -153,7 +156,7 @@ def test_a_peer_that_comes_back_at_the_same_port_is_found_again(make_node: MakeN
     caller.messenger.connect(first.endpoint).notify(b"t", b"").result()
     port = first.endpoint.tcp_port
     first.messenger.close()
-    again = make_node("b", incarnation=2, tcp_port=port)
+    again = make_node("b", incarnation=2, data_port=port)
     again.fill(5)
     key, peer = again.grant(), caller.messenger.connect(again.endpoint)
     peer.read(key, caller.region, [[0, 0, 1000]]).result()

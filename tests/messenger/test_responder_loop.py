@@ -86,7 +86,7 @@ def source() -> Iterator[SharedMemory]:
 def owners(make_node: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, transport: str) -> dict[str, Any]:
     """Two nodes of the same name: one has compiled loops, the other has none."""
     (tmp_path / "python").mkdir()
-    compiled, python = make_node("b", NBYTES), make_node("b", NBYTES, run_dir=tmp_path / "python")
+    compiled, python = make_node("b", NBYTES), make_node("b", NBYTES, shm_dir=tmp_path / "python")
     for kind in (TcpResponder, ShmResponder):
 
         def compiled_loop(self: Any, grants: Any, *rest: Any, lane: Any = kind.compiled_loop) -> CompiledLoop | None:

@@ -8,6 +8,7 @@ import pytest
 
 from messenger import Endpoint, MessengerConfig
 from messenger.tcp.transport import TcpTransport
+from settings.keys import assemble
 
 NAME_NBYTES = 16
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
@@ -31,7 +32,7 @@ def chosen() -> bytes:
 
 @pytest.fixture
 def tcp(tmp_path: Path) -> TcpTransport:
-    return TcpTransport(MessengerConfig(transport="tcp", run_dir=tmp_path))
+    return TcpTransport(assemble(MessengerConfig, transport="tcp", shm_dir=tmp_path))
 
 
 @pytest.fixture

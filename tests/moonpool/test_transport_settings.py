@@ -9,8 +9,8 @@ from messenger import MessengerConfig
 from moonpool.config import PoolNodeRole, ServeConfig, WorkerRole, all_settings, load
 from moonpool.errors import ConfigError
 from moonpool.role_configs import pool_node_config, worker_config
-from rpc.errors import InvalidArgument
 from rpc.tls import TlsFiles
+from settings.keys import InvalidSetting, assemble
 
 
 def loaded(composite: type, flags: dict[str, Any]) -> Any:
@@ -25,9 +25,10 @@ def test_the_keys_reach_the_messenger(composite: type, make: Any, short_path: Pa
     lists = {"rdma_devices": ["mlx5_0", "mlx5_1"]}
     own = {key: value for key, value in flags.items() if key != "pool" or composite is WorkerRole}
     config = make(loaded(composite, own | lists | {"socket_dir": str(short_path)}), "n").messenger
-    assert (config.transport, config.streams_per_peer, config.max_connections_per_peer) == ("tcp", 3, 5)
-    assert (config.rdma_devices, config.rdma_silence_s) == (("mlx5_0", "mlx5_1"), 2.5)
-    assert config.tls == TlsFiles(Path("c.pem"), Path("k.pem"), Path("ca.pem"), "farm")
+    transport = config.transport
+    assert (transport.transport, transport.streams_per_peer, transport.max_connections_per_peer) == ("tcp", 3, 5)
+    assert (transport.rdma_devices, transport.rdma_silence_s) == (("mlx5_0", "mlx5_1"), 2.5)
+    assert config.tls_files == TlsFiles(Path("c.pem"), Path("k.pem"), Path("ca.pem"), "farm")
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cpu", None), ("cuda:3", 3)])
@@ -64,5 +65,5 @@ def test_keys_that_do_not_go_together_are_refused(flags: dict[str, Any], message
     ],
 )
 def test_a_messenger_refuses_them_too(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        MessengerConfig(**wrong)
+    with pytest.raises(InvalidSetting):
+        assemble(MessengerConfig, **wrong)

@@ -18,6 +18,7 @@ from messenger.tcp import tls_link
 from rpc import tls
 from rpc.errors import InvalidArgument
 from rpc.tls import Identity, TlsFiles
+from settings.keys import assemble
 
 MakeNode = Callable[..., Any]
 TlsSettings = Callable[..., dict[str, Path]]
@@ -209,7 +210,7 @@ def test_an_owner_with_a_certificate_of_another_ca_is_not_believed(
 
 def test_a_caller_above_the_limit_is_told_so(make_node: MakeNode, tls_settings: TlsSettings) -> None:
     settings = tls_settings()
-    owner, first = make_node("a", max_connections=1, **settings), make_node("b", **settings)
+    owner, first = make_node("a", max_inbound_connections=1, **settings), make_node("b", **settings)
     first.messenger.connect(owner.endpoint).notify(b"first", b"").result()
     peer = make_node("c", **settings).messenger.connect(owner.endpoint)
     with pytest.raises(TransferDeadlineExceeded, match="turned the connection away: 1 connections are open, which is"):
@@ -319,7 +320,7 @@ def test_the_end_of_a_certificate_is_told_once_a_day_of_the_last_fortnight(
 def test_nodes_tell_how_long_their_certificate_lasts(pair: tuple[Any, Any]) -> None:
     a, _ = pair
     left_s = a.messenger.reported()["tls_certificate_left_seconds"]
-    assert 0 < left_s <= Identity(a.messenger._config.tls).material().expires_s - time.time() + 60
+    assert 0 < left_s <= Identity(a.messenger._config.tls_files).material().expires_s - time.time() + 60
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_files_that_are_missing_or_no_pem_are_named(
 def test_a_messenger_does_not_start_without_its_key_material(tls_settings: TlsSettings, tmp_path: Path) -> None:
     settings = tls_settings(key="successor")
     with pytest.raises(InvalidArgument, match="tls_key"):
-        Messenger(MessengerConfig(run_dir=tmp_path, **settings), node_id="a", incarnation=1).start()  # type: ignore[arg-type]
+        Messenger(assemble(MessengerConfig, shm_dir=tmp_path, **settings), node_id="a", incarnation=1).start()  # type: ignore[arg-type]
 
 
 def test_a_key_that_others_can_read_is_warned_of(tls_settings: TlsSettings, caplog: pytest.LogCaptureFixture) -> None:

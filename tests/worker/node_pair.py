@@ -27,6 +27,7 @@ from moonpool_proto.v1.worker_pb2_grpc import WorkerStub, add_WorkerServicer_to_
 from prefill_node.server import PrefillService
 from rpc.control import ControlServer, open_channel, start_server
 from rpc.versions import own_software
+from settings.keys import assemble
 from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
@@ -217,7 +218,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             node_id="pool",
             listen=f"unix:{tmp_path}/pool.sock",
             arena_bytes=64 << 20,
-            messenger=MessengerConfig(run_dir=tmp_path),
+            messenger=assemble(MessengerConfig, shm_dir=tmp_path),
             **options,
         )
         pools.append(PoolNode(config, 1))
@@ -253,7 +254,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
                 model_path=path,
                 served_model_name="m",
                 block_tokens=BLOCK,
-                messenger=MessengerConfig(transport=transport, run_dir=tmp_path),  # type: ignore[arg-type]
+                messenger=assemble(MessengerConfig, transport=transport, shm_dir=tmp_path),  # type: ignore[arg-type]
                 kv_parity_sample=parity,
                 kv_storage=storage,
                 **{"capacity_tokens": 1024, "prefill_chunk_tokens": 32, "pool_target": pool_target, **options},

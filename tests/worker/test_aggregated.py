@@ -14,6 +14,7 @@ from kvpool import chain_keys, chain_seed
 from messenger import MessengerConfig
 from moonpool_proto.v1.common_pb2 import ROLE_AGGREGATED, Grammar
 from moonpool_proto.v1.worker_pb2 import FINISH_COMPLETE, Submit, WorkerMessage
+from settings.keys import assemble
 from worker.aggregated import AggregatedService
 from worker.config import WorkerConfig
 from worker.node import WorkerNode
@@ -36,7 +37,7 @@ async def test_a_request_with_grammar_penalties_and_scores_is_served(tmp_path: P
         served_model_name="m",
         block_tokens=BLOCK,
         capacity_tokens=512,
-        messenger=MessengerConfig(run_dir=tmp_path),
+        messenger=assemble(MessengerConfig, shm_dir=tmp_path),
     )
     node = WorkerNode(config, ROLE_AGGREGATED)
     try:

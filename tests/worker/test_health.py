@@ -93,7 +93,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
             served_model_name="m",
             block_tokens=8,
             capacity_tokens=1024,
-            messenger=MessengerConfig(run_dir=tmp_path),
+            messenger=assemble(MessengerConfig, shm_dir=tmp_path),
         )
         serving = asyncio.create_task(serve_worker(settings, "aggregated", stop, ready.set_result))
         tasks.append(serving)

@@ -12,6 +12,7 @@ import torch
 from engine import load_model
 from kvpool import KvGroup, KvPoolError, KvSpec, Provenance, kv_namespace
 from messenger import Messenger, MessengerConfig
+from settings.keys import assemble
 from worker.kv_memory import KvMemory, QuantisedMemory, quantised_spec
 
 MODEL = Path(__file__).parents[1] / "data" / "nano-model"
@@ -20,7 +21,7 @@ SLOTS = [5, 0, 3]
 
 @pytest.fixture
 def memories() -> Iterator[tuple[KvMemory, QuantisedMemory]]:
-    messenger = Messenger(MessengerConfig(transport="tcp"), node_id="w", incarnation=1)
+    messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="w", incarnation=1)
     messenger.start()
     exact = KvMemory(load_model(MODEL), messenger, num_slots=8, block_tokens=4)
     stored = QuantisedMemory(exact, messenger, num_slots=8)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from engine.config import read_config
 from messenger import Messenger, MessengerConfig
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
+from settings.keys import assemble
 from worker.engine_loop import EngineLoop, StepResult
 from worker.errors import ProfileError, RequestFailed, RequestRefused
 from worker.paced.engine import PacedSteps, paced_engine
@@ -39,7 +40,7 @@ class Worker:
     """An engine loop over one memory."""
 
     def __init__(self) -> None:
-        self.messenger = Messenger(MessengerConfig(transport="tcp"), node_id="w", incarnation=1)
+        self.messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="w", incarnation=1)
         self.messenger.start()
         self.memory = ENGINE.new_memory(self.messenger, num_slots=256, block_tokens=BLOCK)
         self.slots = SlotPool(256)
@@ -237,7 +238,7 @@ class Clock:
 
 def test_steps_take_as_long_as_the_profile_says_and_layers_their_share() -> None:
     clock, profile = Clock(), profile_of("mooncake-70b-8xa800")
-    messenger = Messenger(MessengerConfig(transport="tcp"), node_id="w", incarnation=1)
+    messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="w", incarnation=1)
     messenger.start()
     memory = ENGINE.new_memory(messenger, num_slots=256, block_tokens=BLOCK)
     steps = PacedSteps(memory, profile, TOKENS, Pace(clock.now, clock.sleep))
@@ -324,7 +325,7 @@ def test_a_paced_worker_never_loads_torch() -> None:
 
 
 def test_parity_finds_blocks_that_differ_in_tokens_that_count() -> None:
-    messenger = Messenger(MessengerConfig(transport="tcp"), node_id="w", incarnation=1)
+    messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="w", incarnation=1)
     messenger.start()
     memory: PacedMemory = ENGINE.new_memory(messenger, num_slots=4, block_tokens=BLOCK)
     try:

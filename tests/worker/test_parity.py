@@ -12,6 +12,7 @@ import pytest
 from engine import Model
 from kvpool import Lease, PoolClient, chain_keys, chain_seed, layer_digests
 from messenger import Messenger, MessengerConfig, SharedMemory
+from settings.keys import assemble
 from worker.parity import ParityChecker
 from worker.slot_memory import spec_of
 
@@ -28,7 +29,7 @@ class BadHost:
     def __init__(self, pair: Any, model: Model, run_dir: Any) -> None:
         self._pair = pair
         self._spec = spec_of(model.kv_groups, BLOCK)
-        self._messenger = Messenger(MessengerConfig(run_dir=run_dir), node_id="bad", incarnation=7)
+        self._messenger = Messenger(assemble(MessengerConfig, shm_dir=run_dir), node_id="bad", incarnation=7)
         self._messenger.start()
         self._memory = SharedMemory.create(self._spec.slot_nbytes(0), "bad")
         self._region = self._messenger.register(self._memory)

@@ -40,7 +40,7 @@ class Settings:
 
     def messenger(self, transport: str) -> dict[str, Any]:
         """What every messenger of a transport is configured with, as JSON may hold it."""
-        common = {"run_dir": self.run_dir, "handshake_timeout_s": 5.0 * self.patience}
+        common = {"shm_dir": self.run_dir, "handshake_timeout_s": 5.0 * self.patience}
         if transport != "tls":
             return common | {"transport": transport}
         return common | {"transport": "tcp"} | self._tls()
@@ -225,7 +225,7 @@ class Member:
     def _start(self, number: int) -> Generation:
         settings = self._settings
         given = {
-            "messenger": settings.messenger(self.transport) | {"tcp_port": self._port},
+            "messenger": settings.messenger(self.transport) | {"data_port": self._port},
             "node_id": self.node_id,
             "incarnation": number,
             "slots": settings.slots,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
+from settings.keys import assemble
 from tools.soak.rails import break_rail
 from tools.soak.watch import usage
 
@@ -30,9 +31,9 @@ def digest(data: Any) -> bytes:
 
 def configured(settings: dict[str, Any]) -> MessengerConfig:
     """What came as JSON: its paths are strings."""
-    paths = ("run_dir", "tls_cert", "tls_key", "tls_ca")
+    paths = ("shm_dir", "tls_cert", "tls_key", "tls_ca")
     typed: dict[str, Any] = {name: Path(value) if name in paths else value for name, value in settings.items()}
-    return MessengerConfig(**typed)
+    return assemble(MessengerConfig, **typed)
 
 
 class Peer:

@@ -188,7 +188,7 @@ async def start_pool(tmp_path):
                 f"unix:{tmp_path}/{name}.sock",
                 conductor_targets=(f"unix:{tmp_path}/c.sock",),
                 arena_bytes=4 << 20,
-                messenger=MessengerConfig(transport="tcp"),
+                messenger=assemble(MessengerConfig, transport="tcp"),
             )
             pool = Running(lambda stop, ready: serve_pool_node(config, stop, ready))
             pool.target = await pool.start()

@@ -10,6 +10,7 @@ from kvpool import KvGroup, KvSpec, layer_digests, parent_keys
 from kvpool.client import PoolClient
 from messenger import Messenger, MessengerConfig, SharedMemory
 from moonpool_proto.v1 import common_pb2
+from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
@@ -18,7 +19,7 @@ NAMESPACE = bytes(range(16))
 async def store(pool_target, chain, fill, namespace=NAMESPACE):
     """Put whole blocks into a real pool node through a real messenger."""
     client = PoolClient(pool_target, owner="test", owner_incarnation=1)
-    messenger = Messenger(MessengerConfig(transport="tcp"), node_id="test", incarnation=1)
+    messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="test", incarnation=1)
     messenger.start()
     nbytes = SPEC.slot_nbytes(0)
     memory = SharedMemory.create(len(chain) * nbytes, "blocks")

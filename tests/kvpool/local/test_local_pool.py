@@ -16,6 +16,7 @@ from kvpool.local.index_layout import SpecLayout
 from kvpool.local.protocol import PutBlocks
 from kvpool.node import PoolNode
 from messenger import MessengerConfig
+from settings.keys import assemble
 
 
 async def state_of(target: str) -> dict[str, Any]:
@@ -224,7 +225,7 @@ async def test_after_the_pool_nodes_death_no_get_succeeds_and_a_successor_can_be
 
 
 async def test_a_node_that_speaks_tcp_alone_has_no_door(start_pool: Any, door_at: Any, tmp_path: Path) -> None:
-    pool = await start_pool(messenger=MessengerConfig(transport="tcp"))
+    pool = await start_pool(messenger=assemble(MessengerConfig, transport="tcp"))
     assert await door_at(pool.target) == ""
     with pytest.raises(LocalPoolUnavailable, match="no pool node answers"):
         LocalPoolClient(f"{tmp_path}/nothing.sock", owner="host", owner_incarnation=1)

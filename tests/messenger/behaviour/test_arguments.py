@@ -8,6 +8,7 @@ from messenger import (
     InvalidArgument,
     MessengerConfig,
 )
+from settings.keys import InvalidSetting, assemble
 
 REGION = 1 << 16
 
@@ -56,10 +57,10 @@ def test_a_grant_without_rights_cannot_be_made(pair: Any) -> None:
 def test_config_that_cannot_work_is_named() -> None:
     for wrong in (
         {"transport": "pigeon"},
-        {"tcp_port": 70000},
+        {"data_port": 70000},
         {"streams_per_peer": 0},
         {"default_deadline_s": 0.0},
-        {"listen_host": "0.0.0.0"},
+        {"data_host": "0.0.0.0"},
     ):
-        with pytest.raises(InvalidArgument, match=next(iter(wrong))):
-            MessengerConfig(**wrong)  # type: ignore[arg-type]
+        with pytest.raises((InvalidArgument, InvalidSetting), match=next(iter(wrong))):
+            assemble(MessengerConfig, **wrong)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def test_every_notify_is_delivered_once_and_in_order_however_often_the_connectio
 def test_connections_beyond_the_limit_are_turned_away_and_served_when_there_is_room(
     make_node: Any, patience: float
 ) -> None:
-    owner = make_node("a", max_connections=1)
+    owner = make_node("a", max_inbound_connections=1)
     first, second = make_node("b"), make_node("c")
     first.messenger.connect(owner.endpoint).notify(b"first", b"").result()
     peer = second.messenger.connect(owner.endpoint)

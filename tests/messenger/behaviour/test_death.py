@@ -38,7 +38,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_its_successor_is_ano
     assert a.messenger.validate() == []
 
     port = child.endpoint.tcp_port if transport != "shm" else 0
-    successor = make_child("b", LARGE, incarnation=8, tcp_port=port)
+    successor = make_child("b", LARGE, incarnation=8, data_port=port)
     with pytest.raises(PeerRestarted, match="new endpoint"):
         peer.write(child.key, a.region, [[0, 0, 10]]).result()
     fresh = a.messenger.connect(successor.endpoint)

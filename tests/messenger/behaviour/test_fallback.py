@@ -61,7 +61,7 @@ def test_a_socket_at_which_nobody_listens_does_not_hide_a_process_that_answers_b
 def test_a_connected_peer_whose_folder_vanishes_is_used_on_by_tcp(make_node: Any, tmp_path: Path) -> None:
     folder = tmp_path / "b"
     folder.mkdir()
-    a, b = make_node("a", NBYTES), make_node("b", NBYTES, run_dir=folder)
+    a, b = make_node("a", NBYTES), make_node("b", NBYTES, shm_dir=folder)
     key = b.grant()
     a.array[:] = np.arange(NBYTES, dtype=np.uint32).astype(np.uint8)
     peer = a.messenger.connect(b.endpoint)

@@ -20,6 +20,7 @@ from messenger import (
     MessengerClosed,
     MessengerConfig,
 )
+from settings.keys import assemble
 
 
 def test_an_endpoint_survives_the_wire(make_node: Any) -> None:
@@ -37,9 +38,9 @@ def test_a_peer_is_made_once_per_endpoint(make_node: Any) -> None:
 
 
 def test_auto_takes_shared_memory_on_one_host_and_tcp_between_hosts(tmp_path: Path) -> None:
-    here = Messenger(MessengerConfig(run_dir=tmp_path), node_id="a", incarnation=1)
-    neighbour = Messenger(MessengerConfig(run_dir=tmp_path), node_id="b", incarnation=1)
-    distant = Messenger(MessengerConfig(run_dir=tmp_path, host_id="elsewhere"), node_id="c", incarnation=1)
+    here = Messenger(assemble(MessengerConfig, shm_dir=tmp_path), node_id="a", incarnation=1)
+    neighbour = Messenger(assemble(MessengerConfig, shm_dir=tmp_path), node_id="b", incarnation=1)
+    distant = Messenger(assemble(MessengerConfig, shm_dir=tmp_path, host_id="elsewhere"), node_id="c", incarnation=1)
     here.start()
     try:
         assert here.connect(neighbour.start()).transport == "shm"
@@ -56,13 +57,13 @@ def test_auto_takes_shared_memory_on_one_host_and_tcp_between_hosts(tmp_path: Pa
 def test_a_tcp_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        messenger = Messenger(MessengerConfig(tcp_port=port), node_id="a", incarnation=1)
+        messenger = Messenger(assemble(MessengerConfig, data_port=port), node_id="a", incarnation=1)
         with pytest.raises(AddressInUse, match=str(port)):
             messenger.start()
 
 
 def test_a_second_messenger_of_one_node_is_found_out(tmp_path: Path) -> None:
-    config = MessengerConfig(transport="shm", run_dir=tmp_path)
+    config = assemble(MessengerConfig, transport="shm", shm_dir=tmp_path)
     first, second = Messenger(config, node_id="a", incarnation=1), Messenger(config, node_id="a", incarnation=2)
     first.start()
     with pytest.raises(AddressInUse):
@@ -74,14 +75,14 @@ def test_a_second_messenger_of_one_node_is_found_out(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("wrong", [{"run_dir": Path("/nowhere")}, {"listen_host": "no-such-host.invalid"}])
+@pytest.mark.parametrize("wrong", [{"shm_dir": Path("/nowhere")}, {"data_host": "no-such-host.invalid"}])
 def test_an_address_that_cannot_be_bound_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(BindFailed, match=r"nowhere|no-such-host"):
-        Messenger(MessengerConfig(**wrong), node_id="a", incarnation=1).start()
+        Messenger(assemble(MessengerConfig, **wrong), node_id="a", incarnation=1).start()
 
 
 def test_a_private_run_directory_goes_with_the_messenger() -> None:
-    messenger = Messenger(MessengerConfig(transport="shm"), node_id="a", incarnation=1)
+    messenger = Messenger(assemble(MessengerConfig, transport="shm"), node_id="a", incarnation=1)
     directory = Path(messenger.start().shm_socket).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     messenger.close()
@@ -109,7 +110,7 @@ def test_a_messenger_may_be_closed_by_a_futures_callback(make_node: Any) -> None
 
 
 def test_a_messenger_may_be_closed_when_a_deadline_passes(make_node: Any) -> None:
-    a, b = make_node("a", handshake_timeout_s=0.5), make_node("b", max_connections=1)
+    a, b = make_node("a", handshake_timeout_s=0.5), make_node("b", max_inbound_connections=1)
     c = make_node("c")
     c.messenger.connect(b.endpoint).notify(b"t", b"").result()
     closed = threading.Event()

@@ -52,8 +52,8 @@ class Wire:
 @pytest.fixture
 def wire(namespaces: None, make_node: Any, make_child: Any) -> Iterator[Wire]:
     with TwoHosts() as hosts, hosts.inside(0):
-        a = make_node("a", NBYTES, listen_host=hosts.addresses[0])
-        b = make_child("b", NBYTES, listen_host=hosts.addresses[1], prefix=hosts.command(1))
+        a = make_node("a", NBYTES, data_host=hosts.addresses[0])
+        b = make_child("b", NBYTES, data_host=hosts.addresses[1], prefix=hosts.command(1))
         a.fill(1)
         wire = Wire(hosts, a, b, a.messenger.connect(b.endpoint))
         yield wire

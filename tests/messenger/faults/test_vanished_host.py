@@ -19,14 +19,14 @@ def test_a_host_that_vanished_is_noticed_while_a_transfer_waits_and_while_nothin
     monkeypatch.setattr(link, "DEAD_AFTER_S", 6)
     with TwoHosts() as hosts, hosts.inside(0):
         waiting, idle = (
-            make_node(name, NBYTES, listen_host=hosts.addresses[0], handshake_timeout_s=1.0)
+            make_node(name, NBYTES, data_host=hosts.addresses[0], handshake_timeout_s=1.0)
             for name in ("waiting", "idle")
         )
-        b = make_child("b", NBYTES, listen_host=hosts.addresses[1], prefix=hosts.command(1))
+        b = make_child("b", NBYTES, data_host=hosts.addresses[1], prefix=hosts.command(1))
         peers = [node.messenger.connect(b.endpoint) for node in (waiting, idle)]
         for peer in peers:
             peer.notify(b"t", b"").result()
-        owner = make_node("owner", NBYTES, listen_host=hosts.addresses[0], peer_loss_grace_s=0.02)
+        owner = make_node("owner", NBYTES, data_host=hosts.addresses[0], peer_loss_grace_s=0.02)
         b.ask(f"call {owner.endpoint_json}")
         for chain in ("INPUT", "OUTPUT"):
             hosts.firewall(1, "-A", chain, "-j", "DROP")

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from messenger import Messenger, MessengerConfig
+from settings.keys import assemble
 
 
 def test_auto_tells_that_the_devices_named_are_not_there_and_goes_by_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     messenger = Messenger(
-        MessengerConfig(transport="auto", run_dir=tmp_path, rdma_devices=("mlx5_9",)), node_id="a", incarnation=1
+        assemble(MessengerConfig, transport="auto", shm_dir=tmp_path, rdma_devices=("mlx5_9",)),
+        node_id="a",
+        incarnation=1,
     )
     with caplog.at_level(logging.WARNING):
         endpoint = messenger.start()

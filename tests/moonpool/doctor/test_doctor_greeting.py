@@ -18,6 +18,7 @@ from messenger.frames import PREFIX, VERSION, Reject, encode
 from moonpool.doctor.checks import Level
 from moonpool.doctor.peers import Spoken, greet, judge_greeting
 from rpc.control import start_server
+from settings.keys import assemble
 
 TlsSettings = Callable[..., dict[str, Path]]
 HERE = "127.0.0.1"
@@ -34,7 +35,7 @@ def port_of(short_path: Path) -> Iterator[Callable[..., int]]:
     with contextlib.ExitStack() as opened:
 
         def start(**settings: Path) -> int:
-            config = MessengerConfig(transport="tcp", run_dir=short_path, **settings)  # type: ignore[arg-type]
+            config = assemble(MessengerConfig, transport="tcp", shm_dir=short_path, **settings)  # type: ignore[arg-type]
             messenger = Messenger(config, node_id="far", incarnation=7)
             opened.callback(messenger.close)
             return messenger.start().tcp_port

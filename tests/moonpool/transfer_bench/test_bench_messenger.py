@@ -26,14 +26,16 @@ from moonpool.errors import ConfigError, TransferBenchFailed
 from moonpool.transfer_bench import client, run
 from moonpool.transfer_bench.client import OwnerFacts, Session, probe
 from moonpool.transfer_bench.command import host_and_port, tls_of
-from moonpool.transfer_bench.plan import Plan, Shape, Tls, bytes_of
+from moonpool.transfer_bench.plan import Plan, Shape, bytes_of
 from moonpool.transfer_bench.server import Owner, SliceDigests
 from rpc.control import secure
+from settings.keys import assemble
+from settings.messenger import TlsSettings
 
 COMMAND = [sys.executable, "-m", "moonpool", "bench", "messenger"]
 TLS = Path(__file__).parents[2] / "data" / "tls"
-NO_TLS = Tls(tls_cert=None, tls_key=None, tls_ca=None, tls_name="moonpool")
-WITH_TLS = Tls(tls_cert=TLS / "node.pem", tls_key=TLS / "node.key", tls_ca=TLS / "ca.pem", tls_name="moonpool")
+NO_TLS = TlsSettings()
+WITH_TLS = TlsSettings(TLS / "node.pem", TLS / "node.key", TLS / "ca.pem")
 SMALL = Plan(
     sizes=(4096,),
     slices=(1, 7),
@@ -66,7 +68,7 @@ def port(owner: tuple[int, subprocess.Popen[str]]) -> int:
     return owner[0]
 
 
-def measured(plan: Plan, port: int, tls: Tls = NO_TLS) -> run.Outcome:
+def measured(plan: Plan, port: int, tls: TlsSettings = NO_TLS) -> run.Outcome:
     return run.measure_all(plan, "127.0.0.1", port, tls, Console(quiet=True))
 
 
@@ -161,7 +163,7 @@ def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Owner, threading.E
         assert may_end.wait(60)
 
     monkeypatch.setattr("moonpool.transfer_bench.server.fill", slowly)
-    owner = Owner("127.0.0.1", MessengerConfig(transport="tcp"))
+    owner = Owner("127.0.0.1", assemble(MessengerConfig, transport="tcp"))
     owner.messenger.start()
     yield owner, begun, may_end
     owner.close()
@@ -278,7 +280,7 @@ def test_what_is_no_owner_is_not_taken_for_one() -> None:
 
 
 def test_both_sides_encrypt_or_neither_does() -> None:
-    flags = [text for name, value in WITH_TLS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [text for name, value in vars(WITH_TLS).items() for text in (f"--{name.replace('_', '-')}", str(value))]
     try:
         for port, _ in listening(*flags):
             assert len(measured(replace(SMALL, slices=(1,)), port, WITH_TLS).results) == 2
@@ -302,7 +304,7 @@ def test_key_material_is_named_by_variables_as_for_a_role_and_by_flags_before_th
     assert tls_of(None, None, None, "") == NO_TLS
     for name in ("tls_cert", "tls_key", "tls_ca"):
         monkeypatch.setenv(f"MOONPOOL_{name.upper()}", str(TLS / "expired.pem"))
-    assert tls_of(WITH_TLS["tls_cert"], WITH_TLS["tls_key"], None, "") == {**WITH_TLS, "tls_ca": TLS / "expired.pem"}
+    assert tls_of(WITH_TLS.tls_cert, WITH_TLS.tls_key, None, "") == replace(WITH_TLS, tls_ca=TLS / "expired.pem")
 
 
 def test_interrupted_it_tells_what_it_has() -> None:

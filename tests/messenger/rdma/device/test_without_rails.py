@@ -11,12 +11,15 @@ import pytest
 from messenger import Messenger, MessengerConfig, SharedMemory
 from messenger.errors import RdmaUnavailable
 from messenger.rdma import handshake
+from settings.keys import assemble
 
 CHILD = """
 import json, sys
 from messenger import Messenger, MessengerConfig, SharedMemory
+from settings.keys import assemble
 transport, nbytes = sys.argv[1], int(sys.argv[2])
-nodes = [Messenger(MessengerConfig(transport=transport, host_id=name), node_id=name, incarnation=1) for name in "ab"]
+configs = [assemble(MessengerConfig, transport=transport, host_id=name) for name in "ab"]
+nodes = [Messenger(config, node_id=name, incarnation=1) for config, name in zip(configs, "ab", strict=True)]
 endpoints = [node.start() for node in nodes]
 regions = [node.register(SharedMemory.create(nbytes, "x")) for node in nodes]
 key = nodes[1].grant(regions[1], 0, nbytes, read=True, write=True)
@@ -48,7 +51,9 @@ def test_memory_that_may_not_be_locked_goes_by_tcp_where_that_is_allowed() -> No
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
-    messenger = Messenger(MessengerConfig(transport="rdma", rdma_devices=("mlx5_9",)), node_id="a", incarnation=1)
+    messenger = Messenger(
+        assemble(MessengerConfig, transport="rdma", rdma_devices=("mlx5_9",)), node_id="a", incarnation=1
+    )
     with pytest.raises(RdmaUnavailable, match=r"mlx5_9 .*there is no such device; this machine has rxe0/1"):
         messenger.start()
 
@@ -62,7 +67,8 @@ def test_a_named_device_is_the_only_one_used(make_node: Any) -> None:
 
 def test_a_peer_of_another_build_is_reached_by_tcp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes = [
-        Messenger(MessengerConfig(host_id=name, run_dir=tmp_path), node_id=name, incarnation=1) for name in ("a", "b")
+        Messenger(assemble(MessengerConfig, host_id=name, shm_dir=tmp_path), node_id=name, incarnation=1)
+        for name in ("a", "b")
     ]
     endpoints = [node.start() for node in nodes]
     assert all(endpoint.rdma for endpoint in endpoints)

@@ -94,7 +94,7 @@ def make_far_child(_other_host: Callable[[], socket.socket], patience: float) ->
 def make_near_node(make_node: Any) -> Callable[..., Any]:
     """`make_node`, listening where the other host can reach it."""
     return lambda node_id, nbytes=1 << 20, **config: make_node(
-        node_id, nbytes, listen_host=_first_address("RDMA_VM_RAILS"), **config
+        node_id, nbytes, data_host=_first_address("RDMA_VM_RAILS"), **config
     )
 
 
