@@ -122,7 +122,9 @@ def bytes_of(text: str) -> int:
     """Bytes of "64KiB", "1 MiB", "4096". Raises ConfigError."""
     found = _SIZE.fullmatch(text.strip().lower())
     if found is None or found[2] not in _UNITS:
-        raise ConfigError(f"{text!r} is no size: expected a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB")
+        raise ConfigError(
+            f"{text!r} is not a size: expected a number with B, KiB, MiB, GiB, kB, MB or GB, such as 64KiB"
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 

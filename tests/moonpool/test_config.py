@@ -197,7 +197,11 @@ def test_advertised_addresses_and_the_data_port_reach_the_node(
     config = make(loaded(composite, flags=flags | _required(composite)), "n")
     assert (config.listen, config.advertise) == ("0.0.0.0:7002", "10.0.0.2:17002")
     messenger = config.messenger
-    assert (messenger.listen_host, messenger.tcp_port, messenger.advertise_host) == ("0.0.0.0", 7003, "10.1.0.2")
+    assert (messenger.transport.data_host, messenger.host.data_port, messenger.host.data_advertise) == (
+        "0.0.0.0",
+        7003,
+        "10.1.0.2",
+    )
 
 
 def test_aggregated_workers_replace_the_default_split() -> None:
